@@ -1,0 +1,54 @@
+"""What the actor asks of a generation engine, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from workbench.engines.settings import Sampling
+
+Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens made so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Responses in the order of the prompts; `log_probs[i][t]` belongs to `response_ids[i][t]` (see `Sampling`).
+
+    The end-of-sequence token, where one was sampled, is the last token of its response. `finished[i]` is False for a
+    response cut at max_new_tokens (or at the model's longest sequence).
+    """
+
+    response_ids: list[list[int]]
+    log_probs: list[list[float]]
+    finished: list[bool]
+
+
+class GenerationEngine(ABC):
+    """Draws responses from the newest weights it was given."""
+
+    weights_version: int
+
+    @abstractmethod
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+    ) -> Rollout:
+        """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters."""
+
+    @abstractmethod
+    def log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
+
+    @abstractmethod
+    def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Take new weights (transformers' names) in place, drop stale caches, return bytes taken."""
+
+    @abstractmethod
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes that live on this rank: {"weights": .., "kv_cache": ..}."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine; the process's own process groups live on."""

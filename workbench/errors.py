@@ -1,0 +1,74 @@
+"""Every error that workbench raises on purpose.
+
+WorkbenchError
+├── BadInput            (ValueError)    a value that cannot be right; nothing was started
+├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
+├── MissingDependency   (ImportError)   an engine or tracker that is not installed
+├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
+├── NameTaken           (ValueError)    a workbench of that name lives and differs
+├── NotFound            (LookupError)   no workbench of that name
+├── StageError          (RuntimeError)  a stage failed on one or more ranks
+│   ├── RewardError                     the user's reward function raised or gave a wrong value
+│   ├── SyncError                       the generation engine does not hold the trainer's weights
+│   └── StageInterrupted                the user stopped a stage; the message says where it stands
+└── HostDied            (RuntimeError)  a host process is gone
+
+Each message says the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class WorkbenchError(Exception):
+    """Base of the tree. `value`, `rule` and `remedy` make up the message and stay readable as attributes."""
+
+    def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
+        super().__init__(value, rule, remedy)
+        self.value, self.rule, self.remedy = value, rule, remedy
+
+    def __str__(self) -> str:
+        return " ".join(part.rstrip(".") + "." for part in (self.value, self.rule, self.remedy) if part)
+
+
+class BadInput(WorkbenchError, ValueError):
+    """A value that cannot be right, found before any expensive work."""
+
+
+class UnknownColumn(WorkbenchError, KeyError):
+    """A batch lacks a column that was asked for."""
+
+
+class MissingDependency(WorkbenchError, ImportError):
+    """A package that the chosen engine or option needs is not installed."""
+
+
+class ModelUnavailable(WorkbenchError, OSError):
+    """A model or data set that is neither on this machine nor reachable from it."""
+
+
+class NameTaken(WorkbenchError, ValueError):
+    """A workbench of that name lives, and its description differs from the one asked for."""
+
+
+class NotFound(WorkbenchError, LookupError):
+    """No workbench, batch or host of that name."""
+
+
+class StageError(WorkbenchError, RuntimeError):
+    """A stage failed on one or more ranks; the message names role, stage, ranks and the first cause."""
+
+
+class RewardError(StageError):
+    """The user's reward function raised, ran out of time, or gave a value that is no reward."""
+
+
+class SyncError(StageError):
+    """After a weight sync the generation engine does not give the trainer's log-probabilities."""
+
+
+class StageInterrupted(StageError):
+    """The user stopped a stage; the message says in which state things are."""
+
+
+class HostDied(WorkbenchError, RuntimeError):
+    """A host process of the workbench is gone."""
