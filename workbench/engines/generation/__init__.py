@@ -1,0 +1,47 @@
+"""Generation engines behind one interface. To add one: a class of `GenerationEngine`, a line here, its name in settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from workbench.engines.generation.base import GenerationEngine, Rollout
+from workbench.engines.settings import Generation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["GenerationEngine", "Rollout", "make_generation_engine"]
+
+
+def make_generation_engine(
+    name: str | Path,
+    settings: Generation,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer: PreTrainedModel | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+) -> GenerationEngine:
+    """The engine that `settings.engine` names, for the model `name`.
+
+    trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
+    sync moves nothing. None where the trainer's weights are sharded.
+    """
+    if settings.engine == "vllm":
+        from workbench.engines.generation.vllm_engine import VllmEngine
+        from workbench.models import resolve
+
+        return VllmEngine(resolve(name), settings, dtype=dtype, device=device, threads=threads)
+    from workbench.engines.generation.transformers_engine import TransformersEngine
+
+    if trainer is not None:
+        autocast = dtype if dtype == torch.bfloat16 and next(trainer.parameters()).dtype != dtype else None
+        return TransformersEngine(trainer, tokenizer, settings, owns_model=False, autocast_dtype=autocast)
+    from workbench.models import load_causal_lm
+
+    model = load_causal_lm(name, dtype=dtype, device=device)
+    return TransformersEngine(model, tokenizer, settings, owns_model=True)

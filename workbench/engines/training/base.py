@@ -1,23 +1,43 @@
-"""What a role asks of a training engine, and nothing else."""
+"""What a role asks of a training engine, and what both engines share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from workbench.engines.settings import Training
+from workbench.errors import BadInput
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far."""
+    """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far.
+
+    skipped: the norm was not finite; weights, optimizer and step count are as before the step.
+    """
 
     grad_norm: float
     learning_rate: float
     steps: int
+    skipped: bool = False
+
+
+class Collectives(Protocol):
+    """The collectives that an engine needs over its data-parallel ranks; the hosts' `Communicator` has them."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
 
 
 class TrainingEngine(ABC):
@@ -31,17 +51,27 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def forward(self, **inputs: Any) -> Any:
-        """Run the module on one micro-batch. Under `torch.no_grad()` nothing is kept for a backward pass."""
+        """Run the module on one micro-batch. Under `torch.no_grad()` nothing is kept for a backward pass.
+
+        Where weights are sharded over ranks (ZeRO stage 3) every rank must call it equally often.
+        """
 
     @abstractmethod
     def step(self, losses: Sequence[Callable[[], Tensor]]) -> StepReport:
         """One optimizer step. Each callable runs `forward` and returns the loss of one micro-batch, a scalar already
         divided by the global denominator: gradients are *summed* over micro-batches and over data-parallel ranks,
-        then clipped by the global norm. Every rank must pass equally many callables."""
+        then clipped by the global norm. Every rank must pass equally many callables, at least one.
+
+        When a callable raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
+        """
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by transformers' names, one at a time (gathered where sharded; every rank must iterate)."""
+        """Full weights by transformers' names, one at a time (gathered where sharded; every rank must iterate to the
+        end).
+
+        In the dtype that the engine was made with. A tensor may be a live parameter: copy what must outlast a step.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +79,7 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, on the same rank of the same layout."""
+        """Put back what `state_dict` gave, on the same rank of the same layout; `state` stays as it is."""
 
     @abstractmethod
     def memory_bytes(self) -> dict[str, int]:
@@ -61,3 +91,96 @@ def release_gradients(module: nn.Module) -> None:
     """Drop gradient buffers between updates."""
     for parameter in module.parameters():
         parameter.grad = None
+
+
+def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """`module` in eval mode on `device`, parameters in `dtype`; buffers, such as rotary frequencies, keep theirs."""
+    for parameter in module.to(device).parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module.eval()
+
+
+def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); biases and norms are not decayed."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def transformers_names(module: nn.Module) -> dict[str, str]:
+    """Parameter name in `module` -> transformers' name: the module's own `weight_names()`, else the same name."""
+    own = getattr(module, "weight_names", None)
+    return own() if own is not None else {name: name for name, _ in module.named_parameters()}
+
+
+def recompute_activations(module: nn.Module) -> None:
+    """Turn on transformers' activation checkpointing, with the module in eval mode.
+
+    transformers recomputes a layer only where that layer's own `training` flag is set; its children, dropout among
+    them, keep theirs off.
+    """
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not models or not layers:
+        raise BadInput(
+            f"activation_checkpointing=True for {type(module).__name__}",
+            "the model's layers must be transformers' GradientCheckpointingLayer",
+            "leave activation_checkpointing=False",
+        )
+    models[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
+
+
+@torch.no_grad()
+def require_equal_parameters(module: nn.Module, communicator: Collectives) -> None:
+    """Raise `BadInput` unless every rank holds the same bits: data-parallel ranks that start apart stay apart."""
+    if communicator.world_size == 1:
+        return
+    total = 0
+    for i, parameter in enumerate(module.parameters(), start=1):
+        bits = parameter.detach().view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+        total = (total + i * int(bits.sum(dtype=torch.int64))) % 2**52
+    largest = torch.tensor([total, -total], dtype=torch.int64, device=next(module.parameters()).device)
+    communicator.all_reduce_max(largest)
+    if int(largest[0]) != -int(largest[1]):
+        raise BadInput(
+            f"rank {communicator.rank} holds other initial weights than another rank",
+            "data-parallel ranks start from equal weights",
+            "load the model from the same folder, and seed new heads alike, on every rank",
+        )
+
+
+def require_losses(losses: Sequence[Callable[[], Tensor]]) -> None:
+    """Raise `BadInput` for an optimizer step without a micro-batch."""
+    if not losses:
+        raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the distinct storages behind `tensors`: views and shared tensors count once."""
+    storages = {s.data_ptr(): s.nbytes() for t in tensors if t is not None and (s := t.untyped_storage()).nbytes()}
+    return sum(storages.values())
+
+
+def cpu_copy(value: Any) -> Any:
+    """The same nested structure with every tensor copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: cpu_copy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cpu_copy(item) for item in value)
+    return value

@@ -1,0 +1,42 @@
+# `make` needs Python 3.11 or newer and nothing else; everything is installed into .venv/.
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
+BIN := .venv/bin
+READY := .venv/.ready
+DEMO := notebooks/101_ppo_by_hand.ipynb
+
+.PHONY: setup demo test lab check format bench clean help
+
+setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
+
+$(READY): pyproject.toml setup.py scripts/setup_env.py
+	@$(PYTHON) scripts/setup_env.py
+	@touch $@
+
+demo: $(READY) ## run the first lesson on real models, headless; the result lands in runs/demo/
+	@mkdir -p runs/demo
+	$(BIN)/jupyter nbconvert --to notebook --execute $(DEMO) --output-dir runs/demo
+	@echo "executed notebook: runs/demo/$(notdir $(DEMO))"
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest
+
+lab: $(READY) ## open JupyterLab on the lessons
+	$(BIN)/jupyter lab --notebook-dir=. $(DEMO)
+
+check: $(READY) ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY) ## format the code and fix what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## measure speed
+	$(BIN)/python -m pytest -m benchmark -s tests/benchmarks
+
+clean: ## remove .venv/ and what tools left behind; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+help: ## list these targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10

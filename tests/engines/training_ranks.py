@@ -1,0 +1,171 @@
+"""What the training-engine tests run inside ranks of their own: one small training under any engine and world size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from workbench.engines.settings import Training
+from workbench.engines.training.base import TrainingEngine
+from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
+from workbench.engines.training.torch_engine import TorchEngine
+from workbench.models.heads import TokenLogProbs, TokenValues, pad_right
+
+CPU = torch.device("cpu")
+ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")
+DENOMINATOR = 60.0
+TEMPERATURE = 0.7
+
+
+class Gloo:
+    """The collectives of the default process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+
+class Alone:
+    """A world of one, without torch.distributed."""
+
+    rank, world_size = 0, 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def tiny_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            tie_word_embeddings=tied,
+            attention_bias=True,
+            use_cache=False,
+        )
+        return LlamaForCausalLM(config).eval()
+
+
+def sequences(step: int, count: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    lengths = torch.randint(4, 16, (count,), generator=generator).tolist()
+    return [torch.randint(1, 97, (length,), generator=generator) for length in lengths]
+
+
+def settings(kind: str, **changes: Any) -> Training:
+    stage = 0 if kind == "torch" else int(kind[-1])
+    given: dict[str, Any] = {"learning_rate": 3e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "zero_stage": stage}
+    # Adam divides by |gradient| + eps: a smaller eps magnifies rounding where a gradient is next to 0.
+    given["eps"] = 1e-6
+    return Training(**(given | {"schedule": "cosine", "warmup_steps": 2, "total_steps": 10} | changes))
+
+
+def make_engine(
+    kind: str, dtype: torch.dtype = torch.float32, *, module: Any = None, tied: bool = True, **changes: Any
+) -> TrainingEngine:
+    engine = TorchEngine if kind == "torch" else DeepSpeedEngine
+    communicator = Gloo() if dist.is_initialized() else Alone()
+    module = TokenLogProbs(tiny_model(tied=tied), micro_batch_tokens=1024) if module is None else module
+    return engine(module, settings(kind, **changes), communicator, device=CPU, dtype=dtype)
+
+
+def negative_log_likelihood(engine: TrainingEngine, batch: list[Tensor]) -> Tensor:
+    input_ids, attention_mask, position_ids = pad_right(batch, 0)
+    rows, times = attention_mask[:, 1:].nonzero(as_tuple=True)
+    log_probs, _ = engine.forward(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        rows=rows,
+        times=times,
+        targets=input_ids[rows, times + 1],
+        temperature=TEMPERATURE,
+    )
+    return -log_probs.sum() / DENOMINATOR
+
+
+def squared_values(engine: TrainingEngine, batch: list[Tensor]) -> Tensor:
+    input_ids, attention_mask, position_ids = pad_right(batch, 0)
+    rows, times = attention_mask.nonzero(as_tuple=True)
+    values = engine.forward(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, rows=rows, times=times
+    )
+    return (values - input_ids[rows, times] / 97).square().sum() / DENOMINATOR
+
+
+Loss = Callable[[TrainingEngine, list[Tensor]], Tensor]
+
+
+def train(
+    engine: TrainingEngine,
+    steps: range,
+    *,
+    loss: Loss = negative_log_likelihood,
+    cuts: tuple[int, ...] | None = None,
+    scale: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Optimizer steps on this rank's share of each global batch, in micro-batches of uneven size."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    reports = []
+    for step in steps:
+        mine = sequences(step)[rank::world_size]
+        bounds = [0, *((1, 4) if world_size == 1 else (1,)), len(mine)] if cuts is None else [0, *cuts, len(mine)]
+        losses: list[float] = []
+
+        def micro_batch(start: int, end: int, mine: list[Tensor] = mine, losses: list[float] = losses) -> Tensor:
+            value = loss(engine, mine[start:end]) * scale
+            losses.append(float(value.detach()))
+            return value
+
+        report = engine.step([lambda s=s, e=e: micro_batch(s, e) for s, e in itertools.pairwise(bounds)])
+        reports.append(dataclasses.asdict(report) | {"loss": sum(losses)})
+    return reports
+
+
+def weights(engine: TrainingEngine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+
+
+def value_module() -> TokenValues:
+    backbone = tiny_model(seed=5).model
+    return TokenValues(backbone, 32, init="normal", seed=3)

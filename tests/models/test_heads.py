@@ -1,0 +1,186 @@
+"""Heads compute what the whole model computes, at the asked positions only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from workbench.errors import BadInput
+from workbench.models.heads import TokenLogProbs, TokenValues, load_token_values, pad_right
+
+
+def llama(tied: bool = False, **changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape["num_attention_heads"] = 4
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = LlamaConfig(**(shape | changes), initializer_range=0.2, tie_word_embeddings=tied)
+        return LlamaForCausalLM(config).eval()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(1, 61, (n,), generator=generator) for n in (9, 4, 13, 2)]
+    input_ids, attention_mask, position_ids = pad_right(tokens, 0)
+    rows, times = attention_mask[:, 1:].nonzero(as_tuple=True)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "rows": rows,
+        "times": times,
+        "targets": input_ids[rows, times + 1],
+    }
+
+
+def test_pad_right() -> None:
+    input_ids, attention_mask, position_ids = pad_right([torch.tensor([5, 6, 7]), torch.tensor([8])], 2)
+    assert input_ids.tolist() == [[5, 6, 7], [8, 2, 2]]
+    assert attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 1024, 100_000])
+def test_log_probs_and_entropy_equal_the_whole_models(temperature: float, micro_batch_tokens: int) -> None:
+    """100,000 tokens make 196 calls of the head for 24 rows: more calls than rows are right too."""
+    model, given = llama(), batch()
+    log_probs, entropy = TokenLogProbs(model, micro_batch_tokens=micro_batch_tokens)(
+        **given, temperature=temperature, with_entropy=True
+    )
+    for n, (row, time) in enumerate(zip(given["rows"], given["times"], strict=True)):
+        unpadded = given["input_ids"][row][given["attention_mask"][row] == 1][None]
+        expected = torch.log_softmax(model(input_ids=unpadded).logits[0, time] / temperature, -1)
+        torch.testing.assert_close(log_probs[n], expected[given["targets"][n]], rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy[n], -(expected.exp() * expected).sum(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_grad_or_no_grad_same_bits(dtype: torch.dtype, autocast: bool) -> None:
+    head, given = TokenLogProbs(llama().to(dtype)), batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with_grad, _ = head(**given, temperature=0.9)
+        with torch.no_grad():
+            without, _ = head(**given, temperature=0.9)
+    assert with_grad.requires_grad
+    assert not without.requires_grad
+    assert with_grad.dtype == torch.float32
+    assert torch.equal(with_grad, without)
+
+
+def test_gradient_equals_finite_differences() -> None:
+    head, given = TokenLogProbs(llama().double()), batch()
+
+    def objective() -> Tensor:
+        log_probs, entropy = head(**given, temperature=0.8, with_entropy=True)
+        return (log_probs.double() * torch.arange(len(log_probs))).mean() + entropy.double().mean()
+
+    objective().backward()
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        parameter = head.model.get_parameter(name)
+        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        step = 1e-2 / direction.norm()
+        values, start = [], parameter.detach().clone()
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.copy_(start + sign * step * direction)
+                values.append(objective())
+        with torch.no_grad():
+            parameter.copy_(start)
+        expected = float((values[0] - values[1]) / (2 * step))  # the head answers in fp32: hence the wide step
+        assert parameter.grad is not None
+        assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=2e-3, abs=2e-3)
+
+
+def test_no_asked_positions() -> None:
+    head, given = TokenLogProbs(llama()), batch()
+    for key in ("rows", "times", "targets"):
+        given[key] = given[key][:0]
+    log_probs, _ = head(**given)
+    assert log_probs.shape == (0,)
+    log_probs.sum().backward()
+
+
+def test_temperature_zero_is_refused() -> None:
+    with pytest.raises(BadInput, match="more than 0"):
+        TokenLogProbs(llama())(**batch(), temperature=0)
+
+
+def test_models_that_change_their_logits_are_refused() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = Gemma2Config(**shape, **heads, final_logit_softcapping=0.5, initializer_range=0.5)
+    with pytest.raises(BadInput, match="scaling or capping"):
+        TokenLogProbs(Gemma2ForCausalLM(config))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weight_names_are_transformers_names(tied: bool) -> None:
+    model = llama(tied)
+    expected = {name for name, _ in model.named_parameters()}
+    assert ("lm_head.weight" in expected) is not tied
+    assert set(TokenLogProbs(model).weight_names().values()) == expected
+
+
+def test_values_are_a_linear_read_out() -> None:
+    backbone, given = llama().model, batch()
+    del given["targets"]
+    values = TokenValues(backbone, 32, init="normal", seed=4)
+    values.score.bias.data.fill_(0.25)
+    hidden = backbone(**{k: given[k] for k in ("input_ids", "attention_mask", "position_ids")}).last_hidden_state
+    expected = hidden[given["rows"], given["times"]] @ values.score.weight[0] + 0.25
+    torch.testing.assert_close(values(**given), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert values(**given).dtype == torch.float32
+    assert (TokenValues(backbone, 32, init="zero")(**given) == 0).all()
+
+
+def test_head_init() -> None:
+    backbone = llama(hidden_size=4096, intermediate_size=8, num_hidden_layers=1, num_attention_heads=64).model
+    state = torch.get_rng_state()
+    first, again, other = (TokenValues(backbone, 4096, init="normal", seed=seed).score.weight for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert float(first.detach().std()) == pytest.approx(4097**-0.5, rel=0.05)
+
+
+def test_saved_score_is_loaded(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels, config.pad_token_id = 1, 0
+    saved = LlamaForSequenceClassification(config).eval()
+    saved.save_pretrained(tmp_path)
+    module, given = load_token_values(tmp_path), batch()
+    assert set(module.weight_names().values()) == {name for name, _ in saved.named_parameters()} | {"score.bias"}
+    row = given["input_ids"][2]
+    last = torch.tensor([len(row) - 1])
+    score = module(row[None], torch.ones(1, len(row)), torch.arange(len(row))[None], torch.tensor([0]), last)
+    torch.testing.assert_close(score, saved(input_ids=row[None]).logits[:, 0])
+
+
+def test_head_without_saved_score_is_initialised(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    assert (load_token_values(tmp_path).score.weight == 0).all()
+    drawn = load_token_values(tmp_path, init="normal", seed=7).score.weight
+    assert torch.equal(drawn, TokenValues(llama().model, 32, init="normal", seed=7).score.weight)
+
+
+def test_a_head_of_many_scores_is_refused(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels = 3
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="num_labels=1"):
+        load_token_values(tmp_path)

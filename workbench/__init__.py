@@ -1,0 +1,61 @@
+"""An interactive RLHF research workbench: one controller in a notebook over live worker groups.
+
+import workbench as wb
+lab = wb.open("first", models={...}, placement=wb.Placement.colocate(devices=1), prompts="arithmetic")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.algorithms.grpo import GRPO as GRPO
+    from workbench.algorithms.ppo import PPO as PPO
+    from workbench.controller import Workbench as Workbench
+    from workbench.controller import attach as attach
+    from workbench.controller import ls as ls
+    from workbench.controller import open as open
+    from workbench.controller import stop as stop
+    from workbench.dataflow import verifiers as verifiers
+    from workbench.dataflow.batch import Batch as Batch
+    from workbench.engines.settings import Generation as Generation
+    from workbench.engines.settings import Training as Training
+    from workbench.models.spec import Model as Model
+    from workbench.placement import Placement as Placement
+    from workbench.workers.operation import register as register
+    from workbench.workers.protocols import PROTOCOLS as PROTOCOLS
+
+# name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
+_PUBLIC = {
+    "Batch": "workbench.dataflow.batch",
+    "GRPO": "workbench.algorithms.grpo",
+    "Generation": "workbench.engines.settings",
+    "Model": "workbench.models.spec",
+    "PPO": "workbench.algorithms.ppo",
+    "PROTOCOLS": "workbench.workers.protocols",
+    "Placement": "workbench.placement",
+    "Training": "workbench.engines.settings",
+    "Workbench": "workbench.controller",
+    "attach": "workbench.controller",
+    "ls": "workbench.controller",
+    "open": "workbench.controller",
+    "register": "workbench.workers.operation",
+    "stop": "workbench.controller",
+    "verifiers": "workbench.dataflow",
+}
+
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    module = importlib.import_module(_PUBLIC[name])
+    value = importlib.import_module("workbench.dataflow.verifiers") if name == "verifiers" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "errors"]

@@ -1,0 +1,81 @@
+"""`wb`: thin commands over the public functions. Every command that answers a question takes `--json`.
+
+To add a command: a function that takes the parsed arguments and returns an exit code, and its lines in `parser`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from workbench.errors import WorkbenchError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit codes: 0 done, 1 the answer is no or the command failed, 2 wrong usage, 130 interrupted."""
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        return code
+    except WorkbenchError as error:
+        print(f"wb: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="wb", description="An interactive RLHF research workbench.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Any, text: str, *, answers: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        if answers:
+            sub.add_argument("--json", action="store_true", help="print JSON")
+        return sub
+
+    add("doctor", _doctor, "what is installed, what can run here, and the remedy for what is missing")
+    add("ls", _ls, "the workbenches that live on this machine")
+    add("stop", _stop, "end a workbench and its hosts", answers=False).add_argument("name", metavar="NAME")
+    return top
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from workbench import doctor
+
+    report = doctor.examine()
+    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
+    return 0 if report.ok else 1
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from workbench import controller
+
+    rows = controller.ls()
+    if arguments.json:
+        print(json.dumps(rows, indent=2, default=str))
+    else:
+        print(_table(rows) if rows else "no workbench lives on this machine")
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from workbench import controller
+
+    controller.stop(arguments.name)
+    print(f"stopped {arguments.name}")
+    return 0
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as aligned text; a column for each key, in the order in which keys first appear."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

@@ -1,0 +1,668 @@
+"""The Workbench: the one controller of a whole RLHF system, in the notebook.
+
+    notebook                       hosts (one process a device)            disk
+    ┌───────────────┐  calls      ┌──────────────────────────────┐       runs/<name>/...
+    │ lab.prompts   ├────────────>│ actor    critic   reference  │        spans, transfers,
+    │ lab.actor ... │<────────────┤ reward   ...  batches        │        metrics, logs
+    │ Batch handles │  summaries  └──────────┬───────────────────┘            ^
+    └───────┬───────┘                        │ rows, straight from host       │
+            │                     ┌──────────┴───────────────────┐            │
+            │                     │ hosts of another pool        │            │
+            │                     └──────────────────────────────┘            │
+            └─────────────────────────────────────────────────────────────────┘
+
+A stage: check arguments and columns -> deal out rows (protocol) -> send each rank its row numbers -> ranks pull, compute,
+keep -> the controller hears shapes, metrics, spans and errors, and makes the next version of the batch's handle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from workbench import registry
+from workbench.dataflow.batch import Batch, Column, ShardCounts
+from workbench.dataflow.columns import Ragged, Table, concatenate, describe, from_wire, nbytes, take, to_wire
+from workbench.dataflow.location import Location, ShardId
+from workbench.dataflow.prompts import Prompts
+from workbench.dataflow.run import MetricValues, Run
+from workbench.description import Description
+from workbench.engines.settings import Generation, Training, one_of
+from workbench.errors import BadInput, HostDied, NameTaken, NotFound
+from workbench.models import load_tokenizer
+from workbench.models.spec import Model
+from workbench.placement import Placement
+from workbench.telemetry.store import TelemetryStore
+from workbench.workers.backends import Backend, InlineBackend, RayBackend
+from workbench.workers.calls import Call, Metrics, Reply, merge_metrics
+from workbench.workers.group import GroupOperation, WorkerGroup
+from workbench.workers.logs import tail
+from workbench.workers.operation import Operation, check_arguments, operations
+from workbench.workers.protocols import minibatch_rows
+from workbench.workers.roles import ROLE_WORKERS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.display.timeline import Timeline
+
+IfExists = Literal["attach", "replace", "error"]
+_open: dict[str, Workbench] = {}
+
+
+class Workbench:
+    """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
+
+    lab.actor, lab.critic, ...: worker groups. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
+    lab.spans(), lab.transfers(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
+    """
+
+    def __init__(self, description: Description, backend: Backend, run_folder: Path) -> None:
+        self.description, self.run_folder = description, run_folder
+        self.name, self.placement, self.seed = description.name, description.placement, description.seed
+        self.telemetry = TelemetryStore(run_folder)
+        self._backend = backend
+        self._infos = description.hosts(run_folder)
+        self._counts = ShardCounts()
+        self._tokenizer = load_tokenizer(_name(description.models["actor"]))
+        self._broken: dict[str, str] = {}
+        self._closed = False
+        self._run_number, self._batch_number, self.iteration = 0, 0, 0
+        self._draws: dict[int, int] = {}
+        self.last_metrics: dict[str, MetricValues] = {}
+        self.groups: dict[str, WorkerGroup] = {}
+        for role, model in description.models.items():
+            self._add_group(role, model, self.placement.pool_of(role).name)
+        numeric = self._add_group("numeric", description.models["actor"], self.placement.pool_of("actor").name)
+        self.compute_advantages: GroupOperation = numeric.operations["compute_advantages"]
+        self.prompts = PromptStream(self, description.prompts)
+
+    def _add_group(self, role: str, model: Model, pool_name: str) -> WorkerGroup:
+        pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
+        hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
+        worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
+        group = WorkerGroup(role, pool, hosts, model, operations(worker_class), self._stage)
+        if role != "numeric":
+            self.groups[role] = group
+            setattr(self, role, group)
+        return group
+
+    def __getattr__(self, name: str) -> WorkerGroup:
+        if name in ROLE_WORKERS:
+            raise AttributeError(
+                f"this workbench has no {name}; it has {', '.join(self.groups)}. Declare it in models="
+            )
+        raise AttributeError(f"a Workbench has no attribute {name!r}")
+
+    # --- opening and leaving -----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start hosts, join each pool's process group, load the models."""
+        self._backend.start(self._infos)
+        for pool in self.placement.pools:
+            hosts = [info.name for info in self._infos if info.pool == pool.name]
+            address, port = self._backend.work(hosts[0], "open_store").result()
+            _all(self._backend.work(host, "join", address, port) for host in hosts)
+        # Roles of different pools load at the same time; DeepSpeed needs all ranks of a pool at once.
+        building = []
+        for pool in self.placement.pools:
+            hosts = [info.name for info in self._infos if info.pool == pool.name]
+            for role in (*pool.roles, "numeric"):
+                model = self.description.models.get(role, self.description.models["actor"])
+                worker_class = model.worker if model.worker and role in pool.roles else ROLE_WORKERS[role]
+                options = {"seed": self.seed, "actor_name": str(self.description.models["actor"].name)}
+                for host in hosts:
+                    building.append(self._backend.work(host, "build", role, worker_class, model, **options))
+        _all(building)
+
+    def close(self) -> None:
+        """End the hosts and free what they hold; the run folder stays. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        _open.pop(self.name, None)
+        self._backend.close()
+        if self.description.backend == "ray":
+            registry.forget(self.name)
+            _stop_idle_head()
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- one stage -----------------------------------------------------------------------------------------------------
+
+    def _stage(self, group: WorkerGroup, operation: Operation, *args: Any, **kwargs: Any) -> Any:
+        """Run an operation on all ranks of its group and wait. Returns the batch's next version, an update's metrics, or
+        what each rank returned."""
+        self._check_alive(group)
+        batch, args = self._batch_argument(group, operation, args, kwargs)
+        check_arguments(operation, group.role, args, kwargs)
+        samples = kwargs.pop("samples", 1) if operation.samples else 1
+        if batch is not None:
+            batch = batch.repeat(samples)
+        calls = self._calls(group, operation, batch, samples, args, kwargs)
+        self._release()
+        run = Run(
+            number=calls[0].run,
+            stage=operation.name,
+            role=group.role,
+            hosts=group.hosts,
+            pending=[self._backend.execute(host, call) for host, call in zip(group.hosts, calls, strict=True)],
+        )
+        try:
+            run.wait(self._backend)
+        finally:
+            for reply in run.replies:
+                self.telemetry.append_spans(reply.spans)
+                self.telemetry.append_transfers(reply.transfers)
+            if run.stuck:
+                self._broken[group.pool.name] = f"run {run.number}, {group.role}.{operation.name}"
+        return self._result(group, operation, batch, calls, run.replies)
+
+    def _batch_argument(
+        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Batch | None, tuple[Any, ...]]:
+        if not operation.takes_batch:
+            return None, args
+        batch, rest = (kwargs.pop("batch"), args) if "batch" in kwargs else (args[0] if args else None, args[1:])
+        where = f"{group.role}.{operation.name}"
+        if not isinstance(batch, Batch):
+            raise BadInput(
+                f"{where}({type(batch).__name__})", "its first argument is a batch", "start with lab.prompts.next(n)"
+            )
+        if batch._source is not self:
+            raise BadInput(f"{batch!r}", f"comes from another workbench than {self.name!r}", "use this one's batches")
+        batch.need(operation.needed(kwargs), where)
+        return batch, rest
+
+    def _calls(
+        self,
+        group: WorkerGroup,
+        operation: Operation,
+        batch: Batch | None,
+        samples: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Call]:
+        """One call a rank: which rows it gets, and from whom it pulls them."""
+        layout, size = group.pool.layout, len(group.hosts)
+        common: dict[str, Any] = {
+            "run": self._next_run(), "stage": operation.name, "role": group.role, "method": operation.name,
+            "kwargs": kwargs, "submitted_s": time.time(),
+        }  # fmt: skip
+        if batch is None:
+            if operation.protocol.values_per_rank:
+                return [Call(**common, args=tuple(values)) for values in self._per_rank(operation, args, size)]
+            return [Call(**common, args=args) for _ in range(size)]
+        dealt = operation.protocol.distribute(layout, self._minibatches(group, operation, batch))
+        columns = operation.travelling(operation.needed(kwargs), batch.columns)
+        calls = []
+        for rank, chunks in enumerate(dealt):
+            rows = np.concatenate(chunks)
+            if not len(rows):
+                raise BadInput(
+                    f"{batch.rows} rows for {group.role}.{operation.name} on {size} ranks",
+                    f"rank {rank} would have none",
+                    f"use at least {layout.d} rows",
+                )
+            calls.append(
+                Call(
+                    **common,
+                    args=args,
+                    batch=f"{batch.name} v{batch.version}",
+                    pulls=_pulls(batch, columns, rows),
+                    rows=rows,
+                    minibatch_sizes=tuple(len(chunk) for chunk in chunks),
+                    samples=samples,
+                    meta={**batch.meta, "seed": self._stage_seed(operation, batch, kwargs)},
+                )
+            )
+        return calls
+
+    @staticmethod
+    def _minibatches(group: WorkerGroup, operation: Operation, batch: Batch) -> list[np.ndarray]:
+        wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
+        # only updates need equal minibatches; inference follows their cut where there is one, see Training
+        return minibatch_rows(batch.rows, wanted if operation.updates or batch.rows % wanted == 0 else 1)
+
+    @staticmethod
+    def _per_rank(operation: Operation, args: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
+        for value in args:
+            if not isinstance(value, Sequence) or len(value) != size:
+                raise BadInput(
+                    f"{operation.name}: {value!r:.60}", f"ALL_TO_ALL takes one input a rank, as lists of {size}"
+                )
+        return list(zip(*args, strict=True)) if args else [()] * size
+
+    def _stage_seed(self, operation: Operation, batch: Batch, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        iteration = int(batch.meta.get("iteration", 0))
+        if not operation.samples:
+            return (self.seed, iteration)
+        if kwargs.get("seed") is not None:
+            return (int(kwargs["seed"]), iteration)
+        draw = self._draws[iteration] = self._draws.get(iteration, -1) + 1
+        return (self.seed, iteration, draw)
+
+    def _result(
+        self, group: WorkerGroup, operation: Operation, batch: Batch | None, calls: list[Call], replies: list[Reply]
+    ) -> Any:
+        metrics: Metrics = {}
+        for reply in replies:
+            merge_metrics(metrics, reply.metrics)
+        values = MetricValues({name: metric.value for name, metric in metrics.items()})
+        if values:
+            iteration = int(batch.meta.get("iteration", self.iteration)) if batch is not None else self.iteration
+            self.telemetry.append_metrics(operation.name, calls[0].run, iteration, values)
+            self.last_metrics[operation.name] = values
+        ranks = operation.protocol.collect(group.pool.layout)
+        if ranks is None:
+            return [reply.value for reply in replies]
+        if not replies[0].columns:
+            return values
+        assert batch is not None
+        parts = [(ShardId(group.hosts[rank], replies[rank].key), calls[rank].rows) for rank in ranks]
+        location = Location.of_parts([(shard, rows) for shard, rows in parts if rows is not None])
+        columns = {
+            name: Column(
+                dtype=summary.dtype,
+                row_shape=summary.row_shape,
+                nbytes=sum(replies[rank].columns[name].nbytes for rank in ranks),
+                owner=group.role,
+                location=location,
+            )
+            for name, summary in replies[ranks[0]].columns.items()
+        }
+        return batch.with_columns(columns, replies[0].meta)
+
+    def _next_run(self) -> int:
+        self._run_number += 1
+        self._save_state()
+        return self._run_number
+
+    def _save_state(self) -> None:
+        if self.description.backend == "ray":
+            registry.save_state(
+                self.name,
+                {
+                    "run": self._run_number,
+                    "batch": self._batch_number,
+                    "iteration": self.iteration,
+                    "drawn": self.prompts.drawn if hasattr(self, "prompts") else 0,
+                    "prompts": self.prompts.source.state_dict() if self.prompts.source else None,
+                },
+            )
+
+    def _check_alive(self, group: WorkerGroup) -> None:
+        if self._closed:
+            raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
+        if group.pool.name in self._broken:
+            raise HostDied(
+                f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",
+                "its ranks no longer agree",
+                "open the workbench again with if_exists='replace'",
+            )
+
+    # --- batches -------------------------------------------------------------------------------------------------------
+
+    def _put(self, table: Table, owner: str, meta: Mapping[str, Any]) -> Batch:
+        """A batch from rows made here: they go to the first host of the actor's pool."""
+        self._batch_number += 1
+        host, key = self.groups["actor"].hosts[0], f"put-{self._batch_number}"
+        self._backend.ask(host, "put", key, to_wire(table)).result()
+        rows = len(next(iter(table.values())))
+        location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
+        columns = {}
+        for name, column in table.items():
+            dtype, row_shape = describe(column)
+            columns[name] = Column(
+                dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
+            )
+        return Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta)
+
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
+        """Bring rows of columns into this process (what `Batch.fetch` does)."""
+        table: Table = {}
+        for names, pulls in _group_pulls(columns, tuple(columns), rows):
+            pieces = [
+                from_wire(self._backend.ask(p.shard.host, "fetch", p.shard.key, names, p.positions).result())
+                for p in pulls
+            ]
+            order = np.argsort(np.concatenate([p.destinations for p in pulls]))
+            for name in names:
+                table[name] = take(concatenate([piece[name] for piece in pieces]), order)
+        return {name: table[name] for name in columns}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids)))
+
+    def _release(self) -> None:
+        """Tell the hosts which shards nobody refers to any more."""
+        due: dict[str, list[str]] = {}
+        for shard in self._counts.take_due():
+            due.setdefault(shard.host, []).append(shard.key)
+        for host, keys in due.items():
+            self._backend.ask(host, "release", keys)
+
+    # --- seeing ----------------------------------------------------------------------------------------------------------
+
+    def topology(self) -> pd.DataFrame:
+        """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
+        import pandas as pd
+
+        rows = []
+        for info in self._infos:
+            seen = self._backend.ask(info.name, "describe").result()
+            for role, held in seen["roles"].items():
+                if role == "numeric":
+                    continue
+                known = {"role", "model"}
+                rows.append(
+                    {
+                        "role": role,
+                        "model": held["model"],
+                        "pool": info.pool,
+                        "rank": info.rank,
+                        "device": info.device,
+                        "process": seen["process"],
+                        **{f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known},
+                        "host_resident_bytes": seen["resident_bytes"],
+                        "host_batch_bytes": seen["batch_bytes"],
+                    }
+                )
+        frame = pd.DataFrame(rows)
+        use = [c for c in frame.columns if c.endswith("_bytes")]
+        frame[use] = frame[use].fillna(0).astype("int64")
+        return frame[[*(c for c in frame.columns if c not in use), *use]]
+
+    def spans(self) -> pd.DataFrame:
+        """Every timed piece of work on every rank, one a row, seconds and bytes."""
+        return self.telemetry.spans()
+
+    def transfers(self) -> pd.DataFrame:
+        """Every movement of rows from one host to another, one a row."""
+        return self.telemetry.transfers()
+
+    def metrics(self, stage: str | None = None) -> pd.DataFrame:
+        """One row a stage call, a column a metric; of one stage only, if named."""
+        return self.telemetry.metrics(stage)
+
+    def timeline(self, iterations: int | None = 1) -> Timeline:
+        """A picture of the last iterations by device (None: of everything): what ran where, when, and what stood idle."""
+        from workbench.display.timeline import timeline
+
+        spans = self.spans()
+        start = None
+        if iterations is not None and len(spans):
+            events = self.telemetry.events()
+            starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
+            start = starts[0] if starts else None
+        return timeline(spans, devices=[info.device for info in self._infos], start=start)
+
+    def trace(self, path: str | Path) -> Path:
+        """Write everything that happened as a Chrome trace, for Perfetto."""
+        return self.telemetry.chrome_trace(path)
+
+    def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
+        """Print the last lines that worker processes wrote."""
+        for info in self._infos:
+            if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
+                print(f"--- {info.name}: {info.log_path}")
+                print(tail(Path(info.log_path), lines))
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._closed else ""
+        return f"<Workbench {self.name}{state}: {self.placement}>"[:79]
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        rows = []
+        for pool in self.placement.pools:
+            for role in pool.roles:
+                spec = self.groups[role].spec
+                trained = role in ("actor", "critic")
+                engine: str = spec.training.engine if spec.training and trained else ""
+                if role == "actor" and spec.generation:
+                    engine += f" + {spec.generation.engine}"
+                rows.append(
+                    {
+                        "role": role,
+                        "model": str(spec.name or getattr(spec.function, "__name__", "function")),
+                        "engines": engine,
+                        "dtype": spec.dtype if spec.name else "",
+                        "pool": pool.name,
+                        "devices": ", ".join(i.device for i in self._infos if i.pool == pool.name),
+                    }
+                )
+        state = ", closed" if self._closed else ""
+        return table(
+            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
+        )
+
+
+class PromptStream:
+    """`lab.prompts`: draws batches of prompts, in an order that only the seed decides."""
+
+    def __init__(self, lab: Workbench, settings: Any) -> None:
+        self._lab, self.drawn = lab, 0
+        self.source: Prompts | None = None
+        if settings is not None:
+            options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
+            options.setdefault("seed", lab.seed)
+            self.source = Prompts(**options, tokenizer=lab._tokenizer)
+
+    def next(self, n: int) -> Batch:
+        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns."""
+        lab = self._lab
+        lab._check_alive(lab.groups["actor"])
+        if self.source is None:
+            raise BadInput(
+                "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
+            )
+        rows = self.source.next(n)
+        lab.iteration += 1
+        lab.last_metrics = {}
+        table: Table = {
+            "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
+            "prompt_uid": torch.arange(self.drawn, self.drawn + len(rows)),
+            "prompt": [row.prompt for row in rows],
+        }
+        for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
+            table.setdefault(name, [row.extra.get(name) for row in rows])
+        self.drawn += len(rows)
+        lab.telemetry.append_event("iteration", iteration=lab.iteration)
+        batch = lab._put(table, "prompts", {"iteration": lab.iteration})
+        lab._save_state()
+        return batch
+
+    def __repr__(self) -> str:
+        return repr(self.source) if self.source else "<no prompts: open with prompts=...>"
+
+    def _repr_html_(self) -> str:
+        return self.source._repr_html_() if self.source else repr(self)
+
+
+def open(
+    name: str = "lab",
+    *,
+    models: Mapping[str, Any],
+    placement: Placement | None = None,
+    prompts: Any = None,
+    training: Training | None = None,
+    generation: Generation | None = None,
+    dtype: str = "float32",
+    backend: Literal["ray", "inline"] = "ray",
+    device: Literal["cpu", "cuda"] | None = None,
+    devices: int | None = None,
+    seed: int = 0,
+    address: str | None = None,
+    if_exists: IfExists = "attach",
+    runs: str | Path = "runs",
+) -> Workbench:
+    """Open a workbench: start its hosts, load its models, and return the controller.
+
+    models: role -> hub id, local folder, bundled or tiny name, function (reward, cost), or `wb.Model`.
+    placement: which roles share which devices; default: all on one device.
+    prompts: a data set name, a .jsonl file, a list, or a dict of `Prompts` options with "source".
+    training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role.
+    backend: "ray", or "inline": everything in this process on one device, no Ray.
+    device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
+    address: a Ray cluster to join, "host:port"; default: this user's own, started if need be.
+    if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
+        description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
+    runs: folder under which the run folder (telemetry, logs) is made.
+
+    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change.
+    """
+    one_of("if_exists", if_exists, ("attach", "replace", "error"))
+    registry.folder_of(name)
+    description = Description.of(
+        name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
+        dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
+    )  # fmt: skip
+    living = _living(name, description.backend)
+    if living is not None:
+        if if_exists == "error" or (if_exists == "attach" and living != description.digest):
+            raise NameTaken(
+                f"a workbench named {name!r} lives",
+                "if_exists='error'" if if_exists == "error" else "it was opened with another description",
+                "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+            )
+        if if_exists == "attach":
+            return attach(name)
+        stop(name)
+    run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    run_backend: Backend = InlineBackend() if description.backend == "inline" else RayBackend(name, address)
+    lab = Workbench(description, run_backend, run_folder)
+    try:
+        lab._start()
+        pids = [lab._backend.ask(info.name, "describe").result()["process"] for info in lab._infos]
+    except BaseException:
+        lab._backend.close()
+        raise
+    if description.backend == "ray":
+        registry.write(
+            name, description=description, digest=description.digest, run_folder=run_folder, address=address, pids=pids
+        )
+        lab._save_state()
+    _open[name] = lab
+    return lab
+
+
+def attach(name: str) -> Workbench:
+    """Take up a workbench that lives, opened in this kernel or an earlier one."""
+    if name in _open:
+        return _open[name]
+    description = registry.description(name)
+    record = registry.read(name)
+    assert record is not None
+    backend = RayBackend(name, description.address)
+    lab = Workbench(description, backend, Path(record["run_folder"]))
+    backend.attach(lab._infos)
+    state = registry.load_state(name)
+    lab._run_number, lab._batch_number = state.get("run", 0), state.get("batch", 0)
+    lab.iteration, lab.prompts.drawn = state.get("iteration", 0), state.get("drawn", 0)
+    if lab.prompts.source and state.get("prompts"):
+        lab.prompts.source.load_state_dict(state["prompts"])
+    lab.telemetry.append_event("attached")
+    _open[name] = lab
+    return lab
+
+
+def ls() -> list[dict[str, Any]]:
+    """The workbenches that live on this machine: name, alive, processes, run folder."""
+    found = []
+    for name in registry.names():
+        record = registry.read(name)
+        if record is not None:
+            found.append({key: record[key] for key in ("name", "alive", "address", "processes", "run_folder")})
+    for name, lab in _open.items():
+        if lab.description.backend == "inline":
+            found.append(
+                {"name": name, "alive": True, "address": "inline", "processes": [], "run_folder": str(lab.run_folder)}
+            )
+    return found
+
+
+def stop(name: str) -> None:
+    """Close a workbench by name, from any process; `NotFound` if there is none."""
+    if name in _open:
+        _open[name].close()
+        return
+    description = registry.description(name)
+    from workbench.workers.cluster import running_head
+
+    if description.address is not None or running_head() is not None:
+        backend = RayBackend(name, description.address)
+        try:
+            backend.attach(description.hosts(Path()))
+        except HostDied:
+            pass  # what is left of it is ended all the same
+        backend.close()
+    registry.forget(name)
+    _stop_idle_head()
+
+
+def _living(name: str, backend: str) -> str | None:
+    """The digest of the workbench of that name that lives, or None; a dead one's record is swept away."""
+    if name in _open:
+        return _open[name].description.digest
+    record = registry.read(name)
+    if record is None:
+        return None
+    if record["alive"] is False:
+        stop(name)
+        return None
+    digest: str = record["digest"]
+    return digest
+
+
+def _stop_idle_head() -> None:
+    from workbench.workers.cluster import stop_head
+
+    if not registry.names():
+        stop_head()
+
+
+@atexit.register
+def _close_inline() -> None:
+    for lab in list(_open.values()):
+        if lab.description.backend == "inline":
+            lab.close()
+
+
+def _name(model: Model) -> str | Path:
+    assert model.name is not None
+    return model.name
+
+
+def _all(pending: Any) -> list[Any]:
+    return [p.result() for p in list(pending)]
+
+
+def _group_pulls(columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray) -> list[tuple[Any, Any]]:
+    """Columns that lie together are pulled together."""
+    together: dict[int, tuple[Location, list[str]]] = {}
+    for name in names:
+        location = columns[name].location
+        together.setdefault(id(location), (location, []))[1].append(name)
+    return [(tuple(group), tuple(location.pulls(rows))) for location, group in together.values()]
+
+
+def _pulls(batch: Batch, names: tuple[str, ...], rows: np.ndarray) -> tuple[tuple[Any, Any], ...]:
+    return tuple(_group_pulls(batch.columns, names, rows))

@@ -1,0 +1,218 @@
+"""The notebook's handle of a batch: what it is and where it lies, never its tensors."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from workbench.dataflow.columns import Ragged, Table
+from workbench.dataflow.location import Location, ShardId
+from workbench.errors import BadInput, UnknownColumn
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """dtype; shape of one row ("*": a length that varies); bytes of all rows; the role that made it; where it lies."""
+
+    dtype: str
+    row_shape: tuple[int | str, ...]
+    nbytes: int
+    owner: str
+    location: Location
+
+
+class Source(Protocol):
+    """What a batch asks of its workbench: rows brought here, and text for tokens."""
+
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ShardCounts:
+    """Counts the handles that refer to each shard; a shard that nobody refers to is due for release."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[ShardId] = Counter()
+        self._due: list[ShardId] = []
+        self._lock = threading.RLock()
+
+    def hold(self, location: Location) -> None:
+        """Count `location` until it is garbage collected."""
+        with self._lock:
+            self._counts.update(location.shards)
+        weakref.finalize(location, self._drop, location.shards).atexit = False
+
+    def _drop(self, shards: tuple[ShardId, ...]) -> None:
+        with self._lock:
+            self._counts.subtract(shards)
+            for shard in shards:
+                if self._counts[shard] <= 0:
+                    del self._counts[shard]
+                    self._due.append(shard)
+
+    def take_due(self) -> list[ShardId]:
+        """The shards due for release, each given out once."""
+        with self._lock:
+            due, self._due = self._due, []
+            return due
+
+
+class Batch:
+    """A named, versioned, immutable table whose columns lie on the hosts.
+
+    Every stage returns a new version with more columns; the old one stays valid. Token columns are ragged (packed, no
+    padding): `prompt_ids`, `response_ids`, and one number a response token in `response_mask`, `rollout_log_prob`,
+    `old_log_prob`, `ref_log_prob`, `values`, `advantages`, `returns`. `rewards` is one number a row.
+
+    meta: plain values that travel along: the iteration, the sampling temperature, the weights version of the rollout.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        columns: Mapping[str, Column],
+        *,
+        source: Source,
+        counts: ShardCounts,
+        version: int = 0,
+        meta: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        lengths = {len(column.location) for column in columns.values()}
+        if len(lengths) > 1:
+            raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
+        self.name, self.version, self.meta = name, version, MappingProxyType(dict(meta))
+        self.columns: Mapping[str, Column] = MappingProxyType(dict(columns))
+        self.rows = lengths.pop() if lengths else 0
+        self._source, self._counts = source, counts
+        for location in {id(c.location): c.location for c in columns.values()}.values():
+            counts.hold(location)
+
+    def _derive(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None) -> Batch:
+        return Batch(
+            self.name,
+            columns,
+            source=self._source,
+            counts=self._counts,
+            version=self.version + 1,
+            meta={**self.meta, **(meta or {})},
+        )
+
+    def with_columns(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None) -> Batch:
+        """The next version, with these columns added or replaced."""
+        return self._derive({**self.columns, **columns}, meta)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
+        """A choice of rows, by number, in the order given; no tensor moves."""
+        index = np.asarray(rows, dtype=np.int64)
+        if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.rows:
+            raise BadInput(f"rows {rows!r} of {self!r}", f"must be one or more row numbers from 0 to {self.rows - 1}")
+        moved: dict[int, Location] = {}
+        columns = {}
+        for name, c in self.columns.items():
+            location = moved.setdefault(id(c.location), c.location.take(index))
+            share = round(c.nbytes * len(index) / self.rows)
+            columns[name] = Column(dtype=c.dtype, row_shape=c.row_shape, nbytes=share, owner=c.owner, location=location)
+        return self._derive(columns)
+
+    def repeat(self, n: int) -> Batch:
+        """Every row n times, copies side by side; no tensor moves."""
+        if n < 1:
+            raise BadInput(f"repeat({n})", "must be at least 1")
+        return self if n == 1 else self.take(np.repeat(np.arange(self.rows), n))
+
+    def need(self, columns: Iterable[str], reader: str) -> None:
+        """Raise `UnknownColumn` unless all `columns` are here."""
+        missing = [name for name in columns if name not in self.columns]
+        if missing:
+            maker = {
+                "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
+                "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
+                "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
+                "rewards": "reward.compute_reward", "advantages": "compute_advantages",
+                "returns": "compute_advantages",
+            }.get(missing[0])  # fmt: skip
+            raise UnknownColumn(
+                f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
+                f"it has {', '.join(self.columns)}",
+                f"run {maker} first" if maker else "",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns, on all hosts."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def fetch(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> Table:
+        """Bring columns (default all) of some rows (default all) into this process."""
+        names = list(self.columns if columns is None else columns)
+        self.need(names, "fetch")
+        index = np.arange(self.rows) if rows is None else np.asarray(rows, dtype=np.int64)
+        return self._source.pull({name: self.columns[name] for name in names}, index)
+
+    def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame:
+        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded."""
+        import pandas as pd
+
+        table = self.fetch(columns, rows)
+        out: dict[str, list[Any]] = {}
+        for name, column in table.items():
+            if isinstance(column, Ragged):
+                out[name] = [row.tolist() for row in column.rows()]
+            else:
+                out[name] = list(column) if isinstance(column, list) else column.tolist()
+        for ids, text in (("prompt_ids", "prompt_text"), ("response_ids", "response_text")):
+            if ids in out:
+                out[text] = [self._source.decode(row) for row in out[ids]]
+        return pd.DataFrame(out)
+
+    def peek(self, n: int = 4) -> pd.DataFrame:
+        """The first n rows to read: text, scalars, and the mean over tokens of the ragged numbers."""
+        frame = self.df(rows=range(min(n, self.rows)))
+        drop = []
+        for name in frame.columns:
+            if name in ("prompt_ids", "response_ids"):
+                frame[name.replace("_ids", "_tokens")] = frame[name].map(len)
+                drop.append(name)
+            elif name in self.columns and self.columns[name].row_shape == ("*",):
+                frame[f"{name}_mean"] = frame[name].map(lambda row: float(np.mean(row)) if len(row) else float("nan"))
+                drop.append(name)
+        return frame.drop(columns=drop)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __repr__(self) -> str:
+        names = list(self.columns)
+        shown = ", ".join(itertools.islice(names, 3)) + (f", +{len(names) - 3}" if len(names) > 3 else "")
+        return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import bytes_text, table
+
+        rows = [
+            {
+                "column": name,
+                "dtype": c.dtype,
+                "shape": f"[{', '.join(map(str, (self.rows, *c.row_shape)))}]",
+                "made by": c.owner,
+                "lies on": ", ".join(sorted({shard.host for shard in c.location.shards})),
+                "size": bytes_text(c.nbytes),
+            }
+            for name, c in self.columns.items()
+        ]
+        meta = ", ".join(f"{key}={value}" for key, value in self.meta.items())
+        caption = f"Batch {self.name}, version {self.version}: {self.rows} rows, {bytes_text(self.nbytes)}"
+        return table(rows, caption=caption) + (f"<small>{escape(meta)}</small>" if meta else "")

@@ -1,0 +1,65 @@
+"""Where the rows of a column lie, and which of them a rank has to pull from whom. Pure index arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class ShardId(NamedTuple):
+    """One table in the memory of one host."""
+
+    host: str
+    key: str
+
+
+class Pull(NamedTuple):
+    """Rows `positions` of `shard` become rows `destinations` of the puller's table."""
+
+    shard: ShardId
+    positions: np.ndarray
+    destinations: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Location:
+    """Row i of the column is row `position[i]` of `shards[shard[i]]`.
+
+    Selecting, repeating and reordering rows change only these two arrays: no tensor moves.
+    """
+
+    shards: tuple[ShardId, ...]
+    shard: np.ndarray
+    position: np.ndarray
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[ShardId, np.ndarray]]) -> Location:
+        """From shards in whose order the rows given by number (each once) lie."""
+        total = sum(len(rows) for _, rows in parts)
+        shard = np.full(total, -1, dtype=np.int32)
+        position = np.empty(total, dtype=np.int64)
+        for i, (_, rows) in enumerate(parts):
+            shard[rows] = i
+            position[rows] = np.arange(len(rows))
+        if (shard < 0).any():
+            raise ValueError("every row number from 0 to rows - 1 must stand in exactly one part")
+        return cls(tuple(shard_id for shard_id, _ in parts), shard, position)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def take(self, rows: np.ndarray) -> Location:
+        """The location of a choice of rows."""
+        return Location(self.shards, self.shard[rows], self.position[rows])
+
+    def pulls(self, rows: np.ndarray) -> list[Pull]:
+        """What a rank that needs `rows`, in this order, pulls: one entry a shard, linear in rows."""
+        shard, position = self.shard[rows], self.position[rows]
+        order = np.argsort(shard, kind="stable")
+        cuts = np.flatnonzero(np.diff(shard[order])) + 1
+        return [
+            Pull(self.shards[shard[group[0]]], position[group], group) for group in np.split(order, cuts) if len(group)
+        ]

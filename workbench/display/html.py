@@ -1,0 +1,89 @@
+"""Small pieces of html for reprs, and numbers as people read them.
+
+Colours come from the page (`currentColor`, transparent grounds), so that light and dark themes both work. Styles are
+inline: viewers of saved notebooks drop style sheets. A class that uses these defines `__repr__` (text, under 80
+characters a line) and `_repr_html_`; IPython sends both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+_LINE = "1px solid color-mix(in srgb, currentColor 20%, transparent)"
+_TABLE = "border-collapse:collapse;font-size:13px;background:transparent;color:inherit;margin:4px 0"
+_CELL = f"padding:2px 12px 2px 4px;border:0;border-bottom:{_LINE};background:transparent"
+_CAPTION = "text-align:left;caption-side:top;font-weight:600;color:inherit;padding:2px 4px"
+
+
+def table(
+    rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] | None = None, caption: str = "", max_rows: int = 20
+) -> str:
+    """An html table of the first `max_rows` rows; a last line says how many are hidden. Everything is escaped.
+
+    columns: which, in which order; default: the keys in order of appearance. A key that a row lacks is an empty cell.
+    """
+    shown = rows[:max_rows]
+    if columns is None:
+        columns = list(dict.fromkeys(key for row in shown for key in row))
+    head = "".join(f'<th style="{_CELL};text-align:left;font-weight:600">{escape(str(name))}</th>' for name in columns)
+    body = "".join("<tr>" + "".join(_cell(row.get(name)) for name in columns) + "</tr>" for row in shown)
+    hidden = len(rows) - len(shown)
+    if hidden:
+        note = f"{hidden:,} more row{'s' if hidden > 1 else ''} not shown"
+        body += f'<tr><td colspan="{max(len(columns), 1)}" style="{_CELL};text-align:left;opacity:.7">{note}</td></tr>'
+    return f'<table style="{_TABLE}">{_caption(caption)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def kv(pairs: Mapping[str, Any], *, caption: str = "") -> str:
+    """An html table of names and values, one pair a row. Everything is escaped."""
+    name_style = f"{_CELL};text-align:left;font-weight:600"
+    body = "".join(
+        f'<tr><th style="{name_style}">{escape(str(name))}</th>{_cell(value, align="left")}</tr>'
+        for name, value in pairs.items()
+    )
+    return f'<table style="{_TABLE}">{_caption(caption)}<tbody>{body}</tbody></table>'
+
+
+def bytes_text(n: float) -> str:
+    """Bytes in powers of 1000: "0 B", "999 B", "1.2 GB"."""
+    size, unit = float(n), "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if abs(size) < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 99.95 else f"{size:.1f} {unit}"
+
+
+def seconds_text(s: float) -> str:
+    """A duration: "850 us", "85 ms", "3.2 s", "42 s", "4 min 10 s", "2 h 05 min"."""
+    if not math.isfinite(s):
+        return "unknown"
+    if s < 0:
+        return f"-{seconds_text(-s)}"
+    if s < 0.9995:
+        return f"{s * 1e3:.0f} ms" if s >= 0.9995e-3 or s == 0 else f"{s * 1e6:.0f} us"
+    if s < 59.5:
+        return f"{s:.1f} s" if s < 9.95 else f"{s:.0f} s"
+    minutes, seconds = divmod(round(s), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _caption(text: str) -> str:
+    return f'<caption style="{_CAPTION}">{escape(text)}</caption>' if text else ""
+
+
+def _cell(value: Any, align: str | None = None) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None:
+        text = ""
+    elif isinstance(value, float):
+        text = f"{value:.4g}"
+    else:
+        text = str(value)
+    style = f"{_CELL};text-align:{align or ('right' if is_number else 'left')}"
+    return f'<td style="{style}">{escape(text)}</td>'

@@ -1,0 +1,125 @@
+"""One line of progress while the controller waits for a stage; quick stages show nothing."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from workbench.display.html import seconds_text
+
+REFRESH_S = 0.25
+
+
+class _Line(Protocol):
+    def show(self, text: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class _TerminalLine:
+    """A line that is written over; on exit the terminal is as before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be written over
+        self._stream.write(f"\r{text[:width]}\x1b[K")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        self.show("")
+
+
+class _NotebookLine:
+    """A display that is updated in place and left empty, so that a saved notebook holds no half bar."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            bundle = {"text/plain": text}
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call,unused-ignore]
+        else:
+            self._handle.update({"text/plain": text}, raw=True)
+
+    def clear(self) -> None:
+        if self._handle is not None:
+            self._handle.update({"text/plain": ""}, raw=True)
+
+
+class Progress:
+    """Shows how far a stage is, from `after_s` seconds on, at most four times a second; leaves nothing behind.
+
+        with Progress("update_actor") as bar:
+            bar.update(done=3, total=8, tokens=5120)
+
+    In a notebook the line is a display, in a terminal a line on stderr; where stderr goes to a file or a pipe there is
+    none. `unit` names what is counted. Call `update` as often as you like, also when nothing has changed.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        unit: str = "micro-batches",
+        after_s: float = 2.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.label, self.unit, self.after_s = label, unit, after_s
+        self._clock = clock
+        self._line = _line(stream)
+        self._start_s = self._shown_s = clock()
+        self._is_shown = False
+
+    def __enter__(self) -> Progress:
+        self._start_s = self._clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._line is not None and self._is_shown:
+            self._line.clear()
+
+    def update(self, done: int, total: int, tokens: int = 0) -> None:
+        """`done` of `total` units are finished (total 0: not known) and `tokens` tokens were processed so far."""
+        now_s = self._clock()
+        if self._line is None or now_s - self._start_s < self.after_s:
+            return
+        if self._is_shown and now_s - self._shown_s < REFRESH_S:
+            return
+        self._line.show(self.text(now_s - self._start_s, done, total, tokens))
+        self._is_shown, self._shown_s = True, now_s
+
+    def text(self, elapsed_s: float, done: int, total: int, tokens: int) -> str:
+        """The line. The time left supposes that the rest goes as fast as what is done."""
+        parts = [self.label]
+        if total:
+            parts.append(f"{done:,}/{total:,} {self.unit}")
+        if tokens:
+            parts.append(f"{tokens / elapsed_s:,.0f} tokens/s")
+        if 0 < done < total:
+            left_s = elapsed_s / done * (total - done)
+            parts.append(f"~{left_s:.0f} s left" if left_s < 59.5 else f"~{seconds_text(left_s)} left")
+        else:
+            parts.append(f"{elapsed_s:.0f} s so far")
+        return "  ".join(parts)
+
+
+def _line(stream: TextIO | None) -> _Line | None:
+    # a notebook has loaded IPython itself: no reason to import it here
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if stream is None and ipython is not None else None
+    if shell is not None and getattr(shell, "kernel", None) is not None:
+        return _NotebookLine()
+    stream = stream if stream is not None else sys.stderr
+    return _TerminalLine(stream) if stream.isatty() else None

@@ -1,0 +1,89 @@
+"""Where responses end: how much room each has, which tokens and which strings close it. The same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.engines.settings import Generation, Sampling
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def response_room(
+    prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], settings: Generation, vocab_size: int
+) -> list[int]:
+    """Most tokens that each response may have. Raises `BadInput`, naming the row, before any work is done."""
+    if len(seeds) != len(prompt_ids):
+        raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
+    for row, ids in enumerate(prompt_ids):
+        if not len(ids):
+            raise BadInput(f"prompt {row} is empty", "a prompt has at least one token", "start it with the BOS token")
+        if len(ids) >= settings.max_model_tokens:
+            raise BadInput(
+                f"prompt {row} has {len(ids)} tokens",
+                f"prompt and response share max_model_tokens={settings.max_model_tokens}",
+                "shorten the prompt or raise Generation.max_model_tokens",
+            )
+        check_vocabulary(ids, vocab_size, f"prompt {row}")
+    return [min(sampling.max_new_tokens, settings.max_model_tokens - len(ids)) for ids in prompt_ids]
+
+
+def check_sequence(token_ids: Sequence[int], settings: Generation, vocab_size: int) -> None:
+    """Raise `BadInput` unless the engine can score `token_ids`."""
+    if not 2 <= len(token_ids) <= settings.max_model_tokens:
+        raise BadInput(
+            f"a sequence of {len(token_ids)} tokens",
+            f"only 2 to max_model_tokens={settings.max_model_tokens} tokens can be scored",
+            "cut the sequence or raise Generation.max_model_tokens",
+        )
+    check_vocabulary(token_ids, vocab_size, "the sequence")
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> None:
+    """Raise `BadInput` unless all ids are the model's."""
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise BadInput(
+            f"{what} holds a token id outside 0..{vocab_size - 1}",
+            "ids must come from the tokenizer of the model that generates",
+            "tokenize the text with the actor's tokenizer",
+        )
+
+
+def check_model_length(config: Any, settings: Generation) -> None:
+    """Raise `BadInput` when the model has fewer positions than `settings.max_model_tokens`."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and settings.max_model_tokens > positions:
+        raise BadInput(
+            f"Generation.max_model_tokens={settings.max_model_tokens}",
+            f"the model was built for {positions} positions",
+            f"give max_model_tokens={positions} or less",
+        )
+
+
+def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that close a response: the tokenizer's EOS token and those that the model's generation config adds."""
+    ids = generation_config.eos_token_id
+    listed = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return frozenset([*listed, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])])
+
+
+class StopStrings:
+    """Says whether a growing response has just completed a stop string.
+
+    Only a tail of tokens is decoded: every token carries a byte or more, so as many tokens as the longest stop string
+    has bytes must hold it; a few more cover decoders that treat their first token in a special way.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tail = max((len(text.encode()) for text in stop), default=0) + 8
+
+    def end(self, response_ids: Sequence[int]) -> bool:
+        """True when the text of `response_ids` (special tokens included) has a stop string in its tail."""
+        if not self._stop:
+            return False
+        text = self._tokenizer.decode(list(response_ids[-self._tail :]), clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in self._stop)

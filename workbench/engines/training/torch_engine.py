@@ -1,0 +1,139 @@
+"""Data-parallel training with nothing but torch; also what runs a model that is not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engines.settings import Training
+from workbench.engines.training.base import (
+    Collectives,
+    StepReport,
+    TrainingEngine,
+    adamw,
+    cpu_copy,
+    place,
+    recompute_activations,
+    release_gradients,
+    require_equal_parameters,
+    require_losses,
+    storage_bytes,
+    transformers_names,
+)
+from workbench.engines.training.schedule import learning_rate
+from workbench.errors import BadInput
+
+# Elements of gradients summed over the ranks in one call: few calls, 100 MB of extra memory.
+BUCKET_ELEMENTS = 25_000_000
+
+
+class TorchEngine(TrainingEngine):
+    """Every rank holds the whole module.
+
+    A trained module keeps its parameters in fp32, whatever `dtype`; with bfloat16 it computes under autocast. A module
+    with `settings=None` is only run: its parameters are stored in `dtype`, there are no gradients and no optimizer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Training | None,
+        communicator: Collectives,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        trained = settings is not None
+        self.module = place(module, device, torch.float32 if trained else dtype).requires_grad_(trained)
+        self.settings, self.steps = settings, 0
+        self._communicator, self._device, self._dtype = communicator, device, dtype
+        self._optimizer = None
+        if settings is not None:
+            require_equal_parameters(module, communicator)
+            self._optimizer = adamw(module, settings)
+            if settings.activation_checkpointing:
+                recompute_activations(module)
+
+    def forward(self, **inputs: Any) -> Any:
+        autocast = self._optimizer is not None and self._dtype == torch.bfloat16
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+            return self.module(**inputs)
+
+    def step(self, losses: Sequence[Callable[[], Tensor]]) -> StepReport:
+        if self.settings is None or self._optimizer is None:
+            raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
+        require_losses(losses)
+        rate = learning_rate(self.settings, self.steps)
+        try:
+            for loss in losses:
+                loss().backward()
+            gradients = self._summed_gradients()
+            norm = torch.nn.utils.get_total_norm(gradients)
+            skipped = not bool(torch.isfinite(norm))
+            if not skipped:
+                if self.settings.max_grad_norm > 0:
+                    torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
+                for group in self._optimizer.param_groups:
+                    group["lr"] = rate
+                self._optimizer.step()
+                self.steps += 1
+        finally:
+            release_gradients(self.module)
+        return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped)
+
+    @torch.no_grad()
+    def _summed_gradients(self) -> list[Tensor]:
+        """The gradients of all parameters, summed over the ranks in place."""
+        gradients = []
+        for parameter in self.module.parameters():
+            # A parameter that no micro-batch of this rank used still takes part in the sum.
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(parameter.grad)
+        if self._communicator.world_size > 1:
+            for bucket in _buckets(gradients):
+                flat = self._communicator.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
+                for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(total.view_as(gradient))
+        return gradients
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            yield names[name], parameter.detach().to(self._dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = None if self._optimizer is None else cpu_copy(self._optimizer.state_dict())
+        return {"module": cpu_copy(dict(self.module.state_dict())), "optimizer": optimizer, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        if self._optimizer is not None:
+            # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
+            self._optimizer.load_state_dict(cpu_copy(state["optimizer"]))
+        self.steps = state["steps"]
+
+    def memory_bytes(self) -> dict[str, int]:
+        parameters = list(self.module.parameters())
+        kept = [] if self._optimizer is None else self._optimizer.state.values()
+        return {
+            "parameters": storage_bytes(parameters),
+            "gradients": storage_bytes(parameter.grad for parameter in parameters),
+            "optimizer": storage_bytes(t for entry in kept for t in entry.values() if isinstance(t, Tensor)),
+        }
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors in groups of about BUCKET_ELEMENTS elements."""
+    bucket: list[Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        elements += tensor.numel()
+        if elements >= BUCKET_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,212 @@
+"""Models with the head that a role needs: log-probabilities of tokens, or one value a token.
+
+Both compute only what is asked for: the backbone runs on whole sequences, the head on the asked positions alone.
+Shapes: B sequences, T longest length, N asked positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HeadInit = Literal["zero", "normal"]
+
+# Rows of logits that live at the same time: enough for full speed, little memory (512 x 49,152 x 4 bytes = 100 MB).
+ROWS_PER_CALL = 512
+# Names under which a scalar head is saved: transformers' sequence classification, other reward models, TRL's values.
+SAVED_HEADS = ("score", "value_head", "v_head.summary")
+
+
+def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids, attention_mask, position_ids), each int64 [B, T], of sequences of token ids padded on the right."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=sequences[0].device)
+    input_ids = nn.utils.rnn.pad_sequence([s.long() for s in sequences], batch_first=True, padding_value=pad_id)
+    attention_mask = (torch.arange(input_ids.shape[1], device=lengths.device) < lengths[:, None]).long()
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    return input_ids, attention_mask, position_ids
+
+
+class TokenLogProbs(nn.Module):
+    """log softmax(logits / temperature) at given tokens, from a causal language model.
+
+    micro_batch_tokens: the largest B x T that `forward` is given on any rank (larger still works, with more memory).
+    The head runs in ceil(micro_batch_tokens / 512) calls whatever N is: where its weight is sharded over ranks each
+    call gathers it, so every rank must make equally many.
+
+    Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, micro_batch_tokens: int = 2048) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self.head_calls = max(1, -(-micro_batch_tokens // ROWS_PER_CALL))
+        _require_plain_head(model)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        times: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities, entropies or None), each fp32 [N], in nats.
+
+        input_ids, attention_mask, position_ids: [B, T]. rows, times, targets: [N]; the hidden state of sequence
+        `rows[n]` at position `times[n]` predicts `targets[n]`, the token at `times[n] + 1`. Values with and without
+        grad are equal to the last bit.
+        """
+        if temperature <= 0:
+            raise BadInput(
+                f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
+            )
+        hidden = _hidden_states(self.model.base_model, input_ids, attention_mask, position_ids, rows, times)
+        parts = [
+            # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
+            checkpoint(self._score, *part, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
+            if torch.is_grad_enabled()
+            else self._score(*part, temperature, with_entropy)
+            for part in zip(hidden.tensor_split(self.head_calls), targets.tensor_split(self.head_calls), strict=True)
+        ]
+        entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
+        return torch.cat([part[0] for part in parts]), entropy
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
+        logits = self.model.get_output_embeddings()(hidden).float()
+        log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+        chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+        return chosen, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
+
+    def weight_names(self) -> dict[str, str]:
+        """Own parameter name -> transformers' name; tied weights once."""
+        return {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
+
+
+class TokenValues(nn.Module):
+    """One scalar a token: a critic's value, a reward or cost model's score.
+
+    init: "zero" (a critic starts at 0 everywhere) or "normal", of standard deviation 1/sqrt(hidden_size + 1), from
+    `seed` and no other random state (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
+    """
+
+    def __init__(self, backbone: PreTrainedModel, hidden_size: int, *, init: HeadInit = "zero", seed: int = 0) -> None:
+        super().__init__()
+        self.backbone = backbone.eval()
+        like = next(backbone.parameters())
+        self.score = ScalarHead(hidden_size, 1, device=like.device)
+        if init == "normal":
+            drawn = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                self.score.weight.copy_(drawn / (hidden_size + 1) ** 0.5)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, rows: Tensor, times: Tensor
+    ) -> Tensor:
+        """Values, fp32 [N], read at position `times[n]` of sequence `rows[n]`."""
+        hidden = _hidden_states(self.backbone, input_ids, attention_mask, position_ids, rows, times)
+        return cast(Tensor, self.score(hidden)).squeeze(-1)
+
+    def weight_names(self) -> dict[str, str]:
+        """Own parameter name -> transformers' name in a sequence classification model; tied weights once."""
+        prefix = f"{self.backbone.base_model_prefix}."
+        names = (name for name, _ in self.named_parameters())
+        return {n: prefix + n.removeprefix("backbone.") if n.startswith("backbone.") else n for n in names}
+
+
+class ScalarHead(nn.Linear):
+    """A linear layer, zero at first, that computes in fp32 in whatever dtype it is stored or called."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
+
+
+def load_token_values(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    init: HeadInit = "zero",
+) -> TokenValues:
+    """A `TokenValues` from a model name or folder, with the scalar head saved there, else one from `init` and `seed`.
+
+    Raises `ModelUnavailable` when there is no such model, `BadInput` when its head gives more than one score.
+    """
+    from workbench.models import load_backbone, resolve
+
+    folder = resolve(path)
+    backbone = load_backbone(folder, dtype=dtype, device=device)
+    module = TokenValues(backbone, backbone.config.get_text_config().hidden_size, init=init, seed=seed)
+    saved = saved_head(folder)
+    if saved is not None:
+        weight, bias = saved
+        if weight.shape != module.score.weight.shape:
+            raise BadInput(
+                f"the head in {folder} has shape {list(weight.shape)}",
+                f"a scalar head has shape {list(module.score.weight.shape)}",
+                "take a reward model with num_labels=1",
+            )
+        with torch.no_grad():
+            module.score.weight.copy_(weight)
+            if bias is not None:
+                module.score.bias.copy_(bias.reshape(1))
+    return module
+
+
+def saved_head(folder: Path) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias or None) of the scalar head in a folder of weights; None when there is none."""
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    wanted = {f"{head}.{kind}" for head in SAVED_HEADS for kind in ("weight", "bias")}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in wanted.intersection(tensors.keys())}
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        found |= {name: tensors[name] for name in wanted.intersection(tensors)}
+    head = next((head for head in SAVED_HEADS if f"{head}.weight" in found), None)
+    return None if head is None else (found[f"{head}.weight"], found.get(f"{head}.bias"))
+
+
+def _hidden_states(
+    backbone: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, rows: Tensor, times: Tensor
+) -> Tensor:
+    """The backbone's last hidden states at (rows, times), [N, hidden]."""
+    output = backbone(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state
+    return cast(Tensor, output.flatten(0, 1).index_select(0, rows * input_ids.shape[1] + times))
+
+
+@torch.no_grad()
+def _require_plain_head(model: PreTrainedModel) -> None:
+    """Some families scale or cap their logits after the head, which computing the head alone would lose silently."""
+    tokens = torch.arange(2, device=model.device)[None]
+    plain = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+    if not torch.allclose(model(input_ids=tokens, use_cache=False).logits, plain, rtol=1e-3, atol=1e-3):
+        raise BadInput(
+            f"{type(model).__name__}",
+            "its logits must be its output head applied to its last hidden state, without scaling or capping",
+            "take a model family such as Llama, Qwen or Mistral",
+        )

@@ -1,0 +1,65 @@
+"""What a role is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from workbench.engines.settings import DTYPES, Generation, Training, one_of
+from workbench.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Model:
+    """One role's model and how it computes. What is None is taken from the workbench's defaults.
+
+    name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
+    function: for reward and cost, a rule in place of a model: `fn(prompt, response, **row) -> float`.
+    dtype: "float32" or "bfloat16". A trained role computes in it and keeps fp32 master weights.
+    training, generation: engine settings of trained roles, and of the actor's rollouts.
+    worker: a subclass of the role's worker class, with operations of your own.
+    seed: seeds the head of a critic, reward or cost model that has none saved.
+    """
+
+    name: str | Path | None = None
+    function: Callable[..., Any] | None = None
+    dtype: str | None = None
+    training: Training | None = None
+    generation: Generation | None = None
+    worker: type | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.function is None):
+            raise BadInput(f"Model(name={self.name!r}, function={self.function!r})", "give one of the two")
+        if self.dtype is not None:
+            one_of("Model.dtype", self.dtype, DTYPES)
+
+    @classmethod
+    def of(cls, role: str, value: Any) -> Model:
+        """A `Model` from what a user writes in models=: a name, a folder, a function, or a `Model`."""
+        if isinstance(value, Model):
+            model = value
+        elif isinstance(value, str | Path):
+            model = cls(name=value)
+        elif callable(value):
+            model = cls(function=value)
+        else:
+            raise BadInput(
+                f"models[{role!r}]={value!r}",
+                "a role is a model name, a folder, a function (reward, cost) or a wb.Model",
+            )
+        if model.function is not None and role not in ("reward", "cost"):
+            raise BadInput(f"models[{role!r}] is a function", "only reward and cost can be a rule", "give a model name")
+        return model
+
+    def filled(self, *, dtype: str, training: Training, generation: Generation) -> Model:
+        """With the workbench's defaults in place of None."""
+        return replace(
+            self,
+            dtype=self.dtype or dtype,
+            training=self.training or training,
+            generation=self.generation or generation,
+        )

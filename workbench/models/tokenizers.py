@@ -1,0 +1,113 @@
+"""Load tokenizers, and turn prompts into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import BadInput
+from workbench.models.quiet import quiet_transformers
+from workbench.models.resolve import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Names that model families give to a token meant for padding, then names of tokens that no conversation contains.
+_FILLERS = (
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<|fim_pad|>",
+    "<|endoftext|>",
+    "<unk>",
+)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token that differs from the end-of-sequence token.
+
+    Many checkpoints pad with the end-of-sequence token, and then a mask that is derived from the ids hides the end of
+    every response. Masks here never come from ids, so the padding id is only filler; but user code may derive one.
+    Where the checkpoint's choice is missing or equal to EOS, an existing special token takes its place; none is ever
+    added, which would change the size of the embeddings. Raises `BadInput` when no token is fit or no tokenizer loads,
+    `ModelUnavailable` when there is no such model.
+    """
+    from transformers import AutoTokenizer
+
+    folder = resolve(name)
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                f"no tokenizer loads from {str(folder)!r} ({type(error).__name__})",
+                "a model folder holds its tokenizer as well",
+                "save it there with tokenizer.save_pretrained(folder)",
+            ) from error
+    if tokenizer.eos_token_id is None:
+        raise BadInput(
+            f"the tokenizer of {str(name)!r} has no end-of-sequence token",
+            "generation needs one to end a response",
+            "set eos_token in the folder's tokenizer_config.json",
+        )
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.pad_token = _filler(tokenizer, str(name))
+    return tokenizer
+
+
+def _filler(tokenizer: Any, name: str) -> str:
+    """A special token that the chat template does not write and that neither begins nor ends a sequence."""
+    template = tokenizer.chat_template or ""
+    template = template if isinstance(template, str) else " ".join(template.values())
+    special = _special_tokens(tokenizer)
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    free = [token for token in special if token not in taken and token not in template]
+    for token in (*_FILLERS, tokenizer.unk_token, *free):
+        if token in free:
+            return str(token)
+    raise BadInput(
+        f"the tokenizer of {name!r} has no token to pad with (EOS {tokenizer.eos_token!r}, special {sorted(special)})",
+        "the padding token must exist already and differ from EOS",
+        "set pad_token in the folder's tokenizer_config.json to a token that texts never contain",
+    )
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Special tokens in the order of their ids, those without a role (repository name, reserved, ...) among them."""
+    added: Iterable[tuple[int, Any]] = sorted(tokenizer.added_tokens_decoder.items())
+    return [token.content for _, token in added if token.special]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], *, chat: bool | None = None
+) -> list[int]:
+    """Token ids of a prompt, up to where the response begins.
+
+    prompt: a text, or messages such as [{"role": "user", "content": "Hi"}], which need a chat template.
+    chat: whether a text goes through the chat template as a user's message; None: if the tokenizer has a template.
+    """
+    is_text = isinstance(prompt, str)
+    if not prompt:
+        raise BadInput(f"prompt={prompt!r}", "a prompt must not be empty", "drop the row")
+    if not is_text and chat is False:
+        raise BadInput(
+            "messages with chat=False", "messages are rendered by the chat template", "pass a text, or leave chat out"
+        )
+    if chat is None:
+        chat = not is_text or bool(tokenizer.chat_template)
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise BadInput(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template",
+            "messages and chat=True need one",
+            "pass texts with chat=False, choose an instruction-tuned model, or set tokenizer.chat_template",
+        )
+    messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
+    # return_dict: transformers 5 wraps the ids in a BatchEncoding unless told otherwise.
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)  # type: ignore[arg-type]
+    )

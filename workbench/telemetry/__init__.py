@@ -1,0 +1,11 @@
+"""What happened: spans, transfers, metrics and events; recorded where the work is, kept on disk, read as pandas frames.
+
+A new kind of span is one line in `spans.KIND_MEANINGS`, and a pattern in `workbench.display.timeline` if it should
+be told apart there.
+"""
+
+from workbench.telemetry.recorder import Recorder, span
+from workbench.telemetry.spans import KINDS, Span, Transfer
+from workbench.telemetry.store import TelemetryStore
+
+__all__ = ["KINDS", "Recorder", "Span", "TelemetryStore", "Transfer", "span"]

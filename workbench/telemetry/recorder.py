@@ -1,0 +1,164 @@
+"""Records spans and transfers in the process where the work is done.
+
+A host binds the labels of a stage call once; code below it, down to the engines, names only the kind:
+
+    with recorder.bind(stage="update_actor", run=7, role="actor", pool="main", rank=0, device="cpu:0"):
+        with recorder.span("compute"):
+            with span("forward", tokens=1700):      # workbench.telemetry.span: no recorder at hand
+                ...
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from workbench.errors import BadInput
+from workbench.telemetry.peak import PeakMeter, gauge
+from workbench.telemetry.spans import KINDS, Span, Transfer, check_kind
+
+_UNBOUND: dict[str, Any] = {"stage": "", "run": -1, "role": "", "pool": "", "rank": 0, "device": ""}
+
+
+@dataclass
+class OpenSpan:
+    """A span that is not over: add to its counts while the work goes on."""
+
+    bytes: int = 0
+    tokens: int = 0
+    note: str = ""
+
+
+@dataclass
+class OpenTransfer:
+    """A transfer that is not over: set `bytes` when the number is known."""
+
+    bytes: int = 0
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.labels: dict[str, Any] = dict(_UNBOUND)
+        self.kinds: list[str] = []
+        self.unix_shift_s = time.time() - time.perf_counter()
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+_active = _Active()
+
+
+class Recorder:
+    """Collects spans and transfers until `drain`. Labels and nesting belong to the thread that set them.
+
+    Times are read from the monotonic clock and shifted to unix time once a stage call, so that a step of the system's
+    clock never turns a child out of its parent.
+    """
+
+    def __init__(self) -> None:
+        self._here = _ThreadState()
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._transfers: list[Transfer] = []
+        self._meter: PeakMeter | None = None
+
+    def now_s(self) -> float:
+        """Unix time on the recorder's clock, for `add`."""
+        return time.perf_counter() + self._here.unix_shift_s
+
+    @contextmanager
+    def bind(self, **labels: Any) -> Iterator[None]:
+        """Set stage, run, role, pool, rank, device (all or some) for what this thread records inside the block, and
+        make this the recorder of `workbench.telemetry.span`."""
+        unknown = sorted(labels.keys() - _UNBOUND.keys())
+        if unknown:
+            raise BadInput(f"bind({', '.join(unknown)}=...)", f"labels are {', '.join(_UNBOUND)}")
+        before, recorder_before = self._here.labels, _active.recorder
+        if not self._here.kinds:
+            self._here.unix_shift_s = time.time() - time.perf_counter()
+        self._here.labels, _active.recorder = {**before, **labels}, self
+        try:
+            yield
+        finally:
+            self._here.labels, _active.recorder = before, recorder_before
+
+    @contextmanager
+    def span(self, kind: str, *, bytes: int = 0, tokens: int = 0, note: str = "") -> Iterator[OpenSpan]:
+        """Time the block as `kind` inside the enclosing span, with its peak memory. An error is noted and goes on."""
+        check_kind("span kind", kind, KINDS)
+        if self._meter is None:
+            self._meter = PeakMeter(gauge())
+        kinds = self._here.kinds
+        parent = kinds[-1] if kinds else ""
+        counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
+        kinds.append(kind)
+        watch, start_s = self._meter.open(), self.now_s()
+        try:
+            yield counts
+        except BaseException as error:
+            counts.note = f"{counts.note} {type(error).__name__}".strip()
+            raise
+        finally:
+            end_s, peak = self.now_s(), self._meter.close(watch)
+            kinds.pop()
+            self._add(kind, start_s, end_s, counts, peak, parent)
+
+    def add(self, kind: str, start_s: float, end_s: float, *, bytes: int = 0, tokens: int = 0, note: str = "") -> None:
+        """Record a span whose times are known, such as the queue time of a call stamped by the controller. A start
+        after the end (clocks of two machines differ) counts as zero length."""
+        kinds = self._here.kinds
+        counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
+        self._add(kind, min(start_s, end_s), end_s, counts, 0, kinds[-1] if kinds else "")
+
+    @contextmanager
+    def transfer(
+        self,
+        source: str,
+        destination: str,
+        *,
+        batch: str = "",
+        columns: str = "",
+        kind: Literal["batch", "weights"] = "batch",
+    ) -> Iterator[OpenTransfer]:
+        """Time the block as one movement of bytes; set `.bytes` on what it yields. Nothing is recorded for a block that
+        raises: nothing is known to have arrived."""
+        moved, start_s = OpenTransfer(), self.now_s()
+        yield moved
+        labels = self._here.labels
+        made = Transfer(
+            stage=labels["stage"], run=labels["run"], source=source, destination=destination, bytes=int(moved.bytes),
+            start_s=start_s, end_s=self.now_s(), batch=batch, columns=columns, kind=kind,
+        )  # fmt: skip
+        with self._lock:
+            self._transfers.append(made)
+
+    def drain(self) -> tuple[list[Span], list[Transfer]]:
+        """What was recorded since the last call, from all threads; open spans come with a later one."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+            transfers, self._transfers = self._transfers, []
+        return spans, transfers
+
+    def _add(self, kind: str, start_s: float, end_s: float, counts: OpenSpan, peak: int, parent: str) -> None:
+        made = Span(
+            **self._here.labels, kind=kind, parent=parent, start_s=start_s, end_s=end_s, bytes=int(counts.bytes),
+            tokens=int(counts.tokens), peak_memory_bytes=peak, note=counts.note,
+        )  # fmt: skip
+        with self._lock:
+            self._spans.append(made)
+
+
+@contextmanager
+def span(kind: str, *, bytes: int = 0, tokens: int = 0, note: str = "") -> Iterator[OpenSpan]:
+    """`Recorder.span` of the recorder bound to this thread; outside a stage the block runs unrecorded."""
+    if _active.recorder is None:
+        yield OpenSpan(bytes=bytes, tokens=tokens, note=note)
+        return
+    with _active.recorder.span(kind, bytes=bytes, tokens=tokens, note=note) as counts:
+        yield counts

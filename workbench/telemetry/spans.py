@@ -1,0 +1,108 @@
+"""One timed piece of work on one rank, and one movement of bytes from one rank to another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from workbench.errors import BadInput
+
+KIND_MEANINGS = {
+    "queue": "called, and waiting for the device or for inputs that another stage still makes",
+    "transfer": "pulling this rank's slices of the inputs",
+    "compute": "the operation's whole method; the kinds below lie inside it",
+    "generate": "drawing responses in the generation engine",
+    "forward": "forward passes of the training engine",
+    "backward": "backward passes of the training engine",
+    "optimizer": "gradient clipping, optimizer and schedule",
+    "communication": "collectives between the ranks of a group",
+    "weight_sync": "giving the generation engine new weights",
+    "reward": "the user's reward or cost function",
+    "load": "building a model or an engine",
+    "checkpoint": "writing or reading weights and optimizer state",
+}
+KINDS = tuple(KIND_MEANINGS)
+TRANSFER_KINDS = ("batch", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One timed piece of work on one rank.
+
+    A stage leaves on each rank one "queue", one "transfer" and one "compute" span; `parent` is "" for these and, for
+    a span inside another, the kind of the enclosing one.
+
+    run: number of the stage call. start_s, end_s: unix time. bytes: moved by this piece of work.
+    tokens: processed by it (generated, for "generate"). peak_memory_bytes: see `workbench.telemetry.peak`; 0 where
+    nobody measured. note: free text, such as the error that ended it. Raises `BadInput`.
+    """
+
+    stage: str
+    run: int
+    role: str
+    pool: str
+    rank: int
+    device: str
+    kind: str
+    start_s: float
+    end_s: float
+    bytes: int = 0
+    tokens: int = 0
+    peak_memory_bytes: int = 0
+    note: str = ""
+    parent: str = ""
+
+    def __post_init__(self) -> None:
+        check_kind("Span.kind", self.kind, KINDS)
+        if self.parent:
+            check_kind("Span.parent", self.parent, KINDS)
+        _check_times("Span", self.start_s, self.end_s)
+
+    def row(self) -> dict[str, Any]:
+        """The span as stored and as a row of the spans frame: units in the names."""
+        return _with_units(asdict(self), {"bytes": "moved_bytes", "tokens": "processed_tokens"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One movement of bytes from one rank to another.
+
+    source, destination: "role:rank" or another stable name of the two ends. bytes: counted, not estimated.
+    batch: name of the batch ("" for weights). columns: what was moved, comma-separated.
+    """
+
+    stage: str
+    run: int
+    source: str
+    destination: str
+    bytes: int
+    start_s: float
+    end_s: float
+    batch: str = ""
+    columns: str = ""
+    kind: Literal["batch", "weights"] = "batch"
+
+    def __post_init__(self) -> None:
+        check_kind("Transfer.kind", self.kind, TRANSFER_KINDS)
+        _check_times("Transfer", self.start_s, self.end_s)
+
+    def row(self) -> dict[str, Any]:
+        """The transfer as stored and as a row of the transfers frame: units in the names."""
+        return _with_units(asdict(self), {"bytes": "moved_bytes"})
+
+
+def _with_units(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in row.items()}
+
+
+def check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
+    """Raise `BadInput` unless `value` is one of `kinds`."""
+    if value not in kinds:
+        raise BadInput(
+            f"{name}={value!r}", f"must be one of {', '.join(kinds)}", "choose the nearest and say more in `note`"
+        )
+
+
+def _check_times(name: str, start_s: float, end_s: float) -> None:
+    if not 0 <= start_s <= end_s < float("inf"):
+        raise BadInput(f"{name} from {start_s} to {end_s}", "must be finite unix times, the start not after the end")

@@ -1,0 +1,163 @@
+"""Telemetry on disk: append-only JSON lines, read as pandas frames whose column names carry units.
+
+One folder a workbench: spans.jsonl, transfers.jsonl, metrics.jsonl, events.jsonl. Any process may read while another
+writes. A line is written at once and never changed, so a process killed in the middle of one costs that line only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import BadInput
+from workbench.telemetry.spans import Span, Transfer
+
+if TYPE_CHECKING:
+    import pandas
+
+SPAN_COLUMNS = {
+    "stage": "str", "run": "int64", "role": "str", "pool": "str", "rank": "int64", "device": "str", "kind": "str",
+    "parent": "str", "start_s": "float64", "end_s": "float64", "duration_s": "float64", "moved_bytes": "int64",
+    "processed_tokens": "int64", "peak_memory_bytes": "int64", "note": "str",
+}  # fmt: skip
+TRANSFER_COLUMNS = {
+    "stage": "str", "run": "int64", "kind": "str", "source": "str", "destination": "str", "batch": "str",
+    "columns": "str", "start_s": "float64", "end_s": "float64", "duration_s": "float64", "moved_bytes": "int64",
+}  # fmt: skip
+METRIC_COLUMNS = {"time_s": "float64", "iteration": "int64", "stage": "str", "run": "int64"}
+EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
+
+
+class TelemetryStore:
+    """The telemetry of one workbench in `folder` (made if it is not there).
+
+    torn_lines: for each file, how many unreadable lines the last reading passed over. A line still being written by
+    another process counts until it is whole.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.torn_lines: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        sizes = {path.stem: path.stat().st_size for path in sorted(self.folder.glob("*.jsonl"))}
+        return f"TelemetryStore({str(self.folder)!r}, bytes={sizes})"
+
+    def append_spans(self, spans: Iterable[Span]) -> None:
+        """Add spans, as `Recorder.drain` gives them."""
+        self._append("spans", [span.row() for span in spans])
+
+    def append_transfers(self, transfers: Iterable[Transfer]) -> None:
+        """Add transfers, as `Recorder.drain` gives them."""
+        self._append("transfers", [transfer.row() for transfer in transfers])
+
+    def append_metrics(self, stage: str, run: int, iteration: int, values: Mapping[str, float]) -> None:
+        """Add what one stage call reported. Values become floats; NaN and infinities are kept as such."""
+        taken = sorted(set(values) & METRIC_COLUMNS.keys())
+        if taken:
+            raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} name the call", "choose another name")
+        row = {"time_s": time.time(), "iteration": iteration, "stage": stage, "run": run}
+        self._append("metrics", [{**row, "values": {name: float(value) for name, value in values.items()}}])
+
+    def append_event(self, event: str, **details: Any) -> None:
+        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
+        self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
+
+    def spans(self) -> pandas.DataFrame:
+        """One row a span, by start: `SPAN_COLUMNS`. Child spans lie inside their parents: sum `parent == ""` only."""
+        return _timed_frame(self._read("spans"), SPAN_COLUMNS)
+
+    def transfers(self) -> pandas.DataFrame:
+        """One row a transfer, by start: `TRANSFER_COLUMNS`."""
+        return _timed_frame(self._read("transfers"), TRANSFER_COLUMNS)
+
+    def metrics(self, stage: str | None = None) -> pandas.DataFrame:
+        """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.
+
+        Wide, because metrics of one call belong together (`metrics("update_actor").plot("iteration", "kl")`); `melt`
+        makes it long. A metric that a call did not report is NaN; `stage` keeps that stage's rows and its metrics only.
+        """
+        import pandas
+
+        rows = [row for row in self._read("metrics") if stage in (None, row["stage"])]
+        names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+        # float() also reads the names that _strict gave to NaN and the infinities
+        wide = [{**row, **{name: float(value) for name, value in row["values"].items()}} for row in rows]
+        frame = pandas.DataFrame(wide, columns=[*METRIC_COLUMNS, *names])
+        return frame.astype({**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
+
+    def events(self) -> pandas.DataFrame:
+        """One row an event, in order: time_s, event, details (a dict; NaN and infinities in it are text)."""
+        import pandas
+
+        return pandas.DataFrame(self._read("events"), columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
+
+    def chrome_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write spans and transfers as a trace that Perfetto and chrome://tracing open; returns the path."""
+        from workbench.telemetry.trace import trace_events
+
+        spans: list[Any] = self.spans().to_dict("records")
+        transfers: list[Any] = self.transfers().to_dict("records")
+        target = Path(path)
+        trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, transfers)}
+        target.write_text(json.dumps(_strict(trace), allow_nan=False))
+        return target
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        text = "".join(json.dumps(_strict(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
+        with self._path(name).open("ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a writer was killed here: its rest must not swallow our first line
+                    text = "\n" + text
+            file.write(text.encode())
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        torn = 0
+        try:
+            lines = self._path(name).read_bytes().split(b"\n")
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
+            if not line:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:  # both a JSON error and half a character
+                torn += 1
+                continue
+            rows.append(row)
+        self.torn_lines[name] = torn
+        return rows
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+
+def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.DataFrame:
+    import pandas
+
+    for row in rows:
+        row["duration_s"] = row["end_s"] - row["start_s"]
+    frame = pandas.DataFrame(rows, columns=list(columns)).astype(columns)
+    return frame.sort_values("start_s", kind="stable", ignore_index=True)
+
+
+def _strict(value: Any) -> Any:
+    """`value` with NaN and infinities as their names, which strict JSON has no numbers for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value

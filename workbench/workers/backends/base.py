@@ -1,0 +1,55 @@
+"""What the controller asks of a backend, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from workbench.workers.calls import Call, HostInfo
+
+
+class Pending(ABC):
+    """The answer of one host, under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Wait for the answer; raises what the host raised."""
+
+
+class Backend(ABC):
+    """Starts hosts and carries calls to them."""
+
+    name: str
+
+    @abstractmethod
+    def start(self, infos: Sequence[HostInfo]) -> None:
+        """Start one host for each description; process groups are joined by the controller."""
+
+    @abstractmethod
+    def attach(self, infos: Sequence[HostInfo]) -> None:
+        """Find hosts that an earlier kernel started; `HostDied` if one is gone."""
+
+    @abstractmethod
+    def execute(self, host: str, call: Call) -> Pending:
+        """One rank's part of a stage; calls to one host run one at a time, in order."""
+
+    @abstractmethod
+    def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """A short question, answered while a stage computes (status, describe, fetch, put, release)."""
+
+    @abstractmethod
+    def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Set-up work, in order with stages (join, build)."""
+
+    @abstractmethod
+    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
+        """Whether all are done within the time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the hosts and free what they hold."""

@@ -1,0 +1,131 @@
+"""The Ray cluster under the workbenches of this user: joined where there is one, else a head started outside the kernel.
+
+One head serves all workbenches of a user on a machine. It outlives the kernel, and is stopped by process id when the
+last workbench closes. Ray's control store listens on every interface whatever it is told, so a token is the lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workbench.errors import HostDied, MissingDependency, WorkbenchError
+from workbench.home import home
+
+NAMESPACE = "workbench"
+START_TIMEOUT_S = 90
+
+
+def _head_file() -> Path:
+    return home() / "head.json"
+
+
+def _use_token() -> None:
+    """Make this process, and what it starts, show the user's token to Ray."""
+    token = home() / "ray_token"
+    if not token.exists():
+        home().mkdir(parents=True, exist_ok=True)
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def running_head() -> dict[str, Any] | None:
+    """{"address": .., "pid": ..} of the head that this user's workbenches share, or None."""
+    try:
+        head = json.loads(_head_file().read_text())
+        process = psutil.Process(head["pid"])
+        alive = process.create_time() == head["created"] and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, ValueError, KeyError, psutil.Error):
+        return None
+    return head if alive else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start_head() -> dict[str, Any]:
+    home().mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    log = home() / "head.log"
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
+        *(f"--ray-client-server-port={_free_port()}", "--include-log-monitor=false"),
+        f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
+    ]
+    # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "Ray runtime started" not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            raise HostDied(f"the Ray head did not start (see {log})", log.read_text()[-600:].strip(), "run `wb doctor`")
+        time.sleep(0.1)
+    head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    _head_file().write_text(json.dumps(head))
+    return head
+
+
+def connect(address: str | None = None, *, start: bool = True) -> Any:
+    """Join the cluster at `address`, or this user's own head (started if need be), and return the `ray` module."""
+    _use_token()
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency(
+            "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
+        ) from None
+    if ray.is_initialized():
+        return ray
+    if address is None:
+        head = running_head()
+        if head is None and not start:
+            return None
+        address = (head or _start_head())["address"]
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise WorkbenchError(
+            f"no Ray cluster answers at {address!r} ({str(error).splitlines()[0]})",
+            "address= must name a running head as host:port, and its token must be known here",
+            "start one with `ray start --head`, or leave address= out",
+        ) from error
+    return ray
+
+
+def stop_head() -> None:
+    """End this user's head and every process under it, by process id."""
+    head = running_head()
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        sys.modules["ray"].shutdown()
+    if head is not None:
+        top = psutil.Process(head["pid"])
+        family = [*top.children(recursive=True), top]
+        top.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=5)
+    _head_file().unlink(missing_ok=True)

@@ -1,0 +1,77 @@
+"""The handle of all ranks of one role: its methods are the primitive operations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from workbench.dataflow.batch import Batch
+from workbench.models.spec import Model
+from workbench.placement import Pool
+from workbench.workers.operation import Operation
+
+
+class GroupOperation:
+    """One operation of a group, to be called from a cell: `lab.critic.compute_values(batch)`."""
+
+    def __init__(self, group: WorkerGroup, operation: Operation, run: Callable[..., Any]) -> None:
+        self._group, self.operation, self._run = group, operation, run
+        self.__name__ = operation.name
+        self.__doc__ = operation.doc
+        self.__signature__ = self._signature()
+
+    def _signature(self) -> inspect.Signature:
+        parameters = list(self.operation.signature.parameters.values())
+        if self.operation.takes_batch:
+            parameters[0] = inspect.Parameter("batch", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Batch)
+        if self.operation.samples:
+            parameters.insert(
+                1, inspect.Parameter("samples", inspect.Parameter.KEYWORD_ONLY, default=1, annotation=int)
+            )
+        return inspect.Signature(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._group, self.operation, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._group.role}.{self.operation.name}{self.__signature__}>"
+
+
+class WorkerGroup:
+    """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`."""
+
+    def __init__(
+        self,
+        role: str,
+        pool: Pool,
+        hosts: tuple[str, ...],
+        spec: Model,
+        operations: dict[str, Operation],
+        run: Callable[..., Any],
+    ) -> None:
+        self.role, self.pool, self.hosts, self.spec = role, pool, hosts, spec
+        self.operations = {name: GroupOperation(self, operation, run) for name, operation in operations.items()}
+        for name, operation in self.operations.items():
+            setattr(self, name, operation)
+
+    def __getattr__(self, name: str) -> GroupOperation:
+        raise AttributeError(f"{self.role!r} has no operation {name!r}; it has {', '.join(self.operations)}")
+
+    def __repr__(self) -> str:
+        model = self.spec.name or getattr(self.spec.function, "__name__", "function")
+        return f"<{self.role}: {model} on pool {self.pool.name}, {len(self.hosts)} rank(s)>"
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        rows = [
+            {
+                "operation": name,
+                "reads": "by arguments" if callable(o.operation.reads) else ", ".join(o.operation.reads),
+                "writes": ", ".join(o.operation.writes),
+                "protocol": o.operation.protocol.name,
+            }
+            for name, o in self.operations.items()
+        ]
+        return table(rows, caption=repr(self).strip("<>"))

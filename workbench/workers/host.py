@@ -1,0 +1,232 @@
+"""One process on one device: runs the workers of every role placed there, one call at a time, and keeps their batches."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from workbench.dataflow.columns import Column, Table, concatenate, from_wire, nbytes, take, to_wire
+from workbench.dataflow.location import Pull, ShardId
+from workbench.errors import NotFound
+from workbench.models.spec import Model
+from workbench.telemetry import Recorder
+from workbench.workers.calls import Call, Failure, HostInfo, Output, Reply, Shard, column_summary
+from workbench.workers.communicator import Communicator
+from workbench.workers.worker import Context, Worker
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+class Peers(Protocol):
+    """Other hosts, as seen from one: their shards can be cut on request."""
+
+    def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]: ...
+
+
+class Host:
+    """Rank `info.rank` of a pool. Works the same inside a Ray actor and inside the kernel."""
+
+    def __init__(self, info: HostInfo, peers: Peers) -> None:
+        self.info, self._peers = info, peers
+        self.recorder = Recorder()
+        self.workers: dict[str, Worker] = {}
+        self._shards: dict[str, Table] = {}
+        self._lock = threading.Lock()
+        self._progress: tuple[int, int, int] = (0, 0, 0)
+        self._busy: str = ""
+        torch.set_num_threads(info.threads)
+
+    # --- the pool's process group ------------------------------------------------------------------------------------
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: open the rendezvous of the pool, and say where it is."""
+        address = socket.gethostbyname(socket.gethostname()) if self.info.world_size > 1 else "127.0.0.1"
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+        return address, self._store.port
+
+    def join(self, address: str, port: int) -> None:
+        """Every rank: join the pool's process group (NCCL on GPUs, gloo on CPUs)."""
+        rank, size = self.info.rank, self.info.world_size
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port)
+        )
+        if dist.is_initialized():  # inline: one pool after another in one kernel
+            return
+        backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
+        store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+
+    # --- roles ---------------------------------------------------------------------------------------------------
+
+    def build(self, role: str, worker_class: type[Worker], spec: Model, *, seed: int, actor_name: str) -> None:
+        """Load a role's model and engines."""
+        context = Context(
+            host=self.info,
+            communicator=Communicator(self.info.rank, self.info.world_size, self.recorder),
+            recorder=self.recorder,
+            progress=self._note_progress,
+            seed=seed,
+            actor_name=actor_name,
+        )
+        self._busy = f"loading {role}"
+        try:
+            self.workers[role] = worker_class(spec, context)
+        finally:
+            self._busy = ""
+
+    def execute(self, call: Call) -> Reply:
+        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply."""
+        recorder, info = self.recorder, self.info
+        recorder.drain()
+        self._progress, self._busy = (0, 0, 0), call.stage
+        output, key, columns, failure = Output(), f"{call.run}", {}, None
+        labels = {"stage": call.stage, "run": call.run, "role": call.role}
+        try:
+            with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
+                recorder.add("queue", call.submitted_s, time.time())
+                arguments: tuple[Any, ...] = call.args
+                if call.rows is not None:
+                    with recorder.span("transfer") as counted:
+                        table = self._pull(call, counted)
+                    shard = Shard(
+                        columns=table,
+                        rows=call.rows,
+                        minibatch_sizes=call.minibatch_sizes,
+                        samples=call.samples,
+                        meta=call.meta,
+                    )
+                    arguments = (shard, *arguments)
+                with recorder.span("compute"):
+                    # looked up by name at call time, so that reloaded code takes effect with state kept
+                    result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
+                output = result if isinstance(result, Output) else Output(value=result)
+                columns = self._keep(key, output.columns, call)
+        except BaseException as error:
+            failure = Failure.of(error)
+        finally:
+            self._busy = ""
+        spans, transfers = recorder.drain()
+        return Reply(
+            rank=info.rank,
+            key=key,
+            columns={name: column_summary(column) for name, column in columns.items()},
+            metrics=output.metrics,
+            meta=output.meta,
+            value=output.value,
+            spans=spans,
+            transfers=transfers,
+            failure=failure,
+        )
+
+    def _keep(self, key: str, columns: Table, call: Call) -> Table:
+        for name, column in columns.items():
+            if call.rows is None or len(column) != len(call.rows):
+                raise ValueError(
+                    f"{call.stage} returned {len(column)} rows in column {name!r} on rank {self.info.rank}, "
+                    f"which has {0 if call.rows is None else len(call.rows)}"
+                )
+        if columns:
+            with self._lock:
+                self._shards[key] = dict(columns)
+        return columns
+
+    def _note_progress(self, done: int, total: int, tokens: int) -> None:
+        self._progress = (done, total, tokens)
+
+    # --- batches -------------------------------------------------------------------------------------------------
+
+    def _pull(self, call: Call, counted: Any) -> Table:
+        assert call.rows is not None
+        table: Table = {}
+        for names, pulls in call.pulls:
+            parts: dict[str, list[Column]] = {name: [] for name in names}
+            for pull in pulls:
+                part = self._fetch_one(call, names, pull)
+                counted.bytes += sum(nbytes(column) for column in part.values()) if not self._is_here(pull) else 0
+                for name in names:
+                    parts[name].append(part[name])
+            order = np.argsort(np.concatenate([pull.destinations for pull in pulls])) if pulls else np.arange(0)
+            for name in names:
+                table[name] = take(concatenate(parts[name]), order) if pulls else []
+        return table
+
+    def _is_here(self, pull: Pull) -> bool:
+        return pull.shard.host == self.info.name
+
+    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> Table:
+        if self._is_here(pull):
+            return {name: take(column, pull.positions) for name, column in self._columns(pull.shard.key, names).items()}
+        with self.recorder.transfer(
+            pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
+        ) as moved:
+            part = from_wire(self._peers.fetch(pull.shard, names, pull.positions))
+            moved.bytes = sum(nbytes(column) for column in part.values())
+        return part
+
+    def _columns(self, key: str, names: Iterable[str]) -> Table:
+        with self._lock:
+            shard = self._shards.get(key)
+        if shard is None:
+            raise NotFound(
+                f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
+            )
+        return {name: shard[name] for name in names}
+
+    def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
+        """Cut rows of a shard for another process."""
+        return to_wire({name: take(c, positions) for name, c in self._columns(key, columns).items()})
+
+    def put(self, key: str, wire: dict[str, Any]) -> None:
+        """Keep a table that the controller made (prompts)."""
+        with self._lock:
+            self._shards[key] = from_wire(wire)
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Forget shards that no handle refers to any more."""
+        with self._lock:
+            for key in keys:
+                self._shards.pop(key, None)
+
+    # --- what it is doing, what it holds ---------------------------------------------------------------------------
+
+    def status(self) -> tuple[str, int, int, int]:
+        """(what is running, done, total, tokens): answered while a stage computes."""
+        return (self._busy, *self._progress)
+
+    def describe(self) -> dict[str, Any]:
+        """Process, device, roles and bytes, read from the live objects."""
+        import psutil
+
+        with self._lock:
+            batches = sum(nbytes(column) for shard in self._shards.values() for column in shard.values())
+            shards = len(self._shards)
+        return {
+            "host": self.info.name,
+            "pool": self.info.pool,
+            "rank": self.info.rank,
+            "device": self.info.device,
+            "process": os.getpid(),
+            "threads": self.info.threads,
+            "resident_bytes": psutil.Process().memory_info().rss,
+            "batch_bytes": batches,
+            "shards": shards,
+            "roles": {role: {**w.describe(), **w.memory_bytes()} for role, w in self.workers.items()},
+        }
+
+    def close(self) -> None:
+        """Free the workers and leave the process group."""
+        for worker in self.workers.values():
+            worker.close()
+        self.workers.clear()
+        self._shards.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()

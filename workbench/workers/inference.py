@@ -1,0 +1,41 @@
+"""One forward pass over a shard, micro-batch by micro-batch: a number a response token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workbench.dataflow.columns import Ragged
+from workbench.workers.calls import Mean, Shard
+from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
+from workbench.workers.worker import Context
+
+
+def each_response_token(
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget_tokens: int, context: Context
+) -> Ragged:
+    """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order."""
+    scatter = Scatter(shard.ragged("response_ids"))
+    minibatches = each_minibatch(shard, budget_tokens, context.communicator, context.device)
+    micros = [micro for minibatch in minibatches for micro in minibatch]
+    done_tokens = 0
+    for done, micro in enumerate(micros):
+        context.progress(done, len(micros), done_tokens)
+        tokens = tokens_of(micro)
+        with context.recorder.span("forward", tokens=tokens), torch.no_grad():
+            scatter.put(micro, forward(micro))
+        done_tokens += tokens
+    return scatter.column()
+
+
+def mean_of(column: Ragged) -> Mean:
+    """The mean over all tokens, as a metric."""
+    return Mean(total=float(column.values.double().sum()), count=len(column.values))
+
+
+def sampling_temperature(shard: Shard, given: float | None) -> float:
+    """The temperature to divide logits by: as given, else the rollout's; greedy rollouts are scored at 1."""
+    temperature = shard.meta.get("temperature", 1.0) if given is None else given
+    return float(temperature) or 1.0

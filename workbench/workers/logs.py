@@ -1,0 +1,28 @@
+"""Worker output goes to files: the notebook stays quiet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def send_output_to(path: str) -> None:
+    """Point this process's stdout and stderr, those of its C++ libraries included, at a file (appended to)."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # Ray wraps these two; plain ones write straight to the file
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+
+
+def tail(path: Path, lines: int) -> str:
+    """The last lines of a log file."""
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

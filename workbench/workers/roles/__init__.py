@@ -1,0 +1,26 @@
+"""The roles. A new role is one file here and one line in ROLE_WORKERS."""
+
+from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.roles.numeric import NumericWorker
+from workbench.workers.roles.reference import ReferenceWorker
+from workbench.workers.roles.reward import CostWorker, RewardWorker
+
+ROLE_WORKERS = {
+    "actor": ActorWorker,
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+    "reward": RewardWorker,
+    "cost": CostWorker,
+    "numeric": NumericWorker,
+}
+
+__all__ = [
+    "ROLE_WORKERS",
+    "ActorWorker",
+    "CostWorker",
+    "CriticWorker",
+    "NumericWorker",
+    "ReferenceWorker",
+    "RewardWorker",
+]

@@ -1,0 +1,254 @@
+"""The actor: the policy that is trained, and the engine that samples from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.algorithms.aggregation import Aggregation
+from workbench.algorithms.kl import KLKind, kl_estimate
+from workbench.algorithms.losses import policy_loss
+from workbench.dataflow.columns import Ragged
+from workbench.dataflow.seeds import sample_seed
+from workbench.engines.generation import make_generation_engine
+from workbench.engines.settings import Sampling
+from workbench.errors import SyncError
+from workbench.models import load_causal_lm, load_tokenizer
+from workbench.models.heads import TokenLogProbs
+from workbench.models.spec import Model
+from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
+from workbench.workers.inference import each_response_token, mean_of, sampling_temperature
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.operation import register
+from workbench.workers.protocols import DP_PROTO, ONE_TO_ALL
+from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.worker import Context
+
+# Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. A stale output head
+# shows as several tenths; rounding in bfloat16 as a few hundredths.
+SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+PROBE_TOKENS = 24
+
+
+class ActorWorker(TrainedWorker):
+    """A causal language model with an optimizer and, in the same process, a generation engine.
+
+    The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps
+    taken is the weights version stamped on every rollout.
+    """
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.name and spec.generation and spec.training and spec.dtype
+        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.device)
+        self.tokenizer = load_tokenizer(spec.name)
+        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        self.generator = make_generation_engine(
+            spec.name,
+            spec.generation,
+            tokenizer=self.tokenizer,
+            trainer=None if self.training.engine == "deepspeed" and self.training.zero_stage == 3 else model,
+            dtype=getattr(torch, spec.dtype),
+            device=context.device,
+            threads=context.host.threads,
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        generation = {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
+        return {**self.engine.memory_bytes(), **generation}
+
+    def close(self) -> None:
+        self.generator.close()
+
+    @register(
+        DP_PROTO,
+        reads=("prompt_ids", "prompt_uid"),
+        writes=("response_ids", "response_mask", "rollout_log_prob", "finished"),
+        minibatched=True,
+        samples=True,
+    )
+    def generate_sequences(
+        self,
+        batch: Shard,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        max_new_tokens: int = 64,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Output:
+        """Draw responses with the actor's newest weights (synced first if an update came in between).
+
+        samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
+        stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
+        Columns: `response_ids`, `response_mask`, `rollout_log_prob` (see `Sampling`) [rows, response tokens];
+        `finished` [rows], False where the response was cut at max_new_tokens.
+        """
+        sampling = Sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=tuple(stop)
+        )
+        metrics = self._sync()
+        uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
+        samples = (batch.rows % batch.samples).tolist()
+        seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in zip(uids, samples, strict=True)]
+        prompts = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
+        with self.context.recorder.span("generate") as counted:
+            rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
+            counted.tokens = sum(map(len, rollout.response_ids))
+        responses = Ragged.of(rollout.response_ids, torch.int64)
+        finished = torch.tensor(rollout.finished, dtype=torch.bool)
+        rows = len(finished)
+        metrics["response_tokens/mean"] = Mean(total=len(responses.values), count=rows)
+        metrics["finished/fraction"] = Mean(total=float(finished.sum()), count=rows)
+        return Output(
+            columns={
+                "response_ids": responses,
+                "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
+                "rollout_log_prob": Ragged.of(rollout.log_probs, torch.float32),
+                "finished": finished,
+            },
+            metrics=metrics,
+            meta={"temperature": temperature, "weights_version": self.generator.weights_version},
+        )
+
+    @register(
+        DP_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        optional=("rollout_log_prob",),
+        writes=("old_log_prob",),
+        minibatched=True,
+    )
+    def compute_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
+        """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature).
+
+        temperature: None takes the one that the responses were sampled with.
+        """
+        scale = sampling_temperature(batch, temperature)
+
+        def forward(micro: MicroBatch) -> Tensor:
+            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
+
+        column = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context)
+        metrics: Metrics = {"old_log_prob/mean": mean_of(column)}
+        if "rollout_log_prob" in batch.columns:
+            gap = (column.values - batch.ragged("rollout_log_prob").values).abs()
+            metrics["rollout_gap/mean"] = Mean(total=float(gap.sum()), count=len(gap))
+            metrics["rollout_gap/max"] = Max(value=float(gap.max()) if len(gap) else 0.0)
+        return Output(columns={"old_log_prob": column}, metrics=metrics)
+
+    @register(
+        DP_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages"),
+        optional=("ref_log_prob", "rollout_log_prob"),
+        minibatched=True,
+        updates=True,
+    )
+    def update_actor(
+        self,
+        batch: Shard,
+        *,
+        clip: float = 0.2,
+        clip_high: float | None = None,
+        dual_clip: float | None = None,
+        epochs: int = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: int | None = None,
+        entropy_coefficient: float = 0.0,
+        kl_coefficient: float = 0.0,
+        kl: KLKind = "k3",
+        temperature: float | None = None,
+    ) -> Output:
+        """PPO's clipped policy update, one optimizer step a minibatch and epoch.
+
+        clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
+        dual_clip: bound of the objective for negative advantages. aggregation: how token losses become one.
+        entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its estimator.
+        """
+        scale = sampling_temperature(batch, temperature)
+        old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
+        high = clip if clip_high is None else clip_high
+
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            log_probs_N, entropy_N = self.engine.forward(
+                **micro.inputs, targets=micro.targets, temperature=scale, with_entropy=entropy_coefficient != 0
+            )
+            log_probs_BR, mask_BR = micro.to_BR(log_probs_N), micro.mask_BR(mask)
+            old_BR = micro.column_BR(old)
+            loss_BR, stats = policy_loss(log_probs_BR, old_BR, micro.column_BR(advantages), clip, high, dual_clip)
+            count = float(mask_BR.sum())
+
+            def mean(x_BR: Tensor) -> Mean:
+                return Mean(total=float((x_BR.detach() * mask_BR).sum()), count=count)
+
+            deviation_BR = (stats.ratio_BT - 1).abs() * mask_BR
+            metrics: Metrics = {
+                "ratio/mean": mean(stats.ratio_BT),
+                "ratio/max_deviation": Max(value=float(deviation_BR.max())),
+                "clip_fraction": mean(stats.clipped_BT.float()),
+                "approximate_kl": mean(kl_estimate(old_BR, log_probs_BR.detach(), "k3")),
+            }
+            if "rollout_log_prob" in batch.columns:
+                rollout_BR = micro.column_BR(batch.ragged("rollout_log_prob"))
+                metrics["rollout_ratio/max_deviation"] = Max(
+                    value=float((((log_probs_BR.detach() - rollout_BR).exp() - 1).abs() * mask_BR).max())
+                )
+            if entropy_coefficient:
+                entropy_BR = micro.to_BR(entropy_N)
+                loss_BR = loss_BR - entropy_coefficient * entropy_BR
+                metrics["entropy"] = mean(entropy_BR)
+            if kl_coefficient:
+                kl_BR = kl_estimate(log_probs_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
+                loss_BR = loss_BR + kl_coefficient * kl_BR
+                metrics["reference_kl"] = mean(kl_BR)
+            return loss_BR, metrics
+
+        return self.update(batch, loss, epochs=epochs, aggregation=aggregation, max_response_tokens=max_response_tokens)
+
+    @register(ONE_TO_ALL)
+    def sync_weights(self) -> dict[str, float]:
+        """Give the generation engine the trainer's weights now, if it lacks them; the gap on the probe, in nats."""
+        return {name: metric.value for name, metric in self._sync().items()}
+
+    @register(ONE_TO_ALL)
+    def check_sync(self) -> float:
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
+        return self._probe_gap()
+
+    def _sync(self) -> Metrics:
+        if self.generator.weights_version == self.engine.steps:
+            return {}
+        assert self.spec.generation is not None and self.spec.dtype is not None
+        with self.context.recorder.span("weight_sync") as counted:
+            counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            if not self.spec.generation.check_sync:
+                return {}
+            gap = self._probe_gap()
+        if not gap <= SYNC_TOLERANCE[self.spec.dtype]:
+            raise SyncError(
+                f"after the weight sync to version {self.engine.steps} engine and trainer differ by {gap:.3g} nats a token",
+                f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
+                "some weight did not arrive; Generation(check_sync=False) goes on all the same",
+            )
+        return {"sync_gap/mean": Mean(total=gap, count=1)}
+
+    def _probe_gap(self) -> float:
+        vocabulary = int(self.engine.module.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator)
+        positions = torch.arange(PROBE_TOKENS)
+        inputs: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": positions[None],
+            "rows": torch.zeros(PROBE_TOKENS - 1, dtype=torch.int64),
+            "times": positions[:-1],
+            "targets": ids[0, 1:],
+        }
+        inputs = {name: tensor.to(self.context.device) for name, tensor in inputs.items()}
+        with torch.no_grad():
+            trained, _ = self.engine.forward(**inputs, temperature=1.0)
+        sampled = self.generator.log_probs(ids[0].tolist())
+        return float((trained.cpu() - sampled.cpu()).abs().mean())

@@ -1,0 +1,70 @@
+"""The critic: estimates of the return from each state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.algorithms.aggregation import Aggregation
+from workbench.algorithms.losses import value_loss
+from workbench.models.heads import load_token_values
+from workbench.models.spec import Model
+from workbench.workers.calls import Mean, Metrics, Output, Shard
+from workbench.workers.inference import each_response_token, mean_of
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.operation import register
+from workbench.workers.protocols import DP_PROTO
+from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.worker import Context
+
+
+class CriticWorker(TrainedWorker):
+    """A model with a value head: `values[t]` is the value of the state in which response token t is chosen."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.name is not None
+        module = load_token_values(spec.name, dtype=torch.float32, device=context.device, seed=spec.seed, init="zero")
+        super().__init__(spec, context, module)
+
+    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
+    def compute_values(self, batch: Shard) -> Output:
+        """Column `values` [rows, response tokens]."""
+        column = each_response_token(
+            batch, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
+        )
+        return Output(columns={"values": column}, metrics={"values/mean": mean_of(column)})
+
+    @register(
+        DP_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
+        minibatched=True,
+        updates=True,
+    )
+    def update_critic(
+        self,
+        batch: Shard,
+        *,
+        clip: float | None = 0.2,
+        epochs: int = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: int | None = None,
+    ) -> Output:
+        """Regress values on `returns`, one optimizer step a minibatch and epoch.
+
+        clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
+        aggregation: how token losses become one, see `workbench.algorithms.aggregation`.
+        """
+        old, returns, mask = batch.ragged("values"), batch.ragged("returns"), batch.ragged("response_mask")
+
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            values_BR = micro.to_BR(self.engine.forward(**micro.inputs))
+            returns_BR, mask_BR = micro.column_BR(returns), micro.mask_BR(mask)
+            loss_BR = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
+            count, new_BR = float(mask_BR.sum()), values_BR.detach()
+            return loss_BR, {
+                "value_error": Mean(total=float(((new_BR - returns_BR) ** 2 * mask_BR).sum()), count=count),
+                "values/mean": Mean(total=float((new_BR * mask_BR).sum()), count=count),
+                "returns/mean": Mean(total=float((returns_BR * mask_BR).sum()), count=count),
+            }
+
+        return self.update(batch, loss, epochs=epochs, aggregation=aggregation, max_response_tokens=max_response_tokens)

@@ -1,0 +1,54 @@
+"""The reference: the frozen policy that the actor is kept near."""
+
+from __future__ import annotations
+
+import torch
+
+from workbench.engines.training.torch_engine import TorchEngine
+from workbench.models.heads import TokenLogProbs
+from workbench.models.loading import load_causal_lm
+from workbench.models.spec import Model
+from workbench.workers.calls import Output, Shard
+from workbench.workers.inference import each_response_token, mean_of, sampling_temperature
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.operation import register
+from workbench.workers.protocols import DP_PROTO
+from workbench.workers.worker import Context, Worker
+
+
+class FrozenWorker(Worker):
+    """A worker whose module is never trained: forward passes only."""
+
+    def __init__(self, spec: Model, context: Context, module: torch.nn.Module) -> None:
+        super().__init__(spec, context)
+        assert spec.training is not None and spec.dtype is not None
+        self.micro_batch_tokens = spec.training.micro_batch_tokens
+        self.engine = TorchEngine(
+            module, None, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        return self.engine.memory_bytes()
+
+
+class ReferenceWorker(FrozenWorker):
+    """A causal language model whose weights never change."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.name and spec.training and spec.dtype
+        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
+        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+
+    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("ref_log_prob",), minibatched=True)
+    def compute_ref_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
+        """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
+
+        temperature: None takes the one that the responses were sampled with.
+        """
+        scale = sampling_temperature(batch, temperature)
+
+        def forward(micro: MicroBatch) -> torch.Tensor:
+            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
+
+        column = each_response_token(batch, forward, self.micro_batch_tokens, self.context)
+        return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column)})

@@ -1,0 +1,128 @@
+"""Reward and cost: scores of responses, by a model or by a rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.dataflow.columns import Column, Ragged
+from workbench.engines.settings import at_least
+from workbench.engines.training.torch_engine import TorchEngine
+from workbench.errors import BadInput, RewardError
+from workbench.models import load_tokenizer
+from workbench.models.heads import load_token_values
+from workbench.models.spec import Model
+from workbench.workers.calls import Mean, Output, Shard
+from workbench.workers.micro_batches import each_minibatch, tokens_of
+from workbench.workers.operation import register
+from workbench.workers.protocols import DP_PROTO
+from workbench.workers.reward_function import RewardFunction, score_rows
+from workbench.workers.worker import Context, Worker
+
+TOKENS = ("prompt_ids", "response_ids")
+
+
+class RewardWorker(Worker):
+    """A model with a score head, or no model and a function. Functions given to a call run here too."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        super().__init__(spec, context)
+        self.tokenizer = load_tokenizer(context.actor_name)
+        self.engine: TorchEngine | None = None
+        if spec.name is not None:
+            assert spec.training is not None and spec.dtype is not None
+            dtype = getattr(torch, spec.dtype)
+            module = load_token_values(spec.name, dtype=dtype, device=context.device, seed=spec.seed, init="normal")
+            self.engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
+
+    def memory_bytes(self) -> dict[str, int]:
+        return self.engine.memory_bytes() if self.engine else {}
+
+    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("rewards",), minibatched=True)
+    def compute_reward(
+        self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
+    ) -> Output:
+        """Column `rewards`: one score a row [rows], or one a response token where the function returns lists.
+
+        function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
+        role's own function or model. A model's score is read at the last response token.
+        concurrency, timeout_s: calls of the function under way at once, and the time limit of one.
+        """
+        return self._score(batch, "rewards", function, concurrency, timeout_s)
+
+    def _score(
+        self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, timeout_s: float
+    ) -> Output:
+        at_least("concurrency", concurrency, 1)
+        at_least("timeout_s", timeout_s, 0, strictly=True)
+        function = function or self.spec.function
+        scores = (
+            self._by_model(batch) if function is None else self._by_function(batch, function, concurrency, timeout_s)
+        )
+        values = scores.values if isinstance(scores, Ragged) else scores
+        assert isinstance(values, torch.Tensor)
+        return Output(
+            columns={column: scores}, metrics={f"{column}/mean": Mean(total=float(values.sum()), count=len(batch))}
+        )
+
+    def _by_model(self, batch: Shard) -> torch.Tensor:
+        engine = self.engine
+        if engine is None:
+            raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
+        assert self.spec.training is not None
+        context, scores, tokens = self.context, torch.zeros(len(batch)), 0
+        budget = self.spec.training.micro_batch_tokens
+        minibatches = each_minibatch(batch, budget, context.communicator, context.device)
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        for done, micro in enumerate(micros):
+            context.progress(done, len(micros), tokens)
+            inputs = {name: micro.inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            last = inputs["attention_mask"].sum(-1) - 1
+            with context.recorder.span("forward", tokens=tokens_of(micro)), torch.no_grad():
+                values = engine.forward(**inputs, rows=torch.arange(len(last), device=last.device), times=last)
+            if micro.weight:
+                scores[micro.index] = values.float().cpu()
+            tokens += tokens_of(micro)
+        return scores
+
+    def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, timeout_s: float) -> Column:
+        responses = batch.ragged("response_ids").rows()
+        rows: list[dict[str, Any]] = []
+        for i, response in enumerate(responses):
+            row = {name: column[i] for name, column in batch.columns.items() if isinstance(column, list)}
+            row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
+            rows.append(row)
+        with self.context.recorder.span("reward"):
+            scores = score_rows(
+                function,
+                rows,
+                [len(response) for response in responses],
+                concurrency=concurrency,
+                timeout_s=timeout_s,
+                where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
+                row_numbers=batch.rows.tolist(),
+                progress=self.context.progress,
+            )
+        lists = [isinstance(score, list) for score in scores]
+        if all(lists) and scores:
+            return Ragged.of(scores, torch.float32)  # type: ignore[arg-type]
+        if any(lists):
+            raise RewardError(
+                "the reward function returned a number for some rows and a list for others",
+                "all rows of a batch are scored alike",
+            )
+        return torch.tensor(scores, dtype=torch.float32)
+
+
+class CostWorker(RewardWorker):
+    """The cost model of Safe-RLHF: a reward worker that writes `costs`."""
+
+    compute_reward = None  # type: ignore[assignment]
+
+    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("costs",), minibatched=True)
+    def compute_cost(
+        self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
+    ) -> Output:
+        """Column `costs`, as `compute_reward` makes `rewards`."""
+        return self._score(batch, "costs", function, concurrency, timeout_s)

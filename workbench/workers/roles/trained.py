@@ -1,0 +1,94 @@
+"""What actor and critic share: an engine, and updates made of minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
+from workbench.dataflow.columns import Ragged
+from workbench.engines.training import make_training_engine
+from workbench.models.spec import Model
+from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.workers.micro_batches import MicroBatch, each_minibatch, tokens_of
+from workbench.workers.operation import register
+from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.worker import Context, Worker
+
+TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
+
+
+@dataclass
+class Minibatch:
+    """One optimizer step in the making: its denominator over all ranks, and the metrics of its micro-batches."""
+
+    divisor: Tensor
+    share: float = 0.0
+    metrics: Metrics = field(default_factory=dict)
+
+
+class TrainedWorker(Worker):
+    """A worker whose module is trained."""
+
+    def __init__(self, spec: Model, context: Context, module: nn.Module) -> None:
+        super().__init__(spec, context)
+        assert spec.training is not None and spec.dtype is not None
+        self.training = spec.training
+        self.engine = make_training_engine(
+            module, spec.training, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        return self.engine.memory_bytes()
+
+    @register(ONE_TO_ALL)
+    def weights_checksum(self) -> float:
+        """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
+        return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
+
+    def update(
+        self, shard: Shard, loss: TokenLoss, *, epochs: int, aggregation: Aggregation, max_response_tokens: int | None
+    ) -> Output:
+        """One optimizer step a minibatch and epoch. `loss(micro_batch)` gives a loss a response token [B, R] and metrics.
+
+        The token losses are aggregated with the denominator of the whole minibatch, over all ranks and micro-batches.
+        """
+        mask = shard.ragged("response_mask")
+        context, metrics, done_tokens, done = self.context, Metrics(), 0, 0
+        minibatches = each_minibatch(shard, self.training.micro_batch_tokens, context.communicator, context.device)
+        total = epochs * sum(map(len, minibatches))
+
+        def share(micro: MicroBatch, step: Minibatch) -> Tensor:
+            nonlocal done, done_tokens
+            context.progress(done, total, done_tokens)
+            with context.recorder.span("forward", tokens=tokens_of(micro)):
+                loss_BR, more = loss(micro)
+                scalar = aggregate(loss_BR, micro.mask_BR(mask), aggregation, step.divisor)
+            step.share += float(scalar.detach())
+            merge_metrics(step.metrics, more)
+            done, done_tokens = done + 1, done_tokens + tokens_of(micro)
+            return scalar
+
+        for epoch in range(epochs):
+            for number, micros in enumerate(minibatches):
+                step = Minibatch(self._divisor(micros, mask, aggregation, max_response_tokens))
+                report = self.engine.step([partial(share, micro, step) for micro in micros])
+                # each rank holds its share of one global loss: the shares add up, the count is one a step
+                step.metrics["loss"] = Mean(total=step.share, count=1 / context.communicator.world_size)
+                step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)
+                step.metrics["learning_rate"] = Mean(total=report.learning_rate, count=1)
+                if epoch == number == 0:
+                    merge_metrics(metrics, {f"first_minibatch/{name}": m for name, m in step.metrics.items()})
+                merge_metrics(metrics, step.metrics)
+        metrics["optimizer_steps"] = Max(value=self.engine.steps)
+        return Output(metrics=metrics)
+
+    def _divisor(
+        self, micros: list[MicroBatch], mask: Ragged, aggregation: Aggregation, max_response_tokens: int | None
+    ) -> Tensor:
+        parts = [denominator(micro.mask_BR(mask), aggregation, max_response_tokens) for micro in micros]
+        return self.context.communicator.all_reduce(torch.stack(parts).sum())

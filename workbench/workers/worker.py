@@ -1,0 +1,56 @@
+"""The SPMD program of one rank of one role, and what its host offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.models.spec import Model
+from workbench.telemetry import Recorder
+from workbench.workers.calls import HostInfo
+from workbench.workers.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a host offers its workers.
+
+    progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
+    seed: the workbench's seed. actor_name: the actor's model, whose tokenizer made the tokens.
+    """
+
+    host: HostInfo
+    communicator: Communicator
+    recorder: Recorder
+    progress: Callable[[int, int, int], None]
+    seed: int
+    actor_name: str
+
+    @property
+    def device(self) -> torch.device:
+        """The host's device. A slot of a CPU is the CPU; of its GPUs a host sees only its own."""
+        return torch.device("cuda:0" if self.host.device.startswith("cuda") else "cpu")
+
+
+class Worker:
+    """Base of all roles. Operations are methods marked with `@register(protocol)`."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        self.spec, self.context = spec, context
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes that this worker holds on its device, by what they are for."""
+        return {}
+
+    def close(self) -> None:
+        """Free what the worker holds."""
+
+    def describe(self) -> dict[str, Any]:
+        """What `repr` shows of this worker."""
+        return {
+            "role": type(self).__name__,
+            "model": str(self.spec.name or getattr(self.spec.function, "__name__", "function")),
+        }
