@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_room_is_a_package_and_so_part_of_a_wheel() -> None:
     folders = {path.parent for room in ("workbench", "widgets") for path in (ROOT / room).rglob("*.py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
 def test_widgets_are_installed_under_their_import_name() -> None:

@@ -1,7 +1,7 @@
 """Make train.jsonl and test.jsonl beside this script: `python make.py`. The same bytes on every Python 3.9 or newer.
 
-A problem is an operation and its two numbers, in either order where the order does not matter. All rows of one problem go to
-the same file, so no test problem occurs in training, in no wording and with no exchange of its numbers.
+All rows of one problem go to the same file, whatever their wording and, in sums and products, the order of the two
+numbers: no test problem occurs in training.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def interleaved(kind: str) -> dict[str, bool]:
 
 def recomputed(kind: str) -> dict[str, bool]:
     plain, saving = make_engine(kind), make_engine(kind, activation_checkpointing=True)
-    model = saving.module.model
+    model: Any = saving.module.model
     attention_runs = 0
 
     def count(*_: Any) -> None:

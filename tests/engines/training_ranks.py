@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workbench.engines.settings import Training
@@ -138,12 +140,12 @@ def train(
         bounds = [0, *((1, 4) if world_size == 1 else (1,)), len(mine)] if cuts is None else [0, *cuts, len(mine)]
         losses: list[float] = []
 
-        def micro_batch(start: int, end: int, mine: list[Tensor] = mine, losses: list[float] = losses) -> Tensor:
-            value = loss(engine, mine[start:end]) * scale
+        def micro_batch(batch: list[Tensor], losses: list[float] = losses) -> Tensor:
+            value = loss(engine, batch) * scale
             losses.append(float(value.detach()))
             return value
 
-        report = engine.step([lambda s=s, e=e: micro_batch(s, e) for s, e in itertools.pairwise(bounds)])
+        report = engine.step([partial(micro_batch, mine[start:end]) for start, end in itertools.pairwise(bounds)])
         reports.append(dataclasses.asdict(report) | {"loss": sum(losses)})
     return reports
 
@@ -155,7 +157,7 @@ def weights(engine: TrainingEngine) -> dict[str, Tensor]:
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
+        spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

@@ -16,7 +16,7 @@ from workbench.models.heads import TokenLogProbs, TokenValues, load_token_values
 def llama(tied: bool = False, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape["num_attention_heads"] = 4
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -116,9 +116,9 @@ def test_temperature_zero_is_refused() -> None:
 def test_models_that_change_their_logits_are_refused() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    config = Gemma2Config(**shape, **heads, final_logit_softcapping=0.5, initializer_range=0.5)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    shape |= {"vocab_size": 61, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma2Config(**shape, final_logit_softcapping=0.5, initializer_range=0.5)
     with pytest.raises(BadInput, match="scaling or capping"):
         TokenLogProbs(Gemma2ForCausalLM(config))
 

@@ -48,13 +48,13 @@ class Prompts:
     source: whatever `read_rows` reads: a list, a .jsonl file, a name under datasets/, a hub id.
     tokenizer: of the model that will respond. All rows are rendered at once, at about 0.2 ms a row.
     prompt_column: the column with the text or the messages; None: the first of "prompt", "question", "messages" found.
-    seed, shuffle: each epoch has a permutation of its own, drawn from (seed, epoch); without shuffle the source's order.
+    seed, shuffle: each epoch has a permutation of its own, drawn from (seed, epoch); else the source's order.
     max_prompt_tokens: the longest rendered prompt, chat template included.
     overlong: what becomes of a longer one.
         "filter" drops the row and counts it in `dropped`.
         "cut" keeps the longest end of the last user message with which the prompt fits, as truncation from the left
             does, but leaves template, system message and earlier turns whole; `prompt` then is the text that was kept.
-            Counted in `cut`. A row in which not one character has room is dropped.
+            Counted in `cut`; costs about ten renderings. A row in which not one character has room is dropped.
         "error" raises `BadInput`.
     chat: whether a text goes through the chat template; None: if the tokenizer has one. Messages always do.
 
@@ -75,10 +75,11 @@ class Prompts:
     ) -> None:
         one_of("overlong", overlong, ("filter", "cut", "error"))
         at_least("max_prompt_tokens", max_prompt_tokens, 1)
-        at_least("seed", seed, 0)
+        if not isinstance(seed, int) or seed < 0:
+            raise BadInput(f"seed={seed!r}", "a seed is a whole number from 0 on")
         self.seed, self.shuffle, self.max_prompt_tokens, self.overlong = seed, shuffle, max_prompt_tokens, overlong
         self.dropped = self.cut = 0
-        self._name = repr(str(source)) if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+        self._name = _name(source)
         self._tokenizer, self._chat = tokenizer, chat
         rows = read_rows(source)
         column = _prompt_column(rows[0], prompt_column)
@@ -86,7 +87,7 @@ class Prompts:
         self._rows = [row for row in fitted if row is not None]
         if not self._rows:
             raise BadInput(
-                f"all {len(rows)} prompts of {self._name} are over {max_prompt_tokens} tokens",
+                f"{self._name} holds only prompts over {max_prompt_tokens} tokens ({len(rows)} rows)",
                 "at least one prompt must be left",
                 "raise max_prompt_tokens",
             )
@@ -94,7 +95,7 @@ class Prompts:
         self._permutation: tuple[int, Sequence[int]] = (-1, ())  # the epoch of the last row handed out, and its order
 
     def next(self, n: int) -> list[PromptRow]:
-        """The next `n` rows. An epoch holds each row exactly once; one that ends within the `n` is followed by the next."""
+        """The next `n` rows. Each epoch holds every row exactly once; where one ends, the next begins."""
         if not isinstance(n, int) or n < 1:
             raise BadInput(f"n={n!r}", "the number of prompts is a whole number from 1 on")
         rows = [self._at(self._position + i) for i in range(n)]
@@ -116,7 +117,9 @@ class Prompts:
         """One line on what came of the source, such as "1997 prompts, 3 over 512 tokens dropped"."""
         counts = [f"{self.cut} over {self.max_prompt_tokens} tokens cut"] if self.cut else []
         counts += [f"{self.dropped} over {self.max_prompt_tokens} tokens dropped"] if self.dropped else []
-        return f"{len(self)} prompts, " + (", ".join(counts) or f"none over {self.max_prompt_tokens} tokens")
+        return f"{len(self)} {'prompt' if len(self) == 1 else 'prompts'}, " + (
+            ", ".join(counts) or f"none over {self.max_prompt_tokens} tokens"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the supply stands, as plain values (JSON will do)."""
@@ -147,11 +150,11 @@ class Prompts:
     def _repr_html_(self) -> str:
         """The summary and the next three rows, which stay where they are."""
         rows = [self._at(self._position + i) for i in range(min(3, len(self)))]
-        body = "".join(
-            f"<tr><td>{row.index}</td><td>{html.escape(_short(row.prompt, 200))}</td><td>{len(row.prompt_ids)}</td>"
-            f"<td>{html.escape(', '.join(f'{key}={_short(str(value), 40)}' for key, value in row.extra.items()))}</td></tr>"
-            for row in rows
-        )
+        body = ""
+        for row in rows:
+            extra = ", ".join(f"{key}={_short(str(value), 40)}" for key, value in row.extra.items())
+            cells = (str(row.index), _short(row.prompt, 200), str(len(row.prompt_ids)), extra)
+            body += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
         head = f"{html.escape(self._name)}: {self.summary}; epoch {self.epoch}, next {self._position % len(self)}"
         titles = "<tr><th>index</th><th>prompt</th><th>tokens</th><th>other columns</th></tr>"
         return f"<div><p><b>Prompts</b> {head}</p><table><thead>{titles}</thead><tbody>{body}</tbody></table></div>"
@@ -213,6 +216,12 @@ class Prompts:
         return _with_text(conversation, text[fits:]) if fits < len(text) else None
 
 
+def _name(source: Source) -> str:
+    if isinstance(source, str) and not source.endswith(".jsonl"):
+        return repr(source)
+    return repr(Path(source).name) if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+
+
 def _prompt_column(row: Row, asked: str | None) -> str:
     for name in (asked,) if asked else PROMPT_COLUMNS:
         if name in row:
@@ -225,7 +234,7 @@ def _prompt_column(row: Row, asked: str | None) -> str:
 
 
 def _conversation(index: int, row: Row, column: str) -> Conversation:
-    """The prompt of a row, checked: a text, or messages of which at least one is the user's and the last no assistant's."""
+    """The prompt of a row, checked: a text, or messages with a user's among them and no assistant's at the end."""
     where = f"column {column!r} of row {index}"
     if column not in row:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Where prompts come from: a list, a .jsonl file, a data set of the repository's datasets/ folder, a data set of the hub."""
+"""Where prompts come from: a list, a .jsonl file, a folder of the repository's datasets/, a data set of the hub."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ DATASETS = Path(__file__).resolve().parents[2] / "datasets"
 HUB_TIMEOUT_S = 3.0
 _NAME = re.compile(r"(?P<name>[\w.-]+)(?:/(?P<split>[\w.-]+))?")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?")
+_OTHER_FORMATS = (".json", ".csv", ".tsv", ".parquet", ".txt")
 _FORMS = (
     "give a list of texts or of dicts, a path that ends in .jsonl, a name under datasets/ such as 'arithmetic' or "
     "'arithmetic/test', or a hub id such as 'openai/gsm8k'"
@@ -33,8 +34,8 @@ def read_rows(source: Source) -> list[Row]:
         list of dict                    as they are (copied)
         "path/to/file.jsonl", Path      one JSON object a line; blank lines are passed over
         "arithmetic", "arithmetic/test" a folder of datasets/: its train.jsonl, or the file named behind the slash
-        "openai/gsm8k"                  a data set of the Hugging Face hub, through the `datasets` library: split "train" of
-                                        the default configuration; "openai/gsm8k:socratic/test" names both
+        "openai/gsm8k"                  a data set of the hub, read by the `datasets` library: split "train" of the
+                                        default configuration; "openai/gsm8k:socratic/test" names both
 
     Raises `BadInput` (empty, malformed or unknown source; a bad line is named by file and number), `MissingDependency`
     (hub id without the `datasets` library), `ModelUnavailable` (hub id that cannot be fetched).
@@ -46,8 +47,11 @@ def read_rows(source: Source) -> list[Row]:
     elif isinstance(source, str):
         rows, name = _named(source), source
     else:
-        raise BadInput(f"a source of type {type(source).__name__}", "rows are read from a list or by name", f"{_FORMS}; "
-                       "a DataFrame gives such a list by .to_dict('records'), other tables by list(table)")  # fmt: skip
+        raise BadInput(
+            f"a source of type {type(source).__name__}",
+            "rows are read from a list or by name",
+            f"a DataFrame gives a list by .to_dict('records'), other tables by list(table); or else {_FORMS}",
+        )
     if not rows:
         raise BadInput(f"{name} holds no rows", "a source has at least one row", _FORMS)
     return rows
@@ -56,10 +60,10 @@ def read_rows(source: Source) -> list[Row]:
 def _listed(items: Sequence[Any]) -> list[Row]:
     rows: list[Row] = []
     for index, item in enumerate(items):
-        if type(item) is not type(items[0]) or not isinstance(item, (str, dict)):
+        if not isinstance(item, (str, dict)) or isinstance(item, str) is not isinstance(items[0], str):
+            kinds = f"{type(item).__name__}, row 0 of type {type(items[0]).__name__}" if index else type(item).__name__
             raise BadInput(
-                f"row {index} is of type {type(item).__name__}"
-                + (f", row 0 is of type {type(items[0]).__name__}" if index else ""),
+                f"row {index} is of type {kinds}",
                 "a list holds texts only, or dicts only",
                 "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}",
             )
@@ -69,25 +73,25 @@ def _listed(items: Sequence[Any]) -> list[Row]:
 
 def _lines(path: Path) -> list[Row]:
     if path.suffix != ".jsonl":
-        raise BadInput(f"{str(path)!r} is no .jsonl file", "files are read as one JSON object a line",
-                       "read other formats with pandas and pass table.to_dict('records')")  # fmt: skip
-    if not path.is_file():
         raise BadInput(
-            f"no file {str(path)!r}", "a path is taken from the current folder, " + repr(str(Path.cwd())), "correct it"
+            f"{str(path)!r} is no .jsonl file",
+            "files are read as one JSON object a line",
+            "read other formats with pandas and pass table.to_dict('records')",
         )
+    if not path.is_file():
+        raise BadInput(f"no file {str(path)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
     rows: list[Row] = []
+    rule = "each line is one JSON object in UTF-8"
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # both bad JSON and bad UTF-8
-                raise BadInput(f"{path}, line {number}: {error}", "each line is one JSON object in UTF-8",
-                               "correct the line; a file that is one JSON list is no .jsonl: read it and pass the list") from error  # fmt: skip
+            except ValueError as error:  # bad JSON as well as bad UTF-8
+                raise BadInput(f"{path}, line {number}: {error}", rule, "correct or delete the line") from error
             if not isinstance(row, dict):
-                raise BadInput(f"{path}, line {number} is of type {type(row).__name__}", "each line is one JSON object",
-                               'write it as {"prompt": ...}')  # fmt: skip
+                raise BadInput(f"{path}, line {number} is of type {type(row).__name__}", rule, 'write {"prompt": ...}')
             rows.append(row)
     return rows
 
@@ -102,51 +106,53 @@ def _named(source: str) -> list[Row]:
             splits = ", ".join(repr(f"{local['name']}/{p.stem}") for p in sorted(path.parent.glob("*.jsonl")))
             raise BadInput(f"no data set {source!r}", f"datasets/{local['name']} holds {splits}", "name one of these")
         return _lines(path)
-    hub = _HUB_ID.fullmatch(source)
-    if hub and not Path(source).exists() and Path(source).suffix not in (".json", ".csv", ".tsv", ".parquet", ".txt"):
+    path = Path(source).expanduser()
+    if path.exists() or path.suffix in _OTHER_FORMATS:
+        return _lines(path)  # refuses: only .jsonl is read
+    if hub := _HUB_ID.fullmatch(source):
         return _from_hub(hub["repo"], hub["config"], hub["split"] or "train")
-    if Path(source).suffix or Path(source).exists():
-        return _lines(Path(source))  # a file of another kind: the message for files says more
-    where = (
-        f"datasets/ holds {', '.join(map(repr, sorted(bundled)))}"
-        if bundled
-        else f"there are no data sets in {str(DATASETS)!r}"
-    )
+    known = ", ".join(map(repr, sorted(bundled)))
+    rule = f"datasets/ holds {known}" if known else f"there are no data sets in {str(DATASETS)!r}"
     close = get_close_matches(source.partition("/")[0], bundled, n=1)
     raise BadInput(
-        f"no data set {source!r}", where, (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
+        f"no data set {source!r}", rule, (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
     )
 
 
 def _from_hub(repo: str, config: str | None, split: str) -> list[Row]:
-    # From a checkout's root `import datasets` finds the folder datasets/ where the library is not installed.
+    library = _datasets_library(repo)
+    _check_reachable(repo)
+    try:
+        if not (config := config or library.get_dataset_default_config_name(repo)):
+            names = library.get_dataset_config_names(repo)
+            if "main" not in names:
+                rule = f"it has the configurations {', '.join(names)}"
+                raise BadInput(f"the data set {repo!r} without a configuration", rule, f"write '{repo}:{names[0]}'")
+            config = "main"
+        return [dict(row) for row in library.load_dataset(repo, config, split=split)]
+    except BadInput:
+        raise
+    except ValueError as error:  # unknown configuration or split: the library's message lists those there are
+        raise BadInput(
+            f"no '{repo}:{config}/{split}'", _first_line(error), "write 'owner/name:configuration/split'"
+        ) from error
+    except Exception as error:  # no network, gated, a broken file: the kinds depend on the library's version
+        raise _unavailable(repo, error) from error
+
+
+def _datasets_library(repo: str) -> Any:
     try:
         library = importlib.import_module("datasets")
     except ImportError:
         library = None
+    # In a checkout's root, where the library is not installed, the import finds the folder datasets/ instead.
     if not hasattr(library, "load_dataset"):
         raise MissingDependency(
-            f"the hub data set {repo!r} needs the `datasets` library",
-            "it is not installed",
+            f"{repo!r} is read as a data set of the hub",
+            "that needs the `datasets` library, which is not installed",
             f"run `pip install datasets` and restart the kernel, or else {_FORMS}",
         )
-    _check_reachable(repo)
-    try:
-        config = config or library.get_dataset_default_config_name(repo)
-        if config is None:
-            names = library.get_dataset_config_names(repo)
-            config = "main" if "main" in names else None
-            if config is None:
-                raise BadInput(
-                    f"{repo!r} without a configuration", f"it has {', '.join(names)}", f"write '{repo}:{names[0]}'"
-                )
-        return [dict(row) for row in library.load_dataset(repo, config, split=split)]
-    except BadInput:
-        raise
-    except ValueError as error:  # unknown configuration or split; the library's message lists those there are
-        raise BadInput(f"{repo}:{config}/{split}", str(error), "write 'owner/name:configuration/split'") from error
-    except Exception as error:
-        raise _unavailable(repo, error) from error
+    return library
 
 
 def _check_reachable(repo: str) -> None:
@@ -162,10 +168,12 @@ def _check_reachable(repo: str) -> None:
 
 
 def _unavailable(repo: str, error: Exception) -> ModelUnavailable:
-    reason = (str(error).strip().splitlines() or ["no message"])[0]
     return ModelUnavailable(
-        f"the data set {repo!r} could not be fetched from the hub",
-        f"{type(error).__name__}: {reason}",
-        "if it was fetched before, set HF_HUB_OFFLINE=1 before the kernel starts and the library's cache answers; "
-        f"otherwise give a local .jsonl file, a list, or a name under datasets/ such as 'arithmetic'",
+        f"the data set {repo!r} could not be fetched from the hub ({type(error).__name__}: {_first_line(error)})",
+        "a hub id names data that you may read; it needs the network, or HF_HUB_OFFLINE=1 where the cache has them",
+        "correct the id, or give a local .jsonl file, a list, or a name under datasets/ such as 'arithmetic'",
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class TokenLogProbs(nn.Module):
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
             )
         hidden = _hidden_states(self.model.base_model, input_ids, attention_mask, position_ids, rows, times)
-        parts = [
+        parts: list[Any] = [
             # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
             checkpoint(self._score, *part, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
             if torch.is_grad_enabled()

@@ -92,20 +92,19 @@ class Recorder:
     def span(self, kind: str, *, bytes: int = 0, tokens: int = 0, note: str = "") -> Iterator[OpenSpan]:
         """Time the block as `kind` inside the enclosing span, with its peak memory. An error is noted and goes on."""
         check_kind("span kind", kind, KINDS)
-        if self._meter is None:
-            self._meter = PeakMeter(gauge())
+        meter = self._peak_meter()
         kinds = self._here.kinds
         parent = kinds[-1] if kinds else ""
         counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
         kinds.append(kind)
-        watch, start_s = self._meter.open(), self.now_s()
+        watch, start_s = meter.open(), self.now_s()
         try:
             yield counts
         except BaseException as error:
             counts.note = f"{counts.note} {type(error).__name__}".strip()
             raise
         finally:
-            end_s, peak = self.now_s(), self._meter.close(watch)
+            end_s, peak = self.now_s(), meter.close(watch)
             kinds.pop()
             self._add(kind, start_s, end_s, counts, peak, parent)
 
@@ -144,6 +143,12 @@ class Recorder:
             spans, self._spans = self._spans, []
             transfers, self._transfers = self._transfers, []
         return spans, transfers
+
+    def _peak_meter(self) -> PeakMeter:
+        with self._lock:  # one meter: two would reset each other's mark
+            if self._meter is None:
+                self._meter = PeakMeter(gauge())
+            return self._meter
 
     def _add(self, kind: str, start_s: float, end_s: float, counts: OpenSpan, peak: int, parent: str) -> None:
         made = Span(

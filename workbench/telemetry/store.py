@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
 from workbench.telemetry.spans import Span, Transfer
@@ -57,8 +57,9 @@ class TelemetryStore:
         """Add transfers, as `Recorder.drain` gives them."""
         self._append("transfers", [transfer.row() for transfer in transfers])
 
-    def append_metrics(self, stage: str, run: int, iteration: int, values: Mapping[str, float]) -> None:
-        """Add what one stage call reported. Values become floats; NaN and infinities are kept as such."""
+    def append_metrics(self, stage: str, run: int, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Add what one stage call reported. Values (numbers, arrays of one element) become floats; NaN and infinities
+        are kept as such. Raises `BadInput` for a name that is a column of its own."""
         taken = sorted(set(values) & METRIC_COLUMNS.keys())
         if taken:
             raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} name the call", "choose another name")

@@ -61,7 +61,11 @@ class TransformersEngine(GenerationEngine):
 
     @torch.no_grad()
     def generate(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
     ) -> Rollout:
         room = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size)
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
@@ -80,8 +84,12 @@ class TransformersEngine(GenerationEngine):
             )
             made = self._decode([prompt_ids[row] for row in rows], sampling, [seeds[row] for row in rows], watch)
             responses.update(zip(rows, made, strict=True))
-        ids, log_probs, finished = zip(*(responses[row] for row in range(len(prompt_ids))), strict=True) or ((), (), ())
-        return Rollout(response_ids=list(ids), log_probs=list(log_probs), finished=list(finished))
+        in_order = [responses[row] for row in range(len(prompt_ids))]
+        return Rollout(
+            response_ids=[ids for ids, _, _ in in_order],
+            log_probs=[log_probs for _, log_probs, _ in in_order],
+            finished=[finished for _, _, finished in in_order],
+        )
 
     def _decode(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], watch: _RowEnds
@@ -114,7 +122,8 @@ class TransformersEngine(GenerationEngine):
         tokens = sequences[:, width:].tolist()
         log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
         return [
-            (tokens[row][:length], log_probs[row][:length], watch.finished[row]) for row, length in enumerate(watch.lengths)
+            (tokens[row][:length], log_probs[row][:length], watch.finished[row])
+            for row, length in enumerate(watch.lengths)
         ]
 
     @torch.no_grad()

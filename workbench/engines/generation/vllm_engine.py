@@ -15,9 +15,9 @@ import random
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class VllmEngine(GenerationEngine):
 
         config = load_config(model_path)
         check_model_length(config, settings)
-        self._settings, self._threads = settings, threads
+        self._settings, self._threads, self._on_cpu = settings, threads, device.type == "cpu"
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._tokenizer = load_tokenizer(model_path)
         if (Path(model_path) / "generation_config.json").exists():
@@ -84,7 +84,11 @@ class VllmEngine(GenerationEngine):
             self._engine: Any = _start(Path(model_path), settings, dtype, device, tensor_parallel_size)
 
     def generate(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
     ) -> Rollout:
         room = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size)
         stop_strings = StopStrings(self._tokenizer, sampling.stop)
@@ -101,7 +105,7 @@ class VllmEngine(GenerationEngine):
                     for output in self._engine.step():
                         row, new = int(output.request_id), output.outputs[0]
                         responses[row] += new.token_ids
-                        log_probs[row] += [entry[i].logprob for i, entry in zip(new.token_ids, new.logprobs, strict=True)]
+                        log_probs[row] += _sampled(new.token_ids, new.logprobs)
                         if output.finished:
                             finished[row] = new.finish_reason == "stop"
                             running.discard(row)
@@ -125,8 +129,7 @@ class VllmEngine(GenerationEngine):
             outputs: list[Any] = []
             while not outputs or not outputs[-1].finished:
                 outputs += self._engine.step()
-        entries = outputs[-1].prompt_logprobs[1:]
-        return torch.tensor([entry[i].logprob for i, entry in zip(token_ids[1:], entries, strict=True)])
+        return torch.tensor(_sampled(token_ids[1:], outputs[-1].prompt_logprobs[1:]))
 
     @torch.no_grad()
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
@@ -184,8 +187,10 @@ class VllmEngine(GenerationEngine):
     @contextmanager
     def _working(self) -> Iterator[None]:
         """While vLLM computes. The prefix cache starts empty: a result may not depend on what was asked before."""
+        # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
+        eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
-        with torch.random.fork_rng(devices=[]), _threads(self._threads):
+        with eager, torch.random.fork_rng(devices=[]), _threads(self._threads):
             self._engine.reset_prefix_cache()
             yield
 
@@ -193,7 +198,7 @@ class VllmEngine(GenerationEngine):
 def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, tp: int) -> Any:
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     world = dist.get_world_size()
     if world % tp:
         raise BadInput(f"tensor_parallel_size={tp}", f"it must divide the {world} processes of the pool")
@@ -213,15 +218,15 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     if parallel_state.model_parallel_is_initialized():
         raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
     on_cpu = device.type == "cpu"
-    memory = {"kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB)} if on_cpu else {}
     arguments = EngineArgs(
         model=str(model_path),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=cast(Any, str(dtype).removeprefix("torch.")),
         tensor_parallel_size=tp,
         distributed_executor_backend="external_launcher",
         # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
         max_model_len=settings.max_model_tokens + 1,
         max_num_seqs=settings.max_rows,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
         enforce_eager=on_cpu,
@@ -230,7 +235,6 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
-        **memory,
     )
     with _private_shared_memory(on_cpu):
         try:
@@ -246,8 +250,13 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
                 ) from error
             raise
     # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
-    engine.engine_core._finalizer.detach()
+    cast(Any, engine.engine_core)._finalizer.detach()
     return engine
+
+
+def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:
+    """The log-probability of each token; an entry may also hold the likeliest one."""
+    return [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
@@ -267,7 +276,7 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of this rank's weights; packed copies, which torch does not see, have the size of what they were made from."""
+    """Bytes of this rank's weights. Packed copies, which torch does not see, are as big as what they were made from."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     plain = sum(parameter.nbytes for parameter in model.parameters())
@@ -278,8 +287,10 @@ def _weight_bytes(model: nn.Module) -> int:
 @contextmanager
 def _process_kept(device: torch.device) -> Iterator[None]:
     """Put back what importing and starting vLLM changes in the process around it."""
-    environment, numpy_state, python_state = dict(os.environ), np.random.get_state(), random.getstate()
-    set_num_threads, default_dtype, log_level = torch.set_num_threads, torch.get_default_dtype(), logging.root.manager.disable
+    environment, python_state = dict(os.environ), random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002  (vLLM seeds the global generator, users may draw from it)
+    set_num_threads, default_dtype = torch.set_num_threads, torch.get_default_dtype()
+    log_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with (
@@ -294,9 +305,9 @@ def _process_kept(device: torch.device) -> Iterator[None]:
         # On CPU it swaps torch.set_num_threads for a function that refuses.
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(default_dtype)
-        np.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         random.setstate(python_state)
-        # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes and launchers; vLLM reads its own later.
+        # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes. vLLM's own it reads later.
         for name in set(os.environ) - set(environment):
             if not name.startswith("VLLM_"):
                 del os.environ[name]
@@ -353,8 +364,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Compute with `count` threads, then with as many as before. Asking torch first also gives the calling thread, which
-    need not be the main one, the process's setting: OpenMP keeps one for each thread."""
+    """Compute with `count` threads, then with as many as before.
+
+    Asking torch first also gives the calling thread, which need not be the main one, the process's setting: OpenMP
+    keeps one for each thread.
+    """
     before = torch.get_num_threads()
     if count is None or count == before:
         yield

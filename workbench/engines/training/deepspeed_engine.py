@@ -34,7 +34,7 @@ BUCKET_ELEMENTS = 50_000_000
 
 
 class DeepSpeedEngine(TrainingEngine):
-    """`Training.zero_stage` says what is sharded: nothing (0), optimizer state (1), then gradients (2), then weights (3).
+    """`Training.zero_stage` says what is sharded: nothing (0), optimizer state (1), also gradients (2) and weights (3).
 
     With bfloat16, stages 1 to 3 hold bf16 weights, and fp32 masters (which start from the bf16 weights) in the sharded
     optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are

@@ -1,0 +1,75 @@
+"""Random streams of rows, and where responses end: what both generation engines share."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+from workbench.engines.generation.endings import StopStrings, response_room
+from workbench.engines.generation.row_sampler import RowSampler, draw, exponential_noise
+from workbench.engines.settings import Generation, Sampling
+from workbench.errors import BadInput
+from workbench.models import load_tokenizer
+
+
+@pytest.mark.parametrize("vocabulary", [7, 256, 700])
+def test_draws_follow_the_distribution(vocabulary):
+    """Pearson's chi-square over 40,000 draws, each with a seed of its own; the bound is 5 standard deviations."""
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
+    probs = logits.softmax(-1)
+    draws = 40_000
+    tokens = torch.cat([draw(probs.expand(500, -1), range(i, i + 500), step=3) for i in range(0, draws, 500)])
+    expected = probs.double() * draws
+    chi_square = ((tokens.bincount(minlength=vocabulary) - expected) ** 2 / expected).sum()
+    freedom = vocabulary - 1
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_impossible_tokens_are_never_drawn():
+    probs = torch.zeros(2000, 300)
+    probs[:, [5, 290]] = 0.5
+    assert set(draw(probs, range(2000), step=0).tolist()) == {5, 290}
+
+
+def test_noise_depends_on_seed_and_step_alone():
+    noise = exponential_noise([7, 2**63 + 1, 7 + 2**32], 4, 10)
+    assert torch.equal(exponential_noise([2**63 + 1], 4, 10)[0], noise[1])
+    rows = [*noise, *exponential_noise([7], 5, 10)]
+    assert len({row[0].item() for row in rows}) == 4  # seeds differ in high bits too, and steps
+
+
+def test_log_probs_are_of_the_scores_as_given():
+    scores = cast(torch.FloatTensor, torch.randn(4, 50))
+    sampler = RowSampler([1, 2, 3, 4], temperature=0.3)  # the temperature was applied by an earlier processor
+    token = sampler(cast(torch.LongTensor, torch.zeros(4, 1, dtype=torch.long)), scores).argmax(-1)
+    torch.testing.assert_close(sampler.log_probs[0], scores.log_softmax(-1).gather(1, token[:, None])[:, 0])
+
+
+def test_a_stop_string_is_found_where_tokens_cut_through_it():
+    tokenizer = load_tokenizer("tiny-llama")  # one token a byte
+    stops = StopStrings(tokenizer, ("END", "größe"))
+    ids = tokenizer("a long enough beginning, größe", add_special_tokens=False).input_ids
+    assert [stops.end(ids[:n]) for n in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
+    assert not StopStrings(tokenizer, ()).end(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "words"),
+    [
+        ([[1, 2], []], [0, 1], ["prompt 1", "empty"]),
+        ([[1, 2], [1] * 20], [0, 1], ["prompt 1", "20 tokens", "max_model_tokens=20"]),
+        ([[1, 99]], [0], ["prompt 0", "0..49"]),
+        ([[1]], [], ["0 seeds for 1 prompts"]),
+    ],
+)
+def test_bad_prompts_are_named(prompts, seeds, words):
+    with pytest.raises(BadInput) as caught:
+        response_room(prompts, Sampling(), seeds, Generation(max_model_tokens=20), vocab_size=50)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_room_is_what_the_prompt_leaves():
+    room = response_room([[1] * 4, [1] * 19], Sampling(max_new_tokens=8), [0, 1], Generation(max_model_tokens=20), 50)
+    assert room == [8, 1]

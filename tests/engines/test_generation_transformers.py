@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.engines import generation_cases as cases
+from workbench.engines.generation.transformers_engine import TransformersEngine
+from workbench.engines.settings import Generation, Sampling
+from workbench.errors import BadInput, SyncError
+from workbench.models import load_causal_lm, load_tokenizer
+
+SETTINGS = Generation(engine="transformers", max_model_tokens=cases.MAX_MODEL_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_causal_lm("tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def engine(model, tokenizer):
+    return TransformersEngine(model, tokenizer, SETTINGS, owns_model=False)
+
+
+def test_greedy(engine, model):
+    cases.assert_greedy_is_transformers(engine, model)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
+def test_log_probs_of_responses(engine, model, temperature):
+    cases.assert_log_probs_are_the_models(engine, model, Sampling(temperature=temperature, max_new_tokens=12))
+
+
+def test_log_probs_of_a_sequence(engine, model):
+    torch.testing.assert_close(engine.log_probs(cases.PROMPTS[2]), cases.scored(model, cases.PROMPTS[2]))
+
+
+def test_streams(engine, model, tokenizer):
+    cases.assert_rows_have_their_own_streams(engine)
+    narrow = TransformersEngine(model, tokenizer, Generation(max_model_tokens=64, max_rows=2), owns_model=False)
+    sampling = Sampling(max_new_tokens=12)
+    wide = engine.generate(cases.PROMPTS, sampling, cases.SEEDS)
+    assert narrow.generate(cases.PROMPTS, sampling, cases.SEEDS).response_ids == wide.response_ids
+
+
+def test_truncation(engine, model):
+    cases.assert_truncation_is_renormalized(engine, model)
+
+
+def test_cut(engine):
+    cases.assert_responses_are_cut_at_the_longest_sequence(engine)
+
+
+def test_stop_strings(engine, tokenizer):
+    cases.assert_stop_strings_end_responses(engine, tokenizer)
+
+
+def test_eos(engine, tokenizer):
+    cases.assert_eos_ends_responses_and_is_kept(engine, tokenizer.eos_token_id)
+
+
+def test_progress(engine):
+    cases.assert_progress_is_reported(engine)
+    cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
+
+
+def test_no_prompts(engine):
+    assert engine.generate([], Sampling(), []).response_ids == []
+
+
+def test_the_checkpoints_generation_config_changes_nothing(engine, model):
+    expected = engine.generate(cases.PROMPTS, Sampling(max_new_tokens=12), cases.SEEDS)
+    before = model.generation_config
+    model.generation_config = copy.deepcopy(before)
+    model.generation_config.update(repetition_penalty=5.0, temperature=0.1, do_sample=True)
+    try:
+        assert engine.generate(cases.PROMPTS, Sampling(max_new_tokens=12), cases.SEEDS) == expected
+    finally:
+        model.generation_config = before
+
+
+def test_sampled_first_tokens_follow_softmax(engine, model):
+    """Pearson's chi-square of 4,000 first tokens; 5 standard deviations."""
+    rows, temperature = 4000, 1.5
+    settings = Generation(max_model_tokens=64, max_rows=500)
+    wide = TransformersEngine(model, engine._tokenizer, settings, owns_model=False)
+    rollout = wide.generate([[1, 40]] * rows, Sampling(temperature=temperature, max_new_tokens=1), range(rows))
+    with torch.no_grad():
+        expected = rows * (model(torch.tensor([[1, 40]])).logits[0, -1] / temperature).double().softmax(-1)
+    counts = torch.tensor([ids[0] for ids in rollout.response_ids]).bincount(minlength=len(expected))
+    rare = expected < 5  # pooled, as the test wants counts that are not tiny
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    freedom = len(expected) - 1
+    assert freedom > 10
+    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_a_live_module_needs_no_sync(engine, model):
+    assert engine.update_weights(model.named_parameters(), 3) == 0
+    assert engine.weights_version == 3
+    assert engine.memory_bytes()["weights"] == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])
+def test_a_copy_takes_weights_in(name, tokenizer):
+    trainer = load_causal_lm(name)
+    own = TransformersEngine(load_causal_lm(name), tokenizer, SETTINGS, owns_model=True)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    weights = list(trainer.named_parameters())
+    assert own.update_weights(weights, 1) == sum(w.nbytes for _, w in weights) == own.memory_bytes()["weights"]
+    torch.testing.assert_close(own.log_probs(cases.PROMPTS[2]), cases.scored(trainer, cases.PROMPTS[2]))
+    with pytest.raises(SyncError, match="did not arrive"):
+        own.update_weights(weights[:-1], 2)
+    with pytest.raises(SyncError, match=r"nobody\.weight"):
+        own.update_weights([("nobody.weight", weights[0][1])], 2)
+    assert own.weights_version == 1
+
+
+def test_autocast_computes_in_bf16(model, tokenizer):
+    ids = cases.PROMPTS[2]
+    low = TransformersEngine(model, tokenizer, SETTINGS, owns_model=False, autocast_dtype=torch.bfloat16).log_probs(ids)
+    assert low.dtype == torch.float32
+    gap = (low - cases.scored(model, ids)).abs().max()
+    assert 1e-5 < gap < 0.1
+
+
+def test_too_long_for_the_model(model, tokenizer):
+    with pytest.raises(BadInput, match="2048 positions"):
+        TransformersEngine(model, tokenizer, Generation(max_model_tokens=4096), owns_model=False)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.errors import BadInput
+from workbench.telemetry import Span, TelemetryStore, Transfer
+from workbench.telemetry.store import EVENT_COLUMNS, METRIC_COLUMNS, SPAN_COLUMNS, TRANSFER_COLUMNS
+
+CALL: dict[str, Any] = {
+    "stage": "update_actor", "run": 7, "role": "actor", "pool": "main", "rank": 1, "device": "slot:1",
+}  # fmt: skip
+COMPUTE = Span(**CALL, kind="compute", start_s=101.0, end_s=104.0, tokens=1700, peak_memory_bytes=4_400_000_000)
+FORWARD = Span(**CALL, kind="forward", parent="compute", start_s=101.5, end_s=102.0, note='a "quoted" → note\n')
+QUEUE = Span(**CALL, kind="queue", start_s=100.0, end_s=101.0)
+MOVED = Transfer(
+    stage="update_actor", run=7, source="main:0", destination="main:1", bytes=120, start_s=101.0, end_s=101.25,
+    batch="rollouts", columns="advantages, returns",
+)  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TelemetryStore:
+    return TelemetryStore(tmp_path / "run")
+
+
+def dtypes(frame: Any) -> dict[str, str]:
+    return {name: str(dtype) for name, dtype in frame.dtypes.items()}
+
+
+def test_empty_frames_have_all_columns_and_dtypes(store: TelemetryStore):
+    assert dtypes(store.spans()) == SPAN_COLUMNS
+    assert dtypes(store.transfers()) == TRANSFER_COLUMNS
+    assert dtypes(store.metrics()) == METRIC_COLUMNS
+    assert dtypes(store.events()) == EVENT_COLUMNS
+    assert [len(frame) for frame in (store.spans(), store.transfers(), store.metrics(), store.events())] == [0] * 4
+
+
+def test_spans_come_back_by_start_with_units_in_the_names(store: TelemetryStore):
+    store.append_spans([COMPUTE])
+    store.append_spans([])
+    store.append_spans([FORWARD, QUEUE])
+    frame = store.spans()
+    assert dtypes(frame) == SPAN_COLUMNS
+    assert frame["kind"].to_list() == ["queue", "compute", "forward"]
+    assert frame["duration_s"].to_list() == [1.0, 3.0, 0.5]
+    assert frame.loc[1, "processed_tokens"] == 1700
+    assert frame.loc[1, "peak_memory_bytes"] == 4_400_000_000
+    assert frame.loc[2, "note"] == FORWARD.note
+
+
+def test_transfers_come_back(store: TelemetryStore):
+    store.append_transfers([MOVED])
+    frame = store.transfers()
+    assert dtypes(frame) == TRANSFER_COLUMNS
+    assert frame.loc[0].to_dict() == {
+        "stage": "update_actor", "run": 7, "kind": "batch", "source": "main:0", "destination": "main:1",
+        "batch": "rollouts", "columns": "advantages, returns", "start_s": 101.0, "end_s": 101.25, "duration_s": 0.25,
+        "moved_bytes": 120,
+    }  # fmt: skip
+
+
+def test_metrics_are_wide_and_a_stage_shows_only_its_own(store: TelemetryStore):
+    store.append_metrics("update_critic", 1, 0, {"loss": 0.5, "value_error": 2})
+    store.append_metrics("update_actor", 2, 0, {"loss": 0.25, "kl": 0.01})
+    store.append_metrics("update_actor", 4, 1, {"loss": 0.125, "kl": 0.02})
+    frame = store.metrics()
+    assert list(frame.columns) == ["time_s", "iteration", "stage", "run", "loss", "value_error", "kl"]
+    assert frame["loss"].to_list() == [0.5, 0.25, 0.125]
+    assert math.isnan(frame["kl"].to_list()[0])
+    actor = store.metrics("update_actor")
+    assert list(actor.columns) == ["time_s", "iteration", "stage", "run", "loss", "kl"]
+    assert actor["iteration"].to_list() == [0, 1]
+    assert set(dtypes(actor[["loss", "kl"]]).values()) == {"float64"}
+    assert len(store.metrics("compute_values")) == 0
+
+
+def test_a_metric_may_not_take_the_name_of_a_column(store: TelemetryStore):
+    with pytest.raises(BadInput, match="choose another name"):
+        store.append_metrics("update_actor", 1, 0, {"stage": 1.0})
+
+
+def test_nan_and_infinities_survive_and_the_file_is_strict_json(store: TelemetryStore):
+    store.append_metrics("update_actor", 1, 0, {"kl": math.nan, "ratio": math.inf, "loss": -math.inf, "x": 1e-300})
+    (row,) = store.metrics().to_dict("records")
+    assert math.isnan(row["kl"])
+    assert (row["ratio"], row["loss"], row["x"]) == (math.inf, -math.inf, 1e-300)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not strict JSON")
+
+    json.loads((store.folder / "metrics.jsonl").read_text(), parse_constant=refuse)
+
+
+def test_numpy_and_torch_numbers_are_taken_as_metrics(store: TelemetryStore):
+    import numpy as np
+    import torch
+
+    store.append_metrics("s", 1, 0, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": np.float64("inf")})
+    assert store.metrics()[["a", "b", "c"]].to_numpy().tolist() == [[0.5, 0.25, math.inf]]
+
+
+def test_events_keep_their_details(store: TelemetryStore):
+    store.append_event("iteration", iteration=3, lr=math.nan, pools=["main"])
+    frame = store.events()
+    assert frame.loc[0, "event"] == "iteration"
+    assert frame.loc[0, "details"] == {"iteration": 3, "lr": "nan", "pools": ["main"]}
+
+
+@pytest.mark.parametrize("cut", [1, 20, 100])
+def test_a_torn_last_line_is_passed_over_counted_and_harms_no_later_line(store: TelemetryStore, cut: int):
+    store.append_spans([QUEUE, COMPUTE])
+    path = store.folder / "spans.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[0][:-cut])
+    assert store.spans()["kind"].to_list() == ["queue", "compute"]
+    assert store.torn_lines["spans"] == 1
+    store.append_spans([FORWARD])
+    assert store.spans()["kind"].to_list() == ["queue", "compute", "forward"]
+    assert store.torn_lines["spans"] == 1
+
+
+def test_a_line_cut_inside_a_character_is_torn_too(store: TelemetryStore):
+    store.append_event("ok")
+    with (store.folder / "events.jsonl").open("ab") as file:
+        file.write('{"event":"Größe'.encode()[:-3])
+    assert store.events()["event"].to_list() == ["ok"]
+    assert store.torn_lines["events"] == 1
+
+
+def test_a_new_process_reads_and_goes_on(store: TelemetryStore):
+    store.append_spans([QUEUE])
+    script = (
+        "import sys; from workbench.telemetry import TelemetryStore; store = TelemetryStore(sys.argv[1]);"
+        "store.append_metrics('s', 1, 0, {'kl': float('nan')}); print(store.spans()['kind'].to_list())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(store.folder)], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    assert done.stdout.strip() == "['queue']"
+    assert math.isnan(store.metrics()["kl"].to_list()[0])
+
+
+def test_the_trace_is_strict_json_with_nested_events_in_microseconds(store: TelemetryStore, tmp_path: Path):
+    store.append_spans([QUEUE, COMPUTE, FORWARD])
+    store.append_transfers([MOVED])
+    path = store.chrome_trace(tmp_path / "trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    complete = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert (complete["update_actor"]["ts"], complete["update_actor"]["dur"]) == (1_000_000, 3_000_000)
+    outer, inner = complete["update_actor"], complete["forward"]
+    assert (outer["pid"], outer["tid"]) == (inner["pid"], inner["tid"])
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    opened = {event["id"]: event for event in events if event["ph"] == "b"}
+    closed = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert opened.keys() == closed.keys()
+    assert sorted(event["name"] for event in opened.values()) == ["main:0 to main:1", "update_actor queue"]
+    moved = next(event for event in opened.values() if " to " in event["name"])
+    assert moved["args"]["moved_bytes"] == 120
+    assert closed[moved["id"]]["ts"] - moved["ts"] == 250_000
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"main slot:1", "actor rank 1", "transfers", "main:0"}
+    assert [event["args"] for event in events if event["ph"] == "C"] == [{"bytes": 4_400_000_000}]
+
+
+def test_the_trace_of_nothing_is_valid(store: TelemetryStore, tmp_path: Path):
+    assert json.loads(store.chrome_trace(tmp_path / "t.json").read_text())["traceEvents"] == []
