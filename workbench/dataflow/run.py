@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
 from workbench.display.progress import Progress
 from workbench.errors import HostDied, StageError, StageInterrupted, WorkbenchError
 from workbench.workers.backends.base import Backend, Pending
@@ -35,7 +34,8 @@ class Run:
         Raises `StageError` (of the kind of the first cause) when ranks failed, `HostDied` when a process ended.
         """
         try:
-            with Progress(f"{self.role}.{self.stage}") as bar:
+            unit = "rows" if self.stage in ("generate_sequences", "compute_reward", "compute_cost") else "micro-batches"
+            with Progress(f"{self.role}.{self.stage}", unit=unit) as bar:
                 failed_s: float | None = None
                 while not backend.wait(self.pending, POLL_S):
                     self._show(backend, bar)

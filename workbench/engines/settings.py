@@ -31,7 +31,7 @@ class Training:
     engine: "deepspeed" or "torch" (needs nothing more than torch).
     zero_stage: DeepSpeed's ZeRO stage, 0 to 3; ignored by the torch engine.
     learning_rate, betas, eps, weight_decay: AdamW's.
-    warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; "cosine" and "linear" need total_steps.
+    warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
     minibatches: optimizer steps that one update takes from one batch (of one epoch).
     micro_batch_tokens: upper bound of rows x longest sequence in one forward pass; a single longer row goes alone.
@@ -77,7 +77,7 @@ class Generation:
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead.
     max_rows: most sequences decoded at the same time by one engine.
-    check_sync: after each weight sync compare log-probabilities of engine and trainer on a probe; `SyncError` when they differ.
+    check_sync: after each weight sync compare log-probabilities of engine and trainer; `SyncError` when they differ.
     """
 
     engine: Literal["vllm", "transformers"] = "vllm"

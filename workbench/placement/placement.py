@@ -59,7 +59,7 @@ class Placement:
 
     @classmethod
     def of(cls, pools: Mapping[str, tuple[int, Iterable[str]]]) -> Placement:
-        """Any partition: `Placement.of({"policy": (2, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])})`."""
+        """Any partition: `Placement.of({"a": (2, ["actor", "reference"]), "b": (1, ["critic", "reward"])})`."""
         return cls(tuple(Pool(name, devices, tuple(roles)) for name, (devices, roles) in pools.items()))
 
     @classmethod

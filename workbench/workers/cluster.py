@@ -1,4 +1,4 @@
-"""The Ray cluster under the workbenches of this user: joined where there is one, else a head started outside the kernel.
+"""The Ray cluster under this user's workbenches: joined where there is one, else a head started outside the kernel.
 
 One head serves all workbenches of a user on a machine. It outlives the kernel, and is stopped by process id when the
 last workbench closes. Ray's control store listens on every interface whatever it is told, so a token is the lock.
@@ -42,6 +42,8 @@ def _use_token() -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def running_head() -> dict[str, Any] | None:

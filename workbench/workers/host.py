@@ -1,4 +1,4 @@
-"""One process on one device: runs the workers of every role placed there, one call at a time, and keeps their batches."""
+"""One process on one device: runs the workers of the roles placed there, one call at a time, and keeps batches."""
 
 from __future__ import annotations
 

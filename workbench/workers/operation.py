@@ -64,7 +64,7 @@ def register(
     updates: bool = False,
     samples: bool = False,
 ) -> Callable[[F], F]:
-    """Bind a protocol to a worker's method. A method that reads columns takes a `Shard` first, and returns an `Output`."""
+    """Bind a protocol to a worker's method. One that reads columns takes a `Shard` first, and returns an `Output`."""
 
     def bind(method: F) -> F:
         signature = inspect.signature(method)

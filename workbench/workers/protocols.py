@@ -20,8 +20,8 @@ Chunks = list[np.ndarray]  # the row numbers of one rank, one array a minibatch
 @dataclass(frozen=True, kw_only=True)
 class TransferProtocol:
     """distribute(layout, minibatches) -> one list of row arrays a rank, `minibatches` being the row numbers of each
-    minibatch of the batch. collect(layout) -> the ranks whose output rows are joined, or None: what every rank returned,
-    as a list. values_per_rank: arguments that are no batch come as lists, one entry a rank."""
+    minibatch of the batch. collect(layout) -> the ranks whose output rows are joined, or None: a list of what every
+    rank returned. values_per_rank: arguments that are no batch come as lists, one entry a rank."""
 
     name: str
     distribute: Callable[[Layout, Chunks], list[Chunks]]

@@ -33,8 +33,8 @@ def score_rows(
 
     concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
     timeout_s: for one call; a call past it is abandoned (Python cannot end a thread) and the stage fails.
-    Raises `RewardError` naming the prompt, the row and the rank when a call raises, runs out of time, or returns what is
-    not a finite number or as many finite numbers as the response has tokens.
+    Raises `RewardError` naming the prompt, the row and the rank when a call raises, runs out of time, or returns
+    neither a finite number nor as many finite numbers as the response has tokens.
     """
     work: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[int, Any, BaseException | None, str]] = queue.SimpleQueue()

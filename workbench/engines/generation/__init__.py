@@ -1,4 +1,4 @@
-"""Generation engines behind one interface. To add one: a class of `GenerationEngine`, a line here, its name in settings."""
+"""Generation engines behind one interface. To add one: a `GenerationEngine`, a line here, its name in settings."""
 
 from __future__ import annotations
 

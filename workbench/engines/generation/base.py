@@ -33,7 +33,11 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
     ) -> Rollout:
         """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters."""
 

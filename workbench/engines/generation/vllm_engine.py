@@ -198,7 +198,7 @@ class VllmEngine(GenerationEngine):
 def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, tp: int) -> Any:
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size()
     if world % tp:
         raise BadInput(f"tensor_parallel_size={tp}", f"it must divide the {world} processes of the pool")

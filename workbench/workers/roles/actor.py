@@ -228,7 +228,7 @@ class ActorWorker(TrainedWorker):
             gap = self._probe_gap()
         if not gap <= SYNC_TOLERANCE[self.spec.dtype]:
             raise SyncError(
-                f"after the weight sync to version {self.engine.steps} engine and trainer differ by {gap:.3g} nats a token",
+                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {gap:.3g} nats",
                 f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
                 "some weight did not arrive; Generation(check_sync=False) goes on all the same",
             )

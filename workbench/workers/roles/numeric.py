@@ -13,7 +13,7 @@ from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.dataflow.columns import Ragged
 from workbench.engines.settings import one_of
 from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Output, Shard
+from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
 from workbench.workers.worker import Worker
@@ -90,7 +90,7 @@ class NumericWorker(Worker):
             advantages_BT = whiten(advantages_BT, mask_BT, total)
         tokens = float(mask_BT.sum())
         row_scores = scores.sum(-1) if token_level else scores
-        metrics = {
+        metrics: Metrics = {
             "rewards/mean": Mean(total=float(row_scores.sum()), count=len(batch)),
             "returns/mean": Mean(total=float(returns_BT.sum()), count=tokens),
             "advantages/mean": Mean(total=float(advantages_BT.sum()), count=tokens),

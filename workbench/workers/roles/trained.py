@@ -53,7 +53,7 @@ class TrainedWorker(Worker):
     def update(
         self, shard: Shard, loss: TokenLoss, *, epochs: int, aggregation: Aggregation, max_response_tokens: int | None
     ) -> Output:
-        """One optimizer step a minibatch and epoch. `loss(micro_batch)` gives a loss a response token [B, R] and metrics.
+        """One optimizer step a minibatch and epoch. `loss(micro_batch)`: a loss a response token [B, R], and metrics.
 
         The token losses are aggregated with the denominator of the whole minibatch, over all ranks and micro-batches.
         """
