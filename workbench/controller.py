@@ -67,11 +67,11 @@ class Workbench:
     lab.spans(), lab.transfers(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
     """
 
-    def __init__(self, description: Description, backend: Backend, run_folder: Path) -> None:
+    _backend: Backend
+
+    def __init__(self, description: Description, run_folder: Path) -> None:
         self.description, self.run_folder = description, run_folder
         self.name, self.placement, self.seed = description.name, description.placement, description.seed
-        self.telemetry = TelemetryStore(run_folder)
-        self._backend = backend
         self._infos = description.hosts(run_folder)
         self._counts = ShardCounts()
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
@@ -86,6 +86,7 @@ class Workbench:
         numeric = self._add_group("numeric", description.models["actor"], self.placement.pool_of("actor").name)
         self.compute_advantages: GroupOperation = numeric.operations["compute_advantages"]
         self.prompts = PromptStream(self, description.prompts)
+        self.telemetry = TelemetryStore(run_folder)
 
     def _add_group(self, role: str, model: Model, pool_name: str) -> WorkerGroup:
         pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
@@ -108,6 +109,8 @@ class Workbench:
 
     def _start(self) -> None:
         """Start hosts, join each pool's process group, load the models."""
+        description = self.description
+        self._backend = InlineBackend() if description.backend == "inline" else RayBackend(self.name, description.address)
         self._backend.start(self._infos)
         for pool in self.placement.pools:
             hosts = [info.name for info in self._infos if info.pool == pool.name]
@@ -303,8 +306,8 @@ class Workbench:
                     "run": self._run_number,
                     "batch": self._batch_number,
                     "iteration": self.iteration,
-                    "drawn": self.prompts.drawn if hasattr(self, "prompts") else 0,
-                    "prompts": self.prompts.source.state_dict() if self.prompts.source else None,
+                    "drawn": self.prompts.drawn,
+                    "prompts": self.prompts.state,
                 },
             )
 
@@ -320,8 +323,16 @@ class Workbench:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def _put(self, table: Table, owner: str, meta: Mapping[str, Any]) -> Batch:
-        """A batch from rows made here: they go to the first host of the actor's pool."""
+    def put(self, table: Table, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
+        """A batch from columns made here: they go to the first host of the actor's pool.
+
+        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
+        `Batch.fetch` gives). meta: plain values that travel along, such as the sampling temperature.
+        """
+        if len({len(column) for column in table.values()}) != 1 or not all(map(len, table.values())):
+            sizes = ", ".join(f"{name}: {len(column)}" for name, column in table.items())
+            raise BadInput(f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one")
+        self._check_alive(self.groups["actor"])
         self._batch_number += 1
         host, key = self.groups["actor"].hosts[0], f"put-{self._batch_number}"
         self._backend.ask(host, "put", key, to_wire(table)).result()
@@ -333,7 +344,7 @@ class Workbench:
             columns[name] = Column(
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
             )
-        return Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta)
+        return Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
@@ -462,6 +473,7 @@ class PromptStream:
 
     def __init__(self, lab: Workbench, settings: Any) -> None:
         self._lab, self.drawn = lab, 0
+        self.state: dict[str, Any] | None = None
         self.source: Prompts | None = None
         if settings is not None:
             options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
@@ -485,10 +497,13 @@ class PromptStream:
             "prompt": [row.prompt for row in rows],
         }
         for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
-            table.setdefault(name, [row.extra.get(name) for row in rows])
+            if name in table:
+                raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
+            table[name] = [row.extra.get(name) for row in rows]
         self.drawn += len(rows)
+        self.state = self.source.state_dict()
         lab.telemetry.append_event("iteration", iteration=lab.iteration)
-        batch = lab._put(table, "prompts", {"iteration": lab.iteration})
+        batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
         lab._save_state()
         return batch
 
@@ -549,13 +564,13 @@ def open(
             return attach(name)
         stop(name)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    run_backend: Backend = InlineBackend() if description.backend == "inline" else RayBackend(name, address)
-    lab = Workbench(description, run_backend, run_folder)
+    lab = Workbench(description, run_folder)
     try:
         lab._start()
         pids = [lab._backend.ask(info.name, "describe").result()["process"] for info in lab._infos]
     except BaseException:
-        lab._backend.close()
+        if hasattr(lab, "_backend"):
+            lab._backend.close()
         raise
     if description.backend == "ray":
         registry.write(
@@ -573,9 +588,9 @@ def attach(name: str) -> Workbench:
     description = registry.description(name)
     record = registry.read(name)
     assert record is not None
-    backend = RayBackend(name, description.address)
-    lab = Workbench(description, backend, Path(record["run_folder"]))
-    backend.attach(lab._infos)
+    lab = Workbench(description, Path(record["run_folder"]))
+    lab._backend = RayBackend(name, description.address, start=False)
+    lab._backend.attach(lab._infos)
     state = registry.load_state(name)
     lab._run_number, lab._batch_number = state.get("run", 0), state.get("batch", 0)
     lab.iteration, lab.prompts.drawn = state.get("iteration", 0), state.get("drawn", 0)

@@ -23,7 +23,7 @@ from workbench.errors import HostDied, MissingDependency, WorkbenchError
 from workbench.home import home
 
 NAMESPACE = "workbench"
-START_TIMEOUT_S = 90
+START_TIMEOUT_S = 150
 
 
 def _head_file() -> Path:
@@ -65,6 +65,13 @@ def _free_port() -> int:
 
 def _start_head() -> dict[str, Any]:
     home().mkdir(parents=True, exist_ok=True)
+    try:
+        return _try_start_head()
+    except HostDied:
+        return _try_start_head()  # Ray gives its processes 30 s, too little on a machine that is busy just then
+
+
+def _try_start_head() -> dict[str, Any]:
     port = _free_port()
     log = home() / "head.log"
     command = [

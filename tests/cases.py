@@ -1,0 +1,51 @@
+"""What several test files run: small workbenches, and one training iteration on stored rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import workbench as wb
+from workbench.dataflow.columns import Table
+from workbench.dataflow.run import MetricValues
+
+TINY = "tiny-llama-tied"
+
+
+def vowels(prompt: str, response: str, **row: Any) -> float:
+    """A reward that any model can get some of: the share of vowels."""
+    return sum(c in "aeiou" for c in response) / max(1, len(response))
+
+
+def tiny_lab(name: str, runs: Path, *, engine: str = "torch", generation: str = "transformers", **options: Any) -> wb.Workbench:
+    """Four roles on a tiny model with tied embeddings, learning fast enough to move them."""
+    training: dict[str, Any] = {"engine": engine, "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
+    training |= options.pop("training", {})
+    return wb.open(
+        name,
+        models=options.pop("models", {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}),
+        prompts=options.pop("prompts", "arithmetic"),
+        training=wb.Training(**training),
+        generation=wb.Generation(engine=generation, max_model_tokens=192, kv_cache_gib=0.1),
+        runs=runs,
+        **options,
+    )
+
+
+def rollouts(lab: wb.Workbench, rows: int = 8) -> tuple[Table, dict[str, Any]]:
+    """Stored rollouts: columns and meta of one generation."""
+    batch = lab.actor.generate_sequences(lab.prompts.next(rows), max_new_tokens=12, temperature=0.8)
+    return batch.fetch(), dict(batch.meta)
+
+
+def train_on(lab: wb.Workbench, table: Table, meta: dict[str, Any]) -> dict[str, float]:
+    """One PPO iteration's stages after generation; all metrics."""
+    batch = lab.put(table, meta=meta)
+    batch = lab.actor.compute_log_prob(batch)
+    batch = lab.reference.compute_ref_log_prob(batch)
+    batch = lab.critic.compute_values(batch)
+    batch = lab.reward.compute_reward(batch)
+    batch = lab.compute_advantages(batch, kl_coefficient=0.1)
+    updates: list[MetricValues] = [lab.critic.update_critic(batch, epochs=2), lab.actor.update_actor(batch, epochs=2)]
+    assert all(len(update) > 5 for update in updates)
+    return {f"{stage}/{name}": value for stage, metrics in lab.last_metrics.items() for name, value in metrics.items()}

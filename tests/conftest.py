@@ -1,0 +1,30 @@
+"""Shared by all tests: a home of their own, and one Ray head, ended with the session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workbench.home import home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Workbenches of the tests do not meet those of the user; converted models are shared."""
+    models = home() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    mine = tmp_path_factory.mktemp("home")
+    (mine / "models").symlink_to(models)
+    before = os.environ.get("WORKBENCH_HOME")
+    os.environ["WORKBENCH_HOME"] = str(mine)
+    yield mine
+    from workbench.workers.cluster import stop_head
+
+    stop_head()
+    if before is None:
+        del os.environ["WORKBENCH_HOME"]
+    else:
+        os.environ["WORKBENCH_HOME"] = before

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.dataflow.location import Location, ShardId
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any), st.data())
+def test_pulls_bring_exactly_the_rows_asked_for(sizes: list[int], data: st.DataObject) -> None:
+    total = sum(sizes)
+    order = np.array(data.draw(st.permutations(range(total))))
+    parts = [
+        (ShardId(f"host{i}", "k"), rows) for i, rows in enumerate(np.split(order, np.cumsum(sizes)[:-1])) if len(rows)
+    ]
+    content = {shard: rows for shard, rows in parts}  # a shard's row holds its own row number
+    location = Location.of_parts(parts)
+    wanted = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=12)))
+    got = np.full(len(wanted), -1)
+    for pull in location.pulls(wanted):
+        assert (got[pull.destinations] == -1).all()
+        got[pull.destinations] = content[pull.shard][pull.positions]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_choice_of_rows_moves_nothing_but_indices() -> None:
+    location = Location.of_parts([(ShardId("a", "k"), np.array([0, 2])), (ShardId("b", "k"), np.array([1]))])
+    chosen = location.take(np.array([2, 2, 1]))
+    pulls = chosen.pulls(np.arange(3))
+    assert [(p.shard.host, p.positions.tolist(), p.destinations.tolist()) for p in pulls] == [
+        ("a", [1, 1], [0, 1]),
+        ("b", [0], [2]),
+    ]
+
+
+def test_only_shards_that_are_needed_are_asked() -> None:
+    location = Location.of_parts([(ShardId(str(i), "k"), np.arange(4) + 4 * i) for i in range(3)])
+    assert [pull.shard.host for pull in location.pulls(np.arange(4, 8))] == ["1"]
+
+
+def test_a_row_without_a_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="exactly one part"):
+        Location.of_parts([(ShardId("a", "k"), np.array([0, 0]))])

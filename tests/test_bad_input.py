@@ -1,0 +1,160 @@
+"""Each wrong input is refused before a process starts or a stage runs, and the message says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.errors import BadInput, ModelUnavailable, NotFound, RewardError, UnknownColumn, WorkbenchError
+
+FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"models": {**FOUR, "critik": TINY}}, BadInput, "unknown role 'critik'"),
+        ({"models": {"critic": TINY}}, BadInput, "without an actor"),
+        ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
+        ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be a rule"),
+        ({"models": {**FOUR, "actor": "smolm2-135m"}}, ModelUnavailable, "smollm2-135m"),
+        ({"models": {**FOUR, "critic": "/no/such/folder"}}, ModelUnavailable, "/no/such/folder"),
+        ({"models": {**FOUR, "critic": "smollm2-135m"}}, BadInput, "another vocabulary than the actor's"),
+        ({"placement": wb.Placement.colocate(9), "devices": 2}, BadInput, "devices=9"),
+        ({"placement": wb.Placement.colocate(2), "devices": 2}, BadInput, "backend='inline'"),
+        ({"placement": wb.Placement.standalone(actor=1)}, BadInput, "'critic' has no pool"),
+        ({"backend": "slurm"}, BadInput, "must be one of 'ray', 'inline'"),
+        ({"if_exists": "keep"}, BadInput, "must be one of 'attach', 'replace', 'error'"),
+        ({"prompts": "arithmetics"}, WorkbenchError, "arithmetic"),
+        ({"prompts": []}, BadInput, "at least one row"),
+    ],
+)
+def test_opening(tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        tiny_lab("wrong", tmp_path, **{"backend": "inline", **options})
+    assert wb.ls() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wb.Training(engine="megatron"), "must be one of 'torch', 'deepspeed'"),  # type: ignore[arg-type]
+        (lambda: wb.Training(zero_stage=4), "must be one of 0, 1, 2, 3"),
+        (lambda: wb.Training(schedule="cosine"), "total_steps"),
+        (lambda: wb.Training(minibatches=0), "at least 1"),
+        (lambda: wb.Generation(engine="sglang"), "must be one of 'transformers', 'vllm'"),  # type: ignore[arg-type]
+        (lambda: wb.Model(), "give one of the two"),
+        (lambda: wb.Model(TINY, dtype="fp8"), "must be one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_settings(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()
+
+
+def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(BadInput, match=r"mine\.jsonl.*2"):
+        tiny_lab("wrong", tmp_path, backend="inline", prompts=file)
+
+
+def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "deepspeed" else find(name, *a))
+    with pytest.raises(wb.errors.MissingDependency, match=r"deepspeed.*pip install.*engine='torch'"):
+        tiny_lab("wrong", tmp_path, engine="deepspeed", backend="inline")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("inputs", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def batch(lab: wb.Workbench) -> wb.Batch:
+    return lab.actor.generate_sequences(lab.prompts.next(6), max_new_tokens=4)
+
+
+def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch: wb.Batch) -> None:
+    with pytest.raises(UnknownColumn, match=r"update_actor reads column 'old_log_prob'.*run actor.compute_log_prob"):
+        lab.actor.update_actor(batch)
+    with pytest.raises(UnknownColumn, match="'values'"):
+        lab.compute_advantages(lab.reward.compute_reward(batch))
+    with pytest.raises(UnknownColumn, match="nonsense"):
+        batch.fetch(["nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
+        (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0), "temprature.*it takes samples|temprature"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, temperature=-1), "temperature=-1"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, samples=0), "must be at least 1"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
+        (lambda lab, batch: lab.prompts.next(0), "0"),
+        (lambda lab, batch: lab.compute_advantages(batch, estimator="gea"), "estimator='gea'"),
+        (lambda lab, batch: batch.take([99]), "row numbers from 0 to 5"),
+        (lambda lab, batch: lab.put({"a": torch.zeros(2), "b": torch.zeros(3)}), "equally many rows"),
+    ],
+)
+def test_stage_arguments(
+    lab: wb.Workbench, batch: wb.Batch, call: Callable[[wb.Workbench, wb.Batch], Any], message: str
+) -> None:
+    with pytest.raises(WorkbenchError, match=message):
+        call(lab, batch)
+
+
+def test_rows_that_minibatches_do_not_divide(lab: wb.Workbench, batch: wb.Batch) -> None:
+    five = lab.critic.compute_values(lab.actor.compute_log_prob(lab.reward.compute_reward(batch.take(range(5)))))
+    with pytest.raises(BadInput, match="5 rows in 2 minibatches"):
+        lab.actor.update_actor(lab.compute_advantages(five))
+
+
+def test_a_reward_function_that_fails_names_the_prompt(lab: wb.Workbench, batch: wb.Batch) -> None:
+    prompt = batch.fetch(["prompt"])["prompt"]
+    assert isinstance(prompt, list)
+
+    def broken(prompt: str, response: str, answer: str, **row: Any) -> float:
+        raise KeyError("oops")
+
+    with pytest.raises(RewardError, match=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d") as caught:
+        lab.reward.compute_reward(batch, function=broken)
+    assert any(text in str(caught.value) for text in prompt)
+    assert "rewards" in lab.reward.compute_reward(batch).columns  # the next call works
+
+
+def test_roles_and_operations_that_are_not_there(lab: wb.Workbench) -> None:
+    with pytest.raises(AttributeError, match="has no cost; it has actor, critic, reference, reward"):
+        _ = lab.cost
+    with pytest.raises(AttributeError, match="'critic' has no operation 'compute_valuse'; it has compute_values"):
+        _ = lab.critic.compute_valuse
+    with pytest.raises(BadInput, match="GRPO|without"):
+        with tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY}) as few:
+            wb.PPO(few)
+
+
+def test_batches_stay_with_their_workbench(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
+    with tiny_lab("other", tmp_path, backend="inline", models={"actor": TINY}) as other:
+        with pytest.raises(BadInput, match="another workbench"):
+            other.actor.compute_log_prob(batch)
+    with pytest.raises(NotFound, match="closed"):
+        other.prompts.next(1)
+
+
+def test_stopping_what_is_not_there() -> None:
+    with pytest.raises(NotFound, match="no workbench named 'ghost'"):
+        wb.stop("ghost")
+    with pytest.raises(BadInput, match="letters, digits"):
+        wb.stop("../ghost")
