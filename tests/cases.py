@@ -17,7 +17,9 @@ def vowels(prompt: str, response: str, **row: Any) -> float:
     return sum(c in "aeiou" for c in response) / max(1, len(response))
 
 
-def tiny_lab(name: str, runs: Path, *, engine: str = "torch", generation: str = "transformers", **options: Any) -> wb.Workbench:
+def tiny_lab(
+    name: str, runs: Path, *, engine: str = "torch", generation: str = "transformers", **options: Any
+) -> wb.Workbench:
     """Four roles on a tiny model with tied embeddings, learning fast enough to move them."""
     training: dict[str, Any] = {"engine": engine, "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
     training |= options.pop("training", {})
@@ -40,6 +42,7 @@ def rollouts(lab: wb.Workbench, rows: int = 8) -> tuple[Table, dict[str, Any]]:
 
 def train_on(lab: wb.Workbench, table: Table, meta: dict[str, Any]) -> dict[str, float]:
     """One PPO iteration's stages after generation; all metrics."""
+    lab.last_metrics = {}
     batch = lab.put(table, meta=meta)
     batch = lab.actor.compute_log_prob(batch)
     batch = lab.reference.compute_ref_log_prob(batch)

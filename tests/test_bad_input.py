@@ -99,7 +99,10 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
     [
         (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
         (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0), "temprature.*it takes samples|temprature"),
+        (
+            lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0),
+            "temprature.*it takes samples|temprature",
+        ),
         (lambda lab, batch: lab.actor.generate_sequences(batch, temperature=-1), "temperature=-1"),
         (lambda lab, batch: lab.actor.generate_sequences(batch, samples=0), "must be at least 1"),
         (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
@@ -129,7 +132,9 @@ def test_a_reward_function_that_fails_names_the_prompt(lab: wb.Workbench, batch:
     def broken(prompt: str, response: str, answer: str, **row: Any) -> float:
         raise KeyError("oops")
 
-    with pytest.raises(RewardError, match=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d") as caught:
+    with pytest.raises(
+        RewardError, match=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d"
+    ) as caught:
         lab.reward.compute_reward(batch, function=broken)
     assert any(text in str(caught.value) for text in prompt)
     assert "rewards" in lab.reward.compute_reward(batch).columns  # the next call works

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.dataflow import verifiers as verifiers
     from workbench.dataflow.batch import Batch as Batch
     from workbench.engines.settings import Generation as Generation
+    from workbench.engines.settings import Sampling as Sampling
     from workbench.engines.settings import Training as Training
     from workbench.models.spec import Model as Model
     from workbench.placement import Placement as Placement
@@ -35,6 +36,7 @@ _PUBLIC = {
     "PPO": "workbench.algorithms.ppo",
     "PROTOCOLS": "workbench.workers.protocols",
     "Placement": "workbench.placement",
+    "Sampling": "workbench.engines.settings",
     "Training": "workbench.engines.settings",
     "Workbench": "workbench.controller",
     "attach": "workbench.controller",

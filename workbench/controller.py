@@ -110,7 +110,9 @@ class Workbench:
     def _start(self) -> None:
         """Start hosts, join each pool's process group, load the models."""
         description = self.description
-        self._backend = InlineBackend() if description.backend == "inline" else RayBackend(self.name, description.address)
+        self._backend = (
+            InlineBackend() if description.backend == "inline" else RayBackend(self.name, description.address)
+        )
         self._backend.start(self._infos)
         for pool in self.placement.pools:
             hosts = [info.name for info in self._infos if info.pool == pool.name]
@@ -331,7 +333,9 @@ class Workbench:
         """
         if len({len(column) for column in table.values()}) != 1 or not all(map(len, table.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in table.items())
-            raise BadInput(f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one")
+            raise BadInput(
+                f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
+            )
         self._check_alive(self.groups["actor"])
         self._batch_number += 1
         host, key = self.groups["actor"].hosts[0], f"put-{self._batch_number}"
@@ -498,7 +502,9 @@ class PromptStream:
         }
         for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
             if name in table:
-                raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
+                raise BadInput(
+                    f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column"
+                )
             table[name] = [row.extra.get(name) for row in rows]
         self.drawn += len(rows)
         self.state = self.source.state_dict()

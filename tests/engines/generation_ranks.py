@@ -21,9 +21,11 @@ def run(rank: int, store: Path, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     # Not on the main thread: as in a concurrency group of a Ray actor.
-    thread = threading.Thread(target=lambda: answers.put((rank, _two_sizes())))
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(_two_sizes()))
     thread.start()
     thread.join()
+    answers.put((rank, seen[0]))  # IndexError, and with it a failed process, where the thread raised
     dist.destroy_process_group()
 
 

@@ -19,31 +19,35 @@ from typing import Any
 
 import psutil
 
-from workbench.errors import HostDied, MissingDependency, WorkbenchError
+from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.home import home
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
+_joined: str | None = None  # the cluster that this process joined through `connect`
+_started: list[subprocess.Popen[bytes]] = []  # heads that this process started, to be reaped when they are stopped
 
 
 def _head_file() -> Path:
     return home() / "head.json"
 
 
-def _use_token() -> None:
-    """Make this process, and what it starts, show the user's token to Ray."""
+def _use_token(own_head: bool) -> None:
+    """Make this process, and what it starts, show a token to Ray: this user's own, or for a cluster that somebody else
+    started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    if not own_head or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return
     token = home() / "ray_token"
     if not token.exists():
         home().mkdir(parents=True, exist_ok=True)
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if "RAY_AUTH_TOKEN" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 
 
 def running_head() -> dict[str, Any] | None:
@@ -85,6 +89,7 @@ def _try_start_head() -> dict[str, Any]:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
         )
+    _started.append(process)
     deadline = time.monotonic() + START_TIMEOUT_S
     while "Ray runtime started" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -98,19 +103,26 @@ def _try_start_head() -> dict[str, Any]:
 
 def connect(address: str | None = None, *, start: bool = True) -> Any:
     """Join the cluster at `address`, or this user's own head (started if need be), and return the `ray` module."""
-    _use_token()
+    global _joined
+    _use_token(own_head=address is None)
     try:
         import ray
     except ImportError:
         raise MissingDependency(
             "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
         ) from None
+    head = None if address else running_head()
     if ray.is_initialized():
-        return ray
+        if _joined is None or _joined == (address or (head and head["address"])):
+            return ray  # also a cluster that the user joined with ray.init() before us
+        if address is not None:
+            raise BadInput(
+                f"address={address!r}", f"this process has joined {_joined}, and Ray allows one", "restart the kernel"
+            )
+        ray.shutdown()  # the head that it knew is gone
     if address is None:
-        head = running_head()
         if head is None and not start:
-            return None
+            raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
         address = (head or _start_head())["address"]
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
     try:
@@ -121,14 +133,17 @@ def connect(address: str | None = None, *, start: bool = True) -> Any:
             "address= must name a running head as host:port, and its token must be known here",
             "start one with `ray start --head`, or leave address= out",
         ) from error
+    _joined = address
     return ray
 
 
 def stop_head() -> None:
     """End this user's head and every process under it, by process id."""
+    global _joined
     head = running_head()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         sys.modules["ray"].shutdown()
+        _joined = None
     if head is not None:
         top = psutil.Process(head["pid"])
         family = [*top.children(recursive=True), top]
@@ -137,4 +152,6 @@ def stop_head() -> None:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5)
+    for process in [p for p in _started if p.poll() is not None]:
+        _started.remove(process)
     _head_file().unlink(missing_ok=True)

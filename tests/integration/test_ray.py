@@ -1,0 +1,219 @@
+"""The Ray backend on one machine: same numbers as inline, two ranks, two pools, attaching, errors, leaving."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import rollouts, tiny_lab, train_on
+from workbench.dataflow.columns import Table
+from workbench.errors import HostDied, NameTaken, RewardError
+
+Stored = tuple[Table, dict[str, Any]]
+# fp32 on other micro-batches and other orders of summation: four updates drift by 1e-5 to 1e-4
+TOLERANCE = {"rel": 2e-3, "abs": 2e-4}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def inline(runs: Path, full: wb.Workbench) -> tuple[Stored, dict[str, float], float]:
+    """Rollouts, the metrics of one iteration's training on them, and the actor's checksum after it.
+
+    `full` is asked for so that one Ray head lives through all of these tests.
+    """
+    threads = torch.get_num_threads()
+    with tiny_lab("inline", runs, backend="inline", devices=1) as lab:
+        stored = rollouts(lab)
+        metrics = train_on(lab, *stored)
+        checksum = lab.actor.weights_checksum()[0]
+    torch.set_num_threads(threads)
+    return stored, metrics, checksum
+
+
+def test_one_rank_gives_the_same_bits_on_both_backends(
+    inline: tuple[Stored, dict[str, float], float], runs: Path
+) -> None:
+    stored, expected, checksum = inline
+    with tiny_lab("one", runs, devices=1) as lab:
+        assert train_on(lab, *stored) == expected
+        assert lab.actor.weights_checksum() == [checksum]
+        again, _ = rollouts(lab)
+    for name in ("response_ids", "rollout_log_prob"):  # same seeds, same responses
+        assert torch.equal(again[name].values, stored[0][name].values)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "training"),
+    [
+        ("two", wb.Placement.colocate(2), {}),
+        ("zero2", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 2}),
+        ("split", wb.Placement.split(2), {}),
+    ],
+)
+def test_placements_agree(
+    inline: tuple[Stored, dict[str, float], float],
+    runs: Path,
+    name: str,
+    placement: wb.Placement,
+    training: dict[str, Any],
+) -> None:
+    stored, expected, checksum = inline
+    with tiny_lab(name, runs, placement=placement, devices=2, training=training) as lab:
+        metrics = train_on(lab, *stored)
+        checksums = lab.actor.weights_checksum()
+        transfers = lab.transfers()
+    assert metrics.keys() == expected.keys()
+    first = "update_actor/first_minibatch/ratio/max_deviation"
+    assert metrics[first] <= 1e-6
+    for metric in expected.keys() - {first}:
+        assert metrics[metric] == pytest.approx(expected[metric], **TOLERANCE), metric
+    assert checksums == pytest.approx([checksum] * len(checksums), rel=1e-5)
+    assert len(set(checksums)) == 1  # replicas hold the same bits
+    # rows went straight between hosts, and only those that were not there
+    assert (transfers["source"] != transfers["destination"]).all()
+    assert transfers["moved_bytes"].gt(0).all()
+
+
+@pytest.fixture(scope="module")
+def full(runs: Path) -> Iterator[wb.Workbench]:
+    """Two ranks with vLLM and DeepSpeed beside each other in every process."""
+    with tiny_lab(
+        "full", runs, engine="deepspeed", generation="vllm", placement=wb.Placement.colocate(2), devices=2
+    ) as lab:
+        yield lab
+
+
+def test_vllm_samples_from_the_weights_that_deepspeed_trained(full: wb.Workbench) -> None:
+    history = wb.PPO(full, prompts=8, sampling=wb.Sampling(max_new_tokens=12)).run(3)
+    # the tied embeddings move by 1e-3 a step and weight: a stale head would show as several tenths
+    assert history["generate_sequences/sync_gap/mean"].iloc[1:].max() < 1e-3
+    assert history["compute_log_prob/rollout_gap/mean"].max() < 1e-3
+    assert history["update_actor/first_minibatch/ratio/max_deviation"].max() <= 1e-6
+    assert history["update_actor/first_minibatch/rollout_ratio/max_deviation"].max() < 1e-2
+    assert history["update_actor/optimizer_steps"].tolist() == [2, 4, 6]
+
+
+def test_a_stale_engine_is_caught(full: wb.Workbench) -> None:
+    batch = full.prompts.next(4)
+    batch = full.actor.generate_sequences(batch, max_new_tokens=4)
+    assert max(full.actor.check_sync()) < 1e-3
+    # train on what the engine just sampled, and ask before it is synced
+    batch = full.compute_advantages(
+        full.critic.compute_values(full.actor.compute_log_prob(full.reward.compute_reward(batch)))
+    )
+    full.actor.update_actor(batch)
+    assert min(full.actor.check_sync()) > 1e-3
+    full.actor.sync_weights()
+    assert max(full.actor.check_sync()) < 1e-3
+
+
+def test_samples_stand_side_by_side_and_seeds_decide(full: wb.Workbench) -> None:
+    prompts = full.prompts.next(3)
+    one = full.actor.generate_sequences(prompts, samples=2, max_new_tokens=6, seed=5)
+    two = full.actor.generate_sequences(prompts, samples=2, max_new_tokens=6, seed=5)
+    anew = full.actor.generate_sequences(prompts, samples=2, max_new_tokens=6)
+    assert one.rows == 6
+    frame = one.df(["prompt_uid", "response_ids"])
+    assert frame["prompt_uid"].tolist() == [uid for uid in frame["prompt_uid"].unique() for _ in range(2)]
+    assert frame["response_ids"].tolist() == two.df(["response_ids"])["response_ids"].tolist()
+    assert frame["response_ids"].tolist() != anew.df(["response_ids"])["response_ids"].tolist()
+
+
+def test_grpo_needs_no_critic(full: wb.Workbench) -> None:
+    history = wb.GRPO(full, prompts=2, samples=4, sampling=wb.Sampling(max_new_tokens=6), kl_coefficient=0.1).run(1)
+    assert abs(history["compute_advantages/advantages/mean"].iloc[0]) < 1
+    assert history["update_actor/reference_kl"].iloc[0] >= 0
+
+
+def test_a_reward_that_fails_on_one_rank_leaves_the_pool_whole(full: wb.Workbench) -> None:
+    batch = full.actor.generate_sequences(full.prompts.next(4), max_new_tokens=4)
+    unlucky = batch.fetch(["prompt"], rows=[3])["prompt"][0]  # type: ignore[index]
+
+    def broken(prompt: str, response: str, **row: Any) -> float:
+        return float("nan") if prompt == unlucky else 0.0
+
+    with pytest.raises(RewardError, match=r"failed on rank 1: .*returned nan for row 3 on rank 1"):
+        full.reward.compute_reward(batch, function=broken)
+    assert "rewards" in full.reward.compute_reward(batch).columns
+
+
+def test_telemetry_has_every_rank_and_stage(full: wb.Workbench) -> None:
+    spans = full.spans()
+    last = spans[spans["run"] == spans["run"].max()]
+    for rank in (0, 1):
+        kinds = set(last[last["rank"] == rank]["kind"])
+        assert {"queue", "transfer", "compute"} <= kinds
+    assert spans[spans["kind"] == "generate"]["processed_tokens"].gt(0).all()
+    assert spans[spans["kind"] == "weight_sync"]["moved_bytes"].gt(0).any()
+    assert spans[spans["kind"] == "compute"]["peak_memory_bytes"].gt(10e6).all()
+    picture = full.timeline(None).svg
+    assert picture.startswith("<svg")
+    assert "update_actor" in picture
+    assert len(full.metrics("update_actor")) >= 4
+
+
+def test_where_everything_is(full: wb.Workbench) -> None:
+    where = full.topology()
+    assert len(where) == 8
+    assert where["process"].nunique() == 2
+    actor = where[where["role"] == "actor"]
+    assert (actor["generation_weights_bytes"] > 0).all()
+    assert (actor["optimizer_bytes"] > 0).all()
+    assert "tiny-llama-tied" in full._repr_html_()
+    assert len(repr(full)) < 80
+
+
+def test_opening_again(full: wb.Workbench, runs: Path) -> None:
+    same = {"engine": "deepspeed", "generation": "vllm", "placement": wb.Placement.colocate(2), "devices": 2}
+    assert tiny_lab("full", runs, **same) is full
+    with pytest.raises(NameTaken, match="another description"):
+        tiny_lab("full", runs, **{**same, "seed": 1})
+    with pytest.raises(NameTaken, match="'full' lives"):
+        tiny_lab("full", runs, **same, if_exists="error")
+
+
+def test_another_kernel_takes_it_up(full: wb.Workbench) -> None:
+    script = """
+import json, workbench as wb
+lab = wb.attach("full")
+batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": batch.df(["prompt_uid"])["prompt_uid"].tolist()}))
+"""
+    before, drawn = full.iteration, full.prompts.drawn
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer == {"rows": 2, "iteration": before + 1, "uids": [drawn, drawn + 1]}
+
+
+def test_the_command_line_sees_it(full: wb.Workbench) -> None:
+    listed = subprocess.run([sys.executable, "-m", "workbench", "ls", "--json"], capture_output=True, check=True)
+    (row,) = json.loads(listed.stdout)
+    assert (row["name"], row["alive"], len(row["processes"])) == ("full", True, 2)
+
+
+def test_a_dead_host_is_said_and_the_rest_can_be_stopped(full: wb.Workbench) -> None:
+    """Comes last: it kills a host."""
+    batch = full.prompts.next(4)
+    (victim, survivor) = full.topology().drop_duplicates("process")["process"]
+    psutil.Process(int(victim)).kill()
+    with pytest.raises(HostDied, match="is gone"):
+        full.actor.generate_sequences(batch, max_new_tokens=4)
+    with pytest.raises(HostDied, match="if_exists='replace'"):
+        full.actor.generate_sequences(batch, max_new_tokens=4)
+    subprocess.run([sys.executable, "-m", "workbench", "stop", "full"], check=True, capture_output=True)
+    psutil.wait_procs([psutil.Process(int(survivor))] if psutil.pid_exists(int(survivor)) else [], timeout=10)
+    assert not psutil.pid_exists(int(survivor))
+    assert [lab["name"] for lab in wb.ls()] == []
