@@ -1,1 +1,5 @@
-"""Live views of a workbench: anywidget and plotly on top of the static views of `workbench.display`."""
+"""Live views of a workbench, for notebooks: installed as `workbench_widgets`. They draw from telemetry on disk."""
+
+from workbench_widgets.timeline_view import TimelineView
+
+__all__ = ["TimelineView"]

@@ -244,7 +244,8 @@ class Workbench:
     def _minibatches(group: WorkerGroup, operation: Operation, batch: Batch) -> list[np.ndarray]:
         wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
         # only updates need equal minibatches; inference follows their cut where there is one, see Training
-        return minibatch_rows(batch.rows, wanted if operation.updates or batch.rows % wanted == 0 else 1)
+        follows = batch.rows % wanted == 0 and batch.rows // wanted >= group.pool.layout.d
+        return minibatch_rows(batch.rows, wanted if operation.updates or follows else 1)
 
     @staticmethod
     def _per_rank(operation: Operation, args: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
@@ -654,17 +655,19 @@ def _living(name: str, backend: str) -> str | None:
 
 
 def _stop_idle_head() -> None:
-    from workbench.workers.cluster import stop_head
+    """Stop the Ray head when no workbench lives on it and no other process is joined to it: Ray would end that one."""
+    from workbench.workers.cluster import other_clients, running_head, stop_head
 
-    if not registry.names():
+    if running_head() is not None and not registry.names() and not other_clients():
         stop_head()
 
 
 @atexit.register
-def _close_inline() -> None:
+def _leave() -> None:
     for lab in list(_open.values()):
         if lab.description.backend == "inline":
             lab.close()
+    _stop_idle_head()
 
 
 def _name(model: Model) -> str | Path:

@@ -63,11 +63,11 @@ class Run:
             self.replies.append(reply)
             if reply.failure is not None:
                 failures[rank] = reply.failure
-        if failures:
-            raise self._error(failures)
-        if dead is not None:
+        if dead is not None:  # what other ranks ran into follows from it
             self.stuck = True
             raise dead
+        if failures:
+            raise self._error(failures)
         return self.replies
 
     def _show(self, backend: Backend, bar: Progress) -> None:

@@ -134,7 +134,31 @@ def connect(address: str | None = None, *, start: bool = True) -> Any:
             "start one with `ray start --head`, or leave address= out",
         ) from error
     _joined = address
+    if head is not None or running_head() is not None:
+        _note_client()
     return ray
+
+
+def _note_client() -> None:
+    """Leave word that this process is joined to the head: Ray ends a process whose head goes away."""
+    folder = home() / "clients"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(os.getpid())).write_text(repr(psutil.Process().create_time()))
+
+
+def other_clients() -> list[int]:
+    """Process ids of notebooks and commands, other than this one, that are joined to this user's head."""
+    alive = []
+    for note in (home() / "clients").glob("*"):
+        try:
+            same = psutil.Process(int(note.name)).create_time() == float(note.read_text())
+        except (psutil.Error, OSError, ValueError):
+            same = False
+        if not same:
+            note.unlink(missing_ok=True)
+        elif int(note.name) != os.getpid():
+            alive.append(int(note.name))
+    return alive
 
 
 def stop_head() -> None:

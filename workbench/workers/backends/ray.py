@@ -54,7 +54,8 @@ class _Peers:
             self._handles[shard.host] = ray.get_actor(shard.host, namespace=NAMESPACE)
         # in a group of its own, so that hosts that pull from each other do not wait for each other's stages
         handle = self._handles[shard.host]
-        wire: dict[str, Any] = ray.get(handle.data.remote("fetch", shard.key, columns, positions))
+        ref = handle.data.remote("fetch", shard.key, columns, positions)
+        wire: dict[str, Any] = RayPending(ray, ref, shard.host).result()
         return wire
 
 
@@ -124,6 +125,8 @@ class RayBackend(Backend):
                 "close other workbenches (`wb ls`), or use fewer devices",
             ) from None
         actor_class = _actor_class(ray)
+        # idle threads that spin take the cores from the other hosts: up to ten times slower
+        wait = {"OMP_WAIT_POLICY": "passive"} if len(infos) > 1 else {}
         for index, info in enumerate(infos):
             threads = str(info.threads)
             self._actors[info.name] = actor_class.options(
@@ -136,6 +139,7 @@ class RayBackend(Backend):
                     "env_vars": {
                         "OMP_NUM_THREADS": threads,
                         "MKL_NUM_THREADS": threads,
+                        **wait,
                         "TOKENIZERS_PARALLELISM": "false",
                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
                     }
