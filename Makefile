@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format bench clean help
+.PHONY: setup demo test lab check format peers bench clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -32,8 +32,13 @@ format: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY) ## measure speed
-	$(BIN)/python -m pytest -m benchmark -s tests/benchmarks
+PEERS := trl==1.16.0 datasets pyarrow multiprocess xxhash dill
+
+peers: $(READY) ## what speed is measured against, into .peers/; never imported by the product
+	$(BIN)/pip install -q --upgrade --target .peers --no-deps $(PEERS)
+
+bench: $(READY) ## measure speed: one GRPO-like iteration against TRL (after `make peers`)
+	$(BIN)/python tests/benchmarks/grpo_against_trl.py
 
 clean: ## remove .venv/ and what tools left behind; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

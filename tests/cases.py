@@ -18,7 +18,7 @@ def vowels(prompt: str, response: str, **row: Any) -> float:
 
 
 def tiny_lab(
-    name: str, runs: Path, *, engine: str = "torch", generation: str = "transformers", **options: Any
+    name: str, runs: Path, *, engine: str = "torch", generation: Any = "transformers", **options: Any
 ) -> wb.Workbench:
     """Four roles on a tiny model with tied embeddings, learning fast enough to move them."""
     training: dict[str, Any] = {"engine": engine, "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}

@@ -145,15 +145,15 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench) -> None:
         _ = lab.cost
     with pytest.raises(AttributeError, match="'critic' has no operation 'compute_valuse'; it has compute_values"):
         _ = lab.critic.compute_valuse
-    with pytest.raises(BadInput, match="GRPO|without"):
-        with tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY}) as few:
-            wb.PPO(few)
+    few = tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY})
+    with few, pytest.raises(BadInput, match="PPO on a workbench without critic and reference and reward"):
+        wb.PPO(few)
 
 
 def test_batches_stay_with_their_workbench(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
-    with tiny_lab("other", tmp_path, backend="inline", models={"actor": TINY}) as other:
-        with pytest.raises(BadInput, match="another workbench"):
-            other.actor.compute_log_prob(batch)
+    other = tiny_lab("other", tmp_path, backend="inline", models={"actor": TINY})
+    with other, pytest.raises(BadInput, match="another workbench"):
+        other.actor.compute_log_prob(batch)
     with pytest.raises(NotFound, match="closed"):
         other.prompts.next(1)
 

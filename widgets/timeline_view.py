@@ -14,8 +14,8 @@ from workbench.telemetry.store import TelemetryStore
 class TimelineView(ipywidgets.HTML):
     """`TimelineView(lab.run_folder)`: the last iterations by device, redrawn when something new was recorded.
 
-    run_folder: of a workbench that lives, in this kernel or another, or of one long closed. iterations: how many to show.
-    every_s: seconds between two looks at the folder. `stop()` ends the redrawing; the picture stays.
+    run_folder: of a workbench that lives, in this kernel or another, or of one long closed. iterations: how many to
+    show. every_s: seconds between two looks at the folder. `stop()` ends the redrawing; the picture stays.
     """
 
     def __init__(self, run_folder: str | Path, *, iterations: int = 1, every_s: float = 1.0) -> None:

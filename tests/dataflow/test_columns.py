@@ -45,7 +45,7 @@ def test_padding_and_back(rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_the_wire_keeps_values_and_types(dtype: torch.dtype) -> None:
-    table = {
+    table: dict[str, Column] = {
         "dense": torch.tensor([[1, 0], [0, 1]]).to(dtype),
         "ragged": Ragged.of([[1], [0, 1]], dtype),
         "text": ["a", "ä"],

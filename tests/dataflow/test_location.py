@@ -15,7 +15,7 @@ def test_pulls_bring_exactly_the_rows_asked_for(sizes: list[int], data: st.DataO
     parts = [
         (ShardId(f"host{i}", "k"), rows) for i, rows in enumerate(np.split(order, np.cumsum(sizes)[:-1])) if len(rows)
     ]
-    content = {shard: rows for shard, rows in parts}  # a shard's row holds its own row number
+    content = dict(parts)  # a shard's row holds its own row number
     location = Location.of_parts(parts)
     wanted = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=12)))
     got = np.full(len(wanted), -1)

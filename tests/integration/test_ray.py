@@ -15,12 +15,12 @@ import torch
 
 import workbench as wb
 from tests.cases import rollouts, tiny_lab, train_on
-from workbench.dataflow.columns import Table
+from workbench.dataflow.columns import Ragged, Table
 from workbench.errors import HostDied, NameTaken, RewardError
 
 Stored = tuple[Table, dict[str, Any]]
 # fp32 on other micro-batches and other orders of summation: four updates drift by 1e-5 to 1e-4
-TOLERANCE = {"rel": 2e-3, "abs": 2e-4}
+TOLERANCE: dict[str, Any] = {"rel": 2e-3, "abs": 2e-4}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,10 @@ def test_one_rank_gives_the_same_bits_on_both_backends(
         assert train_on(lab, *stored) == expected
         assert lab.actor.weights_checksum() == [checksum]
     for name in ("response_ids", "rollout_log_prob"):  # same seeds, same responses
-        assert torch.equal(again[name].values, stored[0][name].values)  # type: ignore[union-attr]
+        mine, theirs = again[name], stored[0][name]
+        assert isinstance(mine, Ragged)
+        assert isinstance(theirs, Ragged)
+        assert torch.equal(mine.values, theirs.values)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_grpo_needs_no_critic(full: wb.Workbench) -> None:
 
 def test_a_reward_that_fails_on_one_rank_leaves_the_pool_whole(full: wb.Workbench) -> None:
     batch = full.actor.generate_sequences(full.prompts.next(4), max_new_tokens=4)
-    unlucky = batch.fetch(["prompt"], rows=[3])["prompt"][0]  # type: ignore[index]
+    unlucky = batch.fetch(["prompt"], rows=[3])["prompt"][0]
 
     def broken(prompt: str, response: str, **row: Any) -> float:
         return float("nan") if prompt == unlucky else 0.0
@@ -177,7 +180,12 @@ def test_where_everything_is(full: wb.Workbench) -> None:
 
 
 def test_opening_again(full: wb.Workbench, runs: Path) -> None:
-    same = {"engine": "deepspeed", "generation": "vllm", "placement": wb.Placement.colocate(2), "devices": 2}
+    same: dict[str, Any] = {
+        "engine": "deepspeed",
+        "generation": "vllm",
+        "placement": wb.Placement.colocate(2),
+        "devices": 2,
+    }
     assert tiny_lab("full", runs, **same) is full
     with pytest.raises(NameTaken, match="another description"):
         tiny_lab("full", runs, **{**same, "seed": 1})
@@ -190,7 +198,8 @@ def test_another_kernel_takes_it_up(full: wb.Workbench) -> None:
 import json, workbench as wb
 lab = wb.attach("full")
 batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
-print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": batch.df(["prompt_uid"])["prompt_uid"].tolist()}))
+uids = batch.df(["prompt_uid"])["prompt_uid"].tolist()
+print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": uids}))
 """
     before, drawn = full.iteration, full.prompts.drawn
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -3,9 +3,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from workbench_widgets import TimelineView
+
 from workbench.telemetry.spans import Span
 from workbench.telemetry.store import TelemetryStore
-from workbench_widgets import TimelineView
 
 
 def test_the_picture_follows_what_is_recorded(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def merge_metrics(into: Metrics, more: Mapping[str, Mean | Max]) -> Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What an operation returns on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value."""
+    """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value."""
 
     columns: Table = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)

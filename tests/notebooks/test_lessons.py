@@ -1,0 +1,46 @@
+"""Every lesson runs from top to bottom in a real kernel, at tiny settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
+TINY: dict[str, Any] = {
+    "MODEL": "tiny-llama-tied", "TRAINING": "torch", "GENERATION": "transformers",
+    "PROMPTS": 8, "ITERATIONS": 1, "MAX_NEW_TOKENS": 6,
+}  # fmt: skip
+
+
+def run(lesson: Path, runs: Path) -> nbformat.NotebookNode:
+    notebook = nbformat.read(lesson, as_version=4)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    parameters.source += "\n" + "\n".join(f"{name} = {value!r}" for name, value in {**TINY, "RUNS": str(runs)}.items())
+    return NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_101(tmp_path: Path) -> None:
+    notebook = run(LESSONS / "101_ppo_by_hand.ipynb", tmp_path)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.get("name") == "stderr"]  # the notebook stays quiet
+    html = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert sum("<svg" in text for text in html) == 3  # timelines, with no widget
+    assert any("Workbench first" in text for text in html)
+    assert (tmp_path / "first").is_dir()
+    assert (tmp_path / "first-split").is_dir()
+
+
+def test_lessons_are_numbered_and_have_parameters() -> None:
+    lessons = sorted(LESSONS.glob("*.ipynb"))
+    assert lessons
+    for lesson in lessons:
+        assert lesson.name[:3].isdigit()
+        notebook = nbformat.read(lesson, as_version=4)
+        assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
+        assert notebook.cells[0].source.startswith(f"# {lesson.name[:3]}")
