@@ -28,6 +28,7 @@ from workbench.engines.training.base import (
 )
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput, MissingDependency
+from workbench.telemetry import span
 
 # Elements of gradients that DeepSpeed reduces in one call; its own default reserves 2 GB for them.
 BUCKET_ELEMENTS = 50_000_000
@@ -104,8 +105,11 @@ class DeepSpeedEngine(TrainingEngine):
             for i, loss in enumerate(losses):
                 self._engine.set_gradient_accumulation_boundary(i == len(losses) - 1)
                 # DeepSpeed averages gradients over the ranks; the product makes that a sum.
-                self._engine.backward(loss() * self._world_size)
-            norm = self._step_without_zero() if self._stage == 0 else self._step_with_zero()
+                value = loss() * self._world_size
+                with span("backward"):  # what is reduced between ranks overlaps with it
+                    self._engine.backward(value)
+            with span("optimizer"):
+                norm = self._step_without_zero() if self._stage == 0 else self._step_with_zero()
         except BaseException:
             self._drop_gradients()
             raise

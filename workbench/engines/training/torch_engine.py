@@ -25,6 +25,7 @@ from workbench.engines.training.base import (
 )
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput
+from workbench.telemetry import span
 
 # Elements of gradients summed over the ranks in one call: few calls, 100 MB of extra memory.
 BUCKET_ELEMENTS = 25_000_000
@@ -69,7 +70,9 @@ class TorchEngine(TrainingEngine):
         rate = learning_rate(self.settings, self.steps)
         try:
             for loss in losses:
-                loss().backward()
+                value = loss()
+                with span("backward"):
+                    value.backward()
             gradients = self._summed_gradients()
             norm = torch.nn.utils.get_total_norm(gradients)
             skipped = not bool(torch.isfinite(norm))
@@ -78,7 +81,8 @@ class TorchEngine(TrainingEngine):
                     torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
                 for group in self._optimizer.param_groups:
                     group["lr"] = rate
-                self._optimizer.step()
+                with span("optimizer"):
+                    self._optimizer.step()
                 self.steps += 1
         finally:
             release_gradients(self.module)

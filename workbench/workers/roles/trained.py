@@ -80,6 +80,7 @@ class TrainedWorker(Worker):
                 # each rank holds its share of one global loss: the shares add up, the count is one a step
                 step.metrics["loss"] = Mean(total=step.share, count=1 / context.communicator.world_size)
                 step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)
+                step.metrics["skipped/fraction"] = Mean(total=float(report.skipped), count=1)
                 step.metrics["learning_rate"] = Mean(total=report.learning_rate, count=1)
                 if epoch == number == 0:
                     merge_metrics(metrics, {f"first_minibatch/{name}": m for name, m in step.metrics.items()})
