@@ -32,7 +32,7 @@ format: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-PEERS := trl==1.16.0 datasets pyarrow multiprocess xxhash dill
+PEERS := trl==1.16.0 "datasets<5.3" pyarrow "multiprocess<0.70.20" xxhash "dill<0.4.2"
 
 peers: $(READY) ## what speed is measured against, into .peers/; never imported by the product
 	$(BIN)/pip install -q --upgrade --target .peers --no-deps $(PEERS)

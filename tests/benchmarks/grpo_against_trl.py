@@ -61,6 +61,7 @@ def ours(dtype: str, iterations: int) -> dict[str, Any]:
 def trl(dtype: str, iterations: int, peers: str) -> dict[str, Any]:
     """The same of TRL's GRPOTrainer."""
     sys.path.insert(0, peers)
+    import pyarrow
     import torch
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -69,7 +70,11 @@ def trl(dtype: str, iterations: int, peers: str) -> dict[str, Any]:
     from workbench.dataflow.sources import read_rows
     from workbench.models import resolve
 
+    datasets.disable_caching()
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in read_rows("arithmetic")]
+
+    # a fingerprint of our own: the library's cannot be computed with every release of pyarrow
+    dataset = datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint="arithmetic")  # type: ignore[attr-defined]
 
     def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
         return [digits(completion[0]["content"]) for completion in completions]
@@ -108,7 +113,7 @@ def trl(dtype: str, iterations: int, peers: str) -> dict[str, Any]:
             disable_tqdm=True,
             seed=0,
         ),
-        train_dataset=datasets.Dataset.from_list(rows),  # type: ignore[attr-defined]
+        train_dataset=dataset,
         callbacks=[clock],
     )
     trainer.train()

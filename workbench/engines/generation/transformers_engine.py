@@ -105,6 +105,10 @@ class TransformersEngine(GenerationEngine):
         device = self._model.device
         # The checkpoint's own generation config (penalties, temperature, EOS) would fill in what is not given here.
         own_config, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        # Layers that recompute activations are in training mode, in which they drop the key-value cache.
+        recomputing = [module for module in self._model.modules() if module.training]
+        for module in recomputing:
+            module.training = False
         try:
             with self._autocast():
                 sequences = self._model.generate(
@@ -119,6 +123,8 @@ class TransformersEngine(GenerationEngine):
                 )
         finally:
             self._model.generation_config = own_config
+            for module in recomputing:
+                module.training = True
         tokens = sequences[:, width:].tolist()
         log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
         return [

@@ -88,7 +88,11 @@ class ActorWorker(TrainedWorker):
         `finished` [rows], False where the response was cut at max_new_tokens.
         """
         sampling = Sampling(
-            temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=tuple(stop)
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            stop=stop if isinstance(stop, str) else tuple(stop),  # type: ignore[arg-type]
         )
         metrics = self._sync()
         uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
@@ -227,6 +231,7 @@ class ActorWorker(TrainedWorker):
                 return {}
             gap = self._probe_gap()
         if not gap <= SYNC_TOLERANCE[self.spec.dtype]:
+            self.generator.weights_version = -1  # not in sync: the next call tries again, and samples nothing till then
             raise SyncError(
                 f"after the sync to weights version {self.engine.steps} engine and trainer differ by {gap:.3g} nats",
                 f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
