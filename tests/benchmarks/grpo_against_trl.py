@@ -70,7 +70,7 @@ def trl(dtype: str, iterations: int, peers: str) -> dict[str, Any]:
     from workbench.dataflow.sources import read_rows
     from workbench.models import resolve
 
-    datasets.disable_caching()
+    datasets.disable_caching()  # type: ignore[attr-defined]
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in read_rows("arithmetic")]
 
     # a fingerprint of our own: the library's cannot be computed with every release of pyarrow

@@ -87,12 +87,9 @@ class ActorWorker(TrainedWorker):
         Columns: `response_ids`, `response_mask`, `rollout_log_prob` (see `Sampling`) [rows, response tokens];
         `finished` [rows], False where the response was cut at max_new_tokens.
         """
+        stops: Any = stop if isinstance(stop, str) else tuple(stop)  # Sampling refuses a bare string
         sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            stop=stop if isinstance(stop, str) else tuple(stop),  # type: ignore[arg-type]
+            temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=stops
         )
         metrics = self._sync()
         uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
