@@ -195,7 +195,7 @@ def test_opening_again(full: wb.Workbench, runs: Path) -> None:
 
 def test_another_kernel_takes_it_up(full: wb.Workbench) -> None:
     script = """
-import json, workbench as wb
+import json, ray, workbench as wb  # Ray imported first: its settings are then read before ours are made
 lab = wb.attach("full")
 batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
 uids = batch.df(["prompt_uid"])["prompt_uid"].tolist()

@@ -29,7 +29,8 @@ def test_lesson_101(tmp_path: Path) -> None:
     notebook = run(LESSONS / "101_ppo_by_hand.ipynb", tmp_path)
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     html = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    assert sum("<svg" in text for text in html) >= 2  # timelines, with no widget
+    assert sum("<svg" in text for text in html) == 3  # timelines, with no widget
+    assert [o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr"] == []
     assert any("Workbench first" in text for text in html)
     assert (tmp_path / "first").is_dir()
     assert (tmp_path / "first-split").is_dir()

@@ -112,7 +112,11 @@ def connect(address: str | None = None, *, start: bool = True) -> Any:
             "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
         ) from None
     head = None if address else running_head()
-    if ray.is_initialized():
+    if not ray.is_initialized():
+        # Ray reads its settings when it is imported; it may have been imported before they were made
+        ray._raylet.Config.initialize("")
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    else:
         if _joined is None or _joined == (address or (head and head["address"])):
             return ray  # also a cluster that the user joined with ray.init() before us
         if address is not None:
