@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from workbench.algorithms.grpo import GRPO as GRPO
     from workbench.algorithms.ppo import PPO as PPO
     from workbench.controller import Workbench as Workbench
-    from workbench.controller import attach as attach
-    from workbench.controller import ls as ls
-    from workbench.controller import open as open
-    from workbench.controller import stop as stop
     from workbench.dataflow import verifiers as verifiers
     from workbench.dataflow.batch import Batch as Batch
     from workbench.engines.settings import Generation as Generation
     from workbench.engines.settings import Sampling as Sampling
     from workbench.engines.settings import Training as Training
     from workbench.models.spec import Model as Model
+    from workbench.opening import attach as attach
+    from workbench.opening import ls as ls
+    from workbench.opening import open as open
+    from workbench.opening import stop as stop
     from workbench.placement import Placement as Placement
     from workbench.workers.operation import register as register
     from workbench.workers.protocols import PROTOCOLS as PROTOCOLS
@@ -39,11 +39,11 @@ _PUBLIC = {
     "Sampling": "workbench.engines.settings",
     "Training": "workbench.engines.settings",
     "Workbench": "workbench.controller",
-    "attach": "workbench.controller",
-    "ls": "workbench.controller",
-    "open": "workbench.controller",
+    "attach": "workbench.opening",
+    "ls": "workbench.opening",
+    "open": "workbench.opening",
     "register": "workbench.workers.operation",
-    "stop": "workbench.controller",
+    "stop": "workbench.opening",
     "verifiers": "workbench.dataflow",
 }
 

@@ -53,9 +53,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from workbench import controller
+    from workbench import opening
 
-    rows = controller.ls()
+    rows = opening.ls()
     if arguments.json:
         print(json.dumps(rows, indent=2, default=str))
     else:
@@ -64,9 +64,9 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from workbench import controller
+    from workbench import opening
 
-    controller.stop(arguments.name)
+    opening.stop(arguments.name)
     print(f"stopped {arguments.name}")
     return 0
 

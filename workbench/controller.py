@@ -17,34 +17,28 @@ compute, keep -> the controller hears shapes, metrics, spans and errors, and mak
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import itertools
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from workbench import registry
 from workbench.dataflow.batch import Batch, Column, ShardCounts
-from workbench.dataflow.columns import Ragged, Table, concatenate, describe, from_wire, nbytes, take, to_wire
+from workbench.dataflow.columns import Table, concatenate, describe, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Location, ShardId
-from workbench.dataflow.prompts import Prompts
 from workbench.dataflow.run import MetricValues, Run
 from workbench.description import Description
-from workbench.engines.settings import Generation, Training, one_of
-from workbench.errors import BadInput, HostDied, NameTaken, NotFound
+from workbench.errors import BadInput, HostDied, NotFound
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.placement import Placement
+from workbench.prompt_stream import PromptStream
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
 from workbench.workers.calls import Call, Metrics, Reply, merge_metrics
+from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.logs import tail
 from workbench.workers.operation import Operation, check_arguments, operations
@@ -55,9 +49,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.display.timeline import Timeline
-
-IfExists = Literal["attach", "replace", "error"]
-_open: dict[str, Workbench] = {}
 
 
 class Workbench:
@@ -134,11 +125,11 @@ class Workbench:
         if self._closed:
             return
         self._closed = True
-        _open.pop(self.name, None)
+        registry.opened.pop(self.name, None)
         self._backend.close()
         if self.description.backend == "ray":
             registry.forget(self.name)
-            _stop_idle_head()
+            stop_idle_head()
 
     def __enter__(self) -> Workbench:
         return self
@@ -471,203 +462,6 @@ class Workbench:
         return table(
             rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
         )
-
-
-class PromptStream:
-    """`lab.prompts`: draws batches of prompts, in an order that only the seed decides."""
-
-    def __init__(self, lab: Workbench, settings: Any) -> None:
-        self._lab, self.drawn = lab, 0
-        self.state: dict[str, Any] | None = None
-        self.source: Prompts | None = None
-        if settings is not None:
-            options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
-            options.setdefault("seed", lab.seed)
-            self.source = Prompts(**options, tokenizer=lab._tokenizer)
-
-    def next(self, n: int) -> Batch:
-        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns."""
-        lab = self._lab
-        lab._check_alive(lab.groups["actor"])
-        if self.source is None:
-            raise BadInput(
-                "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
-            )
-        rows = self.source.next(n)
-        lab.iteration += 1
-        lab.last_metrics = {}
-        table: Table = {
-            "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
-            "prompt_uid": torch.arange(self.drawn, self.drawn + len(rows)),
-            "prompt": [row.prompt for row in rows],
-        }
-        for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
-            if name in table:
-                raise BadInput(
-                    f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column"
-                )
-            table[name] = [row.extra.get(name) for row in rows]
-        self.drawn += len(rows)
-        self.state = self.source.state_dict()
-        lab.telemetry.append_event("iteration", iteration=lab.iteration)
-        batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
-        lab._save_state()
-        return batch
-
-    def __repr__(self) -> str:
-        return repr(self.source) if self.source else "<no prompts: open with prompts=...>"
-
-    def _repr_html_(self) -> str:
-        return self.source._repr_html_() if self.source else repr(self)
-
-
-def open(
-    name: str = "lab",
-    *,
-    models: Mapping[str, Any],
-    placement: Placement | None = None,
-    prompts: Any = None,
-    training: Training | None = None,
-    generation: Generation | None = None,
-    dtype: str = "float32",
-    backend: Literal["ray", "inline"] = "ray",
-    device: Literal["cpu", "cuda"] | None = None,
-    devices: int | None = None,
-    seed: int = 0,
-    address: str | None = None,
-    if_exists: IfExists = "attach",
-    runs: str | Path = "runs",
-) -> Workbench:
-    """Open a workbench: start its hosts, load its models, and return the controller.
-
-    models: role -> hub id, local folder, bundled or tiny name, function (reward, cost), or `wb.Model`.
-    placement: which roles share which devices; default: all on one device.
-    prompts: a data set name, a .jsonl file, a list, or a dict of `Prompts` options with "source".
-    training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role.
-    backend: "ray", or "inline": everything in this process on one device, no Ray.
-    device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
-    address: a Ray cluster to join, "host:port"; default: this user's own, started if need be.
-    if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
-        description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
-    runs: folder under which the run folder (telemetry, logs) is made.
-
-    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change.
-    """
-    one_of("if_exists", if_exists, ("attach", "replace", "error"))
-    registry.folder_of(name)
-    description = Description.of(
-        name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
-        dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-    )  # fmt: skip
-    living = _living(name, description.backend)
-    if living is not None:
-        if if_exists == "error" or (if_exists == "attach" and living != description.digest):
-            raise NameTaken(
-                f"a workbench named {name!r} lives",
-                "if_exists='error'" if if_exists == "error" else "it was opened with another description",
-                "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-            )
-        if if_exists == "attach":
-            return attach(name)
-        stop(name)
-    run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    lab = Workbench(description, run_folder)
-    try:
-        lab._start()
-        pids = [lab._backend.ask(info.name, "describe").result()["process"] for info in lab._infos]
-    except BaseException:
-        if hasattr(lab, "_backend"):
-            lab._backend.close()
-        raise
-    if description.backend == "ray":
-        registry.write(
-            name, description=description, digest=description.digest, run_folder=run_folder, address=address, pids=pids
-        )
-        lab._save_state()
-    _open[name] = lab
-    return lab
-
-
-def attach(name: str) -> Workbench:
-    """Take up a workbench that lives, opened in this kernel or an earlier one."""
-    if name in _open:
-        return _open[name]
-    description = registry.description(name)
-    record = registry.read(name)
-    assert record is not None
-    lab = Workbench(description, Path(record["run_folder"]))
-    lab._backend = RayBackend(name, description.address, start=False)
-    lab._backend.attach(lab._infos)
-    state = registry.load_state(name)
-    lab._run_number, lab._batch_number = state.get("run", 0), state.get("batch", 0)
-    lab.iteration, lab.prompts.drawn = state.get("iteration", 0), state.get("drawn", 0)
-    if lab.prompts.source and state.get("prompts"):
-        lab.prompts.source.load_state_dict(state["prompts"])
-    lab.telemetry.append_event("attached")
-    _open[name] = lab
-    return lab
-
-
-def ls() -> list[dict[str, Any]]:
-    """The workbenches that live on this machine: name, alive, processes, run folder."""
-    found = []
-    for name in registry.names():
-        record = registry.read(name)
-        if record is not None:
-            found.append({key: record[key] for key in ("name", "alive", "address", "processes", "run_folder")})
-    for name, lab in _open.items():
-        if lab.description.backend == "inline":
-            found.append(
-                {"name": name, "alive": True, "address": "inline", "processes": [], "run_folder": str(lab.run_folder)}
-            )
-    return found
-
-
-def stop(name: str) -> None:
-    """Close a workbench by name, from any process; `NotFound` if there is none."""
-    if name in _open:
-        _open[name].close()
-        return
-    description = registry.description(name)
-    from workbench.workers.cluster import running_head
-
-    if description.address is not None or running_head() is not None:
-        backend = RayBackend(name, description.address)
-        with contextlib.suppress(HostDied):  # what is left of it is ended all the same
-            backend.attach(description.hosts(Path()))
-        backend.close()
-    registry.forget(name)
-    _stop_idle_head()
-
-
-def _living(name: str, backend: str) -> str | None:
-    """The digest of the workbench of that name that lives, or None; a dead one's record is swept away."""
-    if name in _open:
-        return _open[name].description.digest
-    record = registry.read(name)
-    if record is None:
-        return None
-    if record["alive"] is False:
-        stop(name)
-        return None
-    digest: str = record["digest"]
-    return digest
-
-
-def _stop_idle_head() -> None:
-    """Stop the Ray head when no workbench lives on it and no other process is joined to it: Ray would end that one."""
-    from workbench.workers.cluster import other_clients, running_head, stop_head
-
-    if running_head() is not None and not registry.names() and not other_clients():
-        stop_head()
-
-
-@atexit.register
-def _leave() -> None:
-    for lab in list(_open.values()):
-        if lab.description.backend == "inline":
-            lab.close()
-    _stop_idle_head()
 
 
 def _name(model: Model) -> str | Path:

@@ -15,6 +15,8 @@ import psutil
 from workbench.errors import BadInput, NotFound
 from workbench.home import home
 
+opened: dict[str, Any] = {}  # name -> Workbench: those that this process opened or attached to
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process:

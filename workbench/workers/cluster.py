@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from workbench import registry
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.home import home
 
@@ -163,6 +164,12 @@ def other_clients() -> list[int]:
         elif int(note.name) != os.getpid():
             alive.append(int(note.name))
     return alive
+
+
+def stop_idle_head() -> None:
+    """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one."""
+    if running_head() is not None and not registry.names() and not other_clients():
+        stop_head()
 
 
 def stop_head() -> None:

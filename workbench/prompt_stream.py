@@ -1,0 +1,65 @@
+"""`lab.prompts`: where a workbench's batches of prompts come from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.dataflow.batch import Batch
+from workbench.dataflow.columns import Ragged, Table
+from workbench.dataflow.prompts import Prompts
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+class PromptStream:
+    """`lab.prompts`: draws batches of prompts, in an order that only the seed decides."""
+
+    def __init__(self, lab: Workbench, settings: Any) -> None:
+        self._lab, self.drawn = lab, 0
+        self.state: dict[str, Any] | None = None
+        self.source: Prompts | None = None
+        if settings is not None:
+            options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
+            options.setdefault("seed", lab.seed)
+            self.source = Prompts(**options, tokenizer=lab._tokenizer)
+
+    def next(self, n: int) -> Batch:
+        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns."""
+        lab = self._lab
+        lab._check_alive(lab.groups["actor"])
+        if self.source is None:
+            raise BadInput(
+                "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
+            )
+        rows = self.source.next(n)
+        lab.iteration += 1
+        lab.last_metrics = {}
+        table: Table = {
+            "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
+            "prompt_uid": torch.arange(self.drawn, self.drawn + len(rows)),
+            "prompt": [row.prompt for row in rows],
+        }
+        for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
+            if name in table:
+                raise BadInput(
+                    f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column"
+                )
+            table[name] = [row.extra.get(name) for row in rows]
+        self.drawn += len(rows)
+        self.state = self.source.state_dict()
+        lab.telemetry.append_event("iteration", iteration=lab.iteration)
+        batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
+        lab._save_state()
+        return batch
+
+    def __repr__(self) -> str:
+        return repr(self.source) if self.source else "<no prompts: open with prompts=...>"
+
+    def _repr_html_(self) -> str:
+        return self.source._repr_html_() if self.source else repr(self)
