@@ -17,6 +17,7 @@ compute, keep -> the controller hears shapes, metrics, spans and errors, and mak
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ from workbench.workers.calls import Call, Metrics, Reply, merge_metrics
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.logs import tail
-from workbench.workers.operation import Operation, check_arguments, operations
+from workbench.workers.operation import Operation, checked_arguments, operations
 from workbench.workers.protocols import minibatch_rows
 from workbench.workers.roles import ROLE_WORKERS
 
@@ -64,6 +65,7 @@ class Workbench:
         self.description, self.run_folder = description, run_folder
         self.name, self.placement, self.seed = description.name, description.placement, description.seed
         self._infos = description.hosts(run_folder)
+        self._id = secrets.token_hex(4)  # of this controller: two never give a shard the same name
         self._counts = ShardCounts()
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
         self._broken: dict[str, str] = {}
@@ -147,29 +149,27 @@ class Workbench:
         Returns the batch's next version, an update's metrics, or what each rank returned.
         """
         self._check_alive(group)
-        batch, args = self._batch_argument(group, operation, args, kwargs)
-        check_arguments(operation, group.role, args, kwargs)
         samples = kwargs.pop("samples", 1) if operation.samples else 1
+        batch, args = self._batch_argument(group, operation, args, kwargs)
+        arguments = checked_arguments(operation, group.role, args, kwargs)
         if batch is not None:
+            batch.need(operation.needed(arguments), f"{group.role}.{operation.name}")
             batch = batch.repeat(samples)
-        calls = self._calls(group, operation, batch, samples, args, kwargs)
+        calls = self._calls(group, operation, batch, args, kwargs, arguments)
         self._release()
-        run = Run(
-            number=calls[0].run,
-            stage=operation.name,
-            role=group.role,
-            hosts=group.hosts,
-            pending=[self._backend.execute(host, call) for host, call in zip(group.hosts, calls, strict=True)],
-        )
+        run = Run(group=group, calls=calls)
         try:
             run.wait(self._backend)
+            return self._result(group, operation, batch, calls, run.replies)
+        except BaseException:
+            self._drop(group.hosts, calls[0].key)
+            raise
         finally:
             for reply in run.replies:
                 self.telemetry.append_spans(reply.spans)
                 self.telemetry.append_transfers(reply.transfers)
             if run.stuck:
                 self._broken[group.pool.name] = f"run {run.number}, {group.role}.{operation.name}"
-        return self._result(group, operation, batch, calls, run.replies)
 
     def _batch_argument(
         self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,7 +184,6 @@ class Workbench:
             )
         if batch._source is not self:
             raise BadInput(f"{batch!r}", f"comes from another workbench than {self.name!r}", "use this one's batches")
-        batch.need(operation.needed(kwargs), where)
         return batch, rest
 
     def _calls(
@@ -192,22 +191,26 @@ class Workbench:
         group: WorkerGroup,
         operation: Operation,
         batch: Batch | None,
-        samples: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> list[Call]:
         """One call a rank: which rows it gets, and from whom it pulls them."""
         layout, size = group.pool.layout, len(group.hosts)
+        run = self._next_run()
         common: dict[str, Any] = {
-            "run": self._next_run(), "stage": operation.name, "role": group.role, "method": operation.name,
-            "kwargs": kwargs, "submitted_s": time.time(),
+            "run": run, "key": f"{self._id}-{run}", "stage": operation.name, "method": operation.name,
+            "role": group.role, "kwargs": kwargs, "submitted_s": time.time(),
         }  # fmt: skip
         if batch is None:
             if operation.protocol.values_per_rank:
                 return [Call(**common, args=tuple(values)) for values in self._per_rank(operation, args, size)]
             return [Call(**common, args=args) for _ in range(size)]
-        dealt = operation.protocol.distribute(layout, self._minibatches(group, operation, batch))
-        columns = operation.travelling(operation.needed(kwargs), batch.columns)
+        minibatches = self._minibatches(group, operation, batch)
+        dealt = operation.protocol.distribute(layout, minibatches)
+        columns = operation.travelling(operation.needed(arguments), batch.columns)
+        sample = batch.columns["prompt_uid"].location.occurrences() if operation.samples else None
+        stage_seed = self._stage_seed(operation, batch, arguments)
         calls = []
         for rank, chunks in enumerate(dealt):
             rows = np.concatenate(chunks)
@@ -215,7 +218,7 @@ class Workbench:
                 raise BadInput(
                     f"{batch.rows} rows for {group.role}.{operation.name} on {size} ranks",
                     f"rank {rank} would have none",
-                    f"use at least {layout.d} rows",
+                    f"use at least {layout.d * len(minibatches)} rows",
                 )
             calls.append(
                 Call(
@@ -225,8 +228,8 @@ class Workbench:
                     pulls=_pulls(batch, columns, rows),
                     rows=rows,
                     minibatch_sizes=tuple(len(chunk) for chunk in chunks),
-                    samples=samples,
-                    meta={**batch.meta, "seed": self._stage_seed(operation, batch, kwargs)},
+                    sample=None if sample is None else sample[rows],
+                    meta={**batch.meta, "seed": stage_seed},
                 )
             )
         return calls
@@ -247,12 +250,12 @@ class Workbench:
                 )
         return list(zip(*args, strict=True)) if args else [()] * size
 
-    def _stage_seed(self, operation: Operation, batch: Batch, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    def _stage_seed(self, operation: Operation, batch: Batch, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         iteration = int(batch.meta.get("iteration", 0))
         if not operation.samples:
             return (self.seed, iteration)
-        if kwargs.get("seed") is not None:
-            return (int(kwargs["seed"]), iteration)
+        if arguments.get("seed") is not None:
+            return (int(arguments["seed"]), iteration)
         draw = self._draws[iteration] = self._draws.get(iteration, -1) + 1
         return (self.seed, iteration, draw)
 
@@ -269,11 +272,12 @@ class Workbench:
             self.last_metrics[operation.name] = values
         ranks = operation.protocol.collect(group.pool.layout)
         if ranks is None:
+            self._drop(group.hosts, calls[0].key)
             return [reply.value for reply in replies]
         if not replies[0].columns:
             return values
         assert batch is not None
-        parts = [(ShardId(group.hosts[rank], replies[rank].key), calls[rank].rows) for rank in ranks]
+        parts = [(ShardId(group.hosts[rank], calls[rank].key), calls[rank].rows) for rank in ranks]
         location = Location.of_parts([(shard, rows) for shard, rows in parts if rows is not None])
         columns = {
             name: Column(
@@ -305,9 +309,12 @@ class Workbench:
                 },
             )
 
-    def _check_alive(self, group: WorkerGroup) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
+
+    def _check_alive(self, group: WorkerGroup) -> None:
+        self._check_open()
         if group.pool.name in self._broken:
             raise HostDied(
                 f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",
@@ -330,7 +337,7 @@ class Workbench:
             )
         self._check_alive(self.groups["actor"])
         self._batch_number += 1
-        host, key = self.groups["actor"].hosts[0], f"put-{self._batch_number}"
+        host, key = self.groups["actor"].hosts[0], f"{self._id}-put-{self._batch_number}"
         self._backend.ask(host, "put", key, to_wire(table)).result()
         rows = len(next(iter(table.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
@@ -344,6 +351,7 @@ class Workbench:
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
+        self._check_open()
         table: Table = {}
         for names, pulls in _group_pulls(columns, tuple(columns), rows):
             pieces = [
@@ -359,6 +367,11 @@ class Workbench:
         """Text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids)))
 
+    def _drop(self, hosts: Sequence[str], key: str) -> None:
+        """Let hosts forget a shard that no batch will refer to, once they are done with what they run now."""
+        for host in hosts:
+            self._backend.work(host, "release", [key])
+
     def _release(self) -> None:
         """Tell the hosts which shards nobody refers to any more."""
         due: dict[str, list[str]] = {}
@@ -371,6 +384,7 @@ class Workbench:
 
     def topology(self) -> pd.DataFrame:
         """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
+        self._check_open()
         import pandas as pd
 
         rows = []

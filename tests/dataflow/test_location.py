@@ -43,3 +43,10 @@ def test_only_shards_that_are_needed_are_asked() -> None:
 def test_a_row_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="exactly one part"):
         Location.of_parts([(ShardId("a", "k"), np.array([0, 0]))])
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_occurrences_count_earlier_copies(rows: list[int]) -> None:
+    parts = [(ShardId("a", "1"), np.array([0, 2, 4])), (ShardId("b", "1"), np.array([5, 3, 1]))]
+    taken = Location.of_parts(parts).take(np.array(rows))
+    assert taken.occurrences().tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]

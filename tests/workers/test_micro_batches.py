@@ -24,7 +24,7 @@ def test_every_row_once_within_the_budget(lengths: list[int], budget: int, least
 
 def shard(prompts: list[list[int]], responses: list[list[int]], sizes: tuple[int, ...]) -> Shard:
     columns = {"prompt_ids": Ragged.of(prompts, torch.int64), "response_ids": Ragged.of(responses, torch.int64)}
-    return Shard(columns=dict(columns), rows=np.arange(len(prompts)), minibatch_sizes=sizes, samples=1, meta={})
+    return Shard(columns=dict(columns), rows=np.arange(len(prompts)), minibatch_sizes=sizes, meta={})
 
 
 def test_what_a_forward_pass_is_given() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.location import Location, ShardId
+from workbench.engines.settings import at_least
 from workbench.errors import BadInput, UnknownColumn
 
 if TYPE_CHECKING:
@@ -116,9 +117,7 @@ class Batch:
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """A choice of rows, by number, in the order given; no tensor moves."""
-        index = np.asarray(rows, dtype=np.int64)
-        if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.rows:
-            raise BadInput(f"rows {rows!r} of {self!r}", f"must be one or more row numbers from 0 to {self.rows - 1}")
+        index = self._row_numbers(rows)
         moved: dict[int, Location] = {}
         columns = {}
         for name, c in self.columns.items():
@@ -126,6 +125,13 @@ class Batch:
             share = round(c.nbytes * len(index) / self.rows)
             columns[name] = Column(dtype=c.dtype, row_shape=c.row_shape, nbytes=share, owner=c.owner, location=location)
         return self._derive(columns)
+
+    def _row_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        index = np.asarray(rows)
+        right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
+        if not right or index.min() < 0 or index.max() >= self.rows:
+            raise BadInput(f"rows {rows!r} of {self!r}", f"must be one or more row numbers from 0 to {self.rows - 1}")
+        return index.astype(np.int64)
 
     def repeat(self, n: int) -> Batch:
         """Every row n times, copies side by side; no tensor moves."""
@@ -159,7 +165,7 @@ class Batch:
         """Bring columns (default all) of some rows (default all) into this process."""
         names = list(self.columns if columns is None else columns)
         self.need(names, "fetch")
-        index = np.arange(self.rows) if rows is None else np.asarray(rows, dtype=np.int64)
+        index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
         return self._source.pull({name: self.columns[name] for name in names}, index)
 
     def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame:
@@ -180,6 +186,7 @@ class Batch:
 
     def peek(self, n: int = 4) -> pd.DataFrame:
         """The first n rows to read: text, scalars, and the mean over tokens of the ragged numbers."""
+        at_least("n", n, 1)
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
         for name in frame.columns:

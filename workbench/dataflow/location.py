@@ -55,6 +55,15 @@ class Location:
         """The location of a choice of rows."""
         return Location(self.shards, self.shard[rows], self.position[rows])
 
+    def occurrences(self) -> np.ndarray:
+        """For each row, how many earlier rows are the same stored row: copies made by taking a row twice."""
+        _, same = np.unique(np.stack([self.shard.astype(np.int64), self.position]), axis=1, return_inverse=True)
+        order = np.argsort(same, kind="stable")
+        starts = np.flatnonzero(np.diff(same[order], prepend=-1))
+        counts = np.empty(len(self), dtype=np.int64)
+        counts[order] = np.arange(len(self)) - np.repeat(starts, np.diff(starts, append=len(self)))
+        return counts
+
     def pulls(self, rows: np.ndarray) -> list[Pull]:
         """What a rank that needs `rows`, in this order, pulls: one entry a shard, linear in rows."""
         shard, position = self.shard[rows], self.position[rows]

@@ -5,51 +5,82 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from workbench.display.progress import Progress
 from workbench.errors import HostDied, StageError, StageInterrupted, WorkbenchError
 from workbench.workers.backends.base import Backend, Pending
-from workbench.workers.calls import Failure, Reply
+from workbench.workers.calls import Call, Failure, Reply
+
+if TYPE_CHECKING:
+    from workbench.workers.group import WorkerGroup
 
 POLL_S = 0.2
-# A rank that failed leaves the others waiting in a collective: they get this long to finish.
-GRACE_S = 20.0
+# A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
+# after a failure are taken to be stuck there; one that computes, or scores with a function, is waited for.
+GRACE_S = 60.0
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A stage under way on the hosts of one group; `replies` once it is over."""
+    """One call a rank of one group, sent and waited for; `replies` once it is over."""
 
-    number: int
-    stage: str
-    role: str
-    hosts: Sequence[str]
-    pending: Sequence[Pending]
+    group: WorkerGroup
+    calls: Sequence[Call]
+    grace_s: float = field(default_factory=lambda: GRACE_S)
+    pending: list[Pending] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     stuck: bool = False
 
-    def wait(self, backend: Backend) -> list[Reply]:
-        """Wait for every rank, with a progress line after two seconds. An interrupt stops the waiting only.
+    @property
+    def number(self) -> int:
+        return self.calls[0].run
 
-        Raises `StageError` (of the kind of the first cause) when ranks failed, `HostDied` when a process ended.
+    @property
+    def _name(self) -> str:
+        return f"{self.group.role}.{self.calls[0].stage}"
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether a rank may wait for another: those that score with a function never do."""
+        return self.group.spec.name is not None and self.calls[0].kwargs.get("function") is None
+
+    def wait(self, backend: Backend) -> list[Reply]:
+        """Send the calls and wait for every rank, with a progress line after two seconds.
+
+        An interrupt stops the waiting only. Raises `StageError` (of the kind of the first cause) when ranks failed,
+        `HostDied` when a process ended.
         """
+        counted = ("generate_sequences", "compute_reward", "compute_cost")
         try:
-            unit = "rows" if self.stage in ("generate_sequences", "compute_reward", "compute_cost") else "micro-batches"
-            with Progress(f"{self.role}.{self.stage}", unit=unit) as bar:
-                failed_s: float | None = None
-                while not backend.wait(self.pending, POLL_S):
-                    self._show(backend, bar)
-                    if failed_s is None and any(self._failed(p) for p in self.pending):
-                        failed_s = time.monotonic()
-                    if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
-                        self.stuck = True
-                        break
+            with Progress(self._name, unit="rows" if self.calls[0].stage in counted else "micro-batches") as bar:
+                for host, call in zip(self.group.hosts, self.calls, strict=True):
+                    self.pending.append(backend.execute(host, call, bar.update))
+                self._wait(backend, bar)
         except KeyboardInterrupt:
             raise StageInterrupted(
-                f"{self.role}.{self.stage} was interrupted in the notebook",
+                f"{self._name} was interrupted in the notebook",
                 "its ranks finish what they began, and the result is dropped",
                 "the next call waits for them; an update that was under way has been applied when it ends",
             ) from None
+        return self._collect()
+
+    def _wait(self, backend: Backend, bar: Progress) -> None:
+        seen: dict[str, Any] = {}
+        quiet_since = time.monotonic()
+        while not backend.wait(self.pending, POLL_S):
+            failed = any(self._failed(p) for p in self.pending)
+            waiting = [host for host, p in zip(self.group.hosts, self.pending, strict=True) if not p.done()]
+            status = {host: self._status(backend, host) for host in (waiting if failed else waiting[:1])}
+            for _, done, total, tokens in filter(None, list(status.values())[:1]):
+                bar.update(done, total, tokens)
+            if not failed or status != seen or not self._in_step:
+                seen, quiet_since = status, time.monotonic()
+            elif time.monotonic() - quiet_since > self.grace_s:
+                self.stuck = True
+                return
+
+    def _collect(self) -> list[Reply]:
         failures: dict[int, Failure] = {}
         dead: HostDied | None = None
         for rank, pending in enumerate(self.pending):
@@ -70,12 +101,13 @@ class Run:
             raise self._error(failures)
         return self.replies
 
-    def _show(self, backend: Backend, bar: Progress) -> None:
+    @staticmethod
+    def _status(backend: Backend, host: str) -> tuple[str, int, int, int] | None:
         try:
-            _, done, total, tokens = backend.ask(self.hosts[0], "status").result()
+            status: tuple[str, int, int, int] = backend.ask(host, "status").result()
+            return status
         except WorkbenchError:
-            return
-        bar.update(done, total, tokens)
+            return None
 
     @staticmethod
     def _failed(pending: Pending) -> bool:
@@ -92,7 +124,7 @@ class Run:
         ranks = ", ".join(
             str(rank) for rank, f in failures.items() if (f.kind, f.message) == (first.kind, first.message)
         )
-        where = f"{self.role}.{self.stage} failed on rank {ranks}"
+        where = f"{self._name} failed on rank {ranks}"
         others = sum((f.kind, f.message) != (first.kind, first.message) for f in failures.values())
         rule = f"{others} other rank(s) failed otherwise" if others else ""
         remedy = (

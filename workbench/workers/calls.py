@@ -33,9 +33,13 @@ class HostInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One rank's part of a stage. `pulls`: for each set of columns, which rows to pull from which shard."""
+    """One rank's part of a stage.
+
+    key: name of the shard that its output becomes. pulls: for each set of columns, which rows to pull from which shard.
+    """
 
     run: int
+    key: str
     stage: str
     role: str
     method: str
@@ -43,7 +47,7 @@ class Call:
     pulls: tuple[tuple[tuple[str, ...], tuple[Pull, ...]], ...] = ()
     rows: np.ndarray | None = None
     minibatch_sizes: tuple[int, ...] = ()
-    samples: int = 1
+    sample: np.ndarray | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -55,14 +59,15 @@ class Shard:
     """What a worker gets of a batch: its columns' rows, and their numbers in the whole batch.
 
     minibatch_sizes: rows of each minibatch, in order; they add up to len(rows).
+    sample: for operations that draw samples, how many equal rows come before each in the whole batch [rows].
     meta: what the batch carries along, and this stage's `seed` (a tuple of integers).
     """
 
     columns: Table
     rows: np.ndarray
     minibatch_sizes: tuple[int, ...]
-    samples: int
     meta: Mapping[str, Any]
+    sample: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -133,7 +138,6 @@ class Reply:
     """What the controller hears of one rank: never a tensor."""
 
     rank: int
-    key: str
     columns: dict[str, ColumnSummary]
     metrics: Metrics
     meta: Mapping[str, Any]

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ class Host:
         self._lock = threading.Lock()
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
+        self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
         torch.set_num_threads(info.threads)
 
     # --- the pool's process group ------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class Host:
         recorder, info = self.recorder, self.info
         recorder.drain()
         self._progress, self._busy = (0, 0, 0), call.stage
-        output, key, columns, failure = Output(), f"{call.run}", {}, None
+        output, columns, failure = Output(), {}, None
         labels = {"stage": call.stage, "run": call.run, "role": call.role}
         try:
             with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
@@ -101,7 +102,7 @@ class Host:
                         columns=table,
                         rows=call.rows,
                         minibatch_sizes=call.minibatch_sizes,
-                        samples=call.samples,
+                        sample=call.sample,
                         meta=call.meta,
                     )
                     arguments = (shard, *arguments)
@@ -109,7 +110,7 @@ class Host:
                     # looked up by name at call time, so that reloaded code takes effect with state kept
                     result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
                 output = result if isinstance(result, Output) else Output(value=result)
-                columns = self._keep(key, output.columns, call)
+                columns = self._keep(output.columns, call)
         except BaseException as error:
             failure = Failure.of(error)
         finally:
@@ -117,7 +118,6 @@ class Host:
         spans, transfers = recorder.drain()
         return Reply(
             rank=info.rank,
-            key=key,
             columns={name: column_summary(column) for name, column in columns.items()},
             metrics=output.metrics,
             meta=output.meta,
@@ -127,7 +127,7 @@ class Host:
             failure=failure,
         )
 
-    def _keep(self, key: str, columns: Table, call: Call) -> Table:
+    def _keep(self, columns: Table, call: Call) -> Table:
         for name, column in columns.items():
             if call.rows is None or len(column) != len(call.rows):
                 raise ValueError(
@@ -136,11 +136,13 @@ class Host:
                 )
         if columns:
             with self._lock:
-                self._shards[key] = dict(columns)
+                self._shards[call.key] = dict(columns)
         return columns
 
     def _note_progress(self, done: int, total: int, tokens: int) -> None:
         self._progress = (done, total, tokens)
+        if self.on_progress is not None:
+            self.on_progress(done, total, tokens)
 
     # --- batches -------------------------------------------------------------------------------------------------
 

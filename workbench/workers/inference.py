@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.dataflow.columns import Ragged
+from workbench.engines.settings import at_least
 from workbench.workers.calls import Mean, Shard
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.worker import Context
@@ -33,6 +35,12 @@ def each_response_token(
 def mean_of(column: Ragged) -> Mean:
     """The mean over all tokens, as a metric."""
     return Mean(total=float(column.values.double().sum()), count=len(column.values))
+
+
+def check_temperature(arguments: Mapping[str, Any]) -> None:
+    """Raise `BadInput` unless the argument `temperature` is None or above 0."""
+    if arguments["temperature"] is not None:
+        at_least("temperature", arguments["temperature"], 0, strictly=True)
 
 
 def sampling_temperature(shard: Shard, given: float | None) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from workbench.engines.settings import one_of
 from workbench.errors import BadInput
 from workbench.workers.protocols import TransferProtocol
 
 Reads = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+Check = Callable[[Mapping[str, Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -22,7 +24,8 @@ class Operation:
     optional: columns that travel if they are there; "all text": every column of Python objects.
     writes: columns that it adds. minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
     updates: takes optimizer steps, so its minibatches must be equally large.
-    samples: the argument `samples` asks for every row that many times.
+    samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
+    range; both `reads` and `check` are given all arguments by name, defaults filled in.
     """
 
     name: str
@@ -33,7 +36,9 @@ class Operation:
     minibatched: bool = False
     updates: bool = False
     samples: bool = False
+    check: Check | None = None
     signature: inspect.Signature
+    choices: Mapping[str, tuple[Any, ...]]
     doc: str
 
     @property
@@ -63,8 +68,12 @@ def register(
     minibatched: bool = False,
     updates: bool = False,
     samples: bool = False,
+    check: Check | None = None,
 ) -> Callable[[F], F]:
-    """Bind a protocol to a worker's method. One that reads columns takes a `Shard` first, and returns an `Output`."""
+    """Bind a protocol to a worker's method. One that reads columns takes a `Shard` first, and returns an `Output`.
+
+    The other parameters are as in `Operation`. Arguments annotated with a Literal are held to its values.
+    """
 
     def bind(method: F) -> F:
         signature = inspect.signature(method)
@@ -79,7 +88,9 @@ def register(
             minibatched=minibatched,
             updates=updates,
             samples=samples,
+            check=check,
             signature=signature.replace(parameters=parameters),
+            choices=_choices(method),
             doc=inspect.getdoc(method) or "",
         )
         return method
@@ -97,17 +108,33 @@ def operations(worker_class: type) -> dict[str, Operation]:
     return found
 
 
-def check_arguments(operation: Operation, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `BadInput` for arguments that the operation does not take, before anything is sent."""
+def _choices(method: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """The values of those arguments that are annotated with a Literal."""
+    try:
+        hints = get_type_hints(method)
+    except NameError:  # a name that only a type checker sees
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def checked_arguments(
+    operation: Operation, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments by name, defaults filled in; `BadInput` for what the operation does not take.
+
+    The batch and `samples`, which the controller takes out, are not among them.
+    """
     parameters = list(operation.signature.parameters.values())
     if operation.takes_batch:
         parameters = parameters[1:]
-    names = [p.name for p in parameters]
-    if operation.samples:
-        names.append("samples")
     try:
-        operation.signature.replace(parameters=parameters).bind(
-            *args, **{k: v for k, v in kwargs.items() if not (operation.samples and k == "samples")}
-        )
+        bound = operation.signature.replace(parameters=parameters).bind(*args, **kwargs)
     except TypeError as error:
+        names = [p.name for p in parameters] + (["samples"] if operation.samples else [])
         raise BadInput(f"{owner}.{operation.name}: {error}", f"it takes {', '.join(names) or 'nothing more'}") from None
+    bound.apply_defaults()
+    for name, values in operation.choices.items():
+        one_of(name, bound.arguments[name], values)
+    if operation.check is not None:
+        operation.check(bound.arguments)
+    return bound.arguments

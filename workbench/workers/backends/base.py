@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from workbench.workers.calls import Call, HostInfo
@@ -35,8 +35,12 @@ class Backend(ABC):
         """Find hosts that an earlier kernel started; `HostDied` if one is gone."""
 
     @abstractmethod
-    def execute(self, host: str, call: Call) -> Pending:
-        """One rank's part of a stage; calls to one host run one at a time, in order."""
+    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
+        """One rank's part of a stage; calls to one host run one at a time, in order.
+
+        progress(done, total, tokens) is for backends whose calls are finished when this returns; of the others, ask
+        `status` meanwhile.
+        """
 
     @abstractmethod
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:

@@ -55,7 +55,8 @@ class InlineBackend(Backend):
         """A host's view of its peers."""
         return self._hosts[shard.host].fetch(shard.key, columns, positions)
 
-    def execute(self, host: str, call: Call) -> Pending:
+    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
+        self._hosts[host].on_progress = progress
         return Finished(lambda: self._hosts[host].execute(call))
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:

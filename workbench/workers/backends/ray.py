@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from workbench.dataflow.location import ShardId
@@ -166,7 +166,7 @@ class RayBackend(Backend):
     def _pending(self, host: str, ref: Any) -> RayPending:
         return RayPending(self._ray, ref, host)
 
-    def execute(self, host: str, call: Call) -> Pending:
+    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
         return self._pending(host, self._actors[host].compute.remote("execute", call))
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,23 +14,42 @@ from workbench.algorithms.losses import policy_loss
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import Sampling
+from workbench.engines.settings import Sampling, at_least
 from workbench.errors import SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
-from workbench.workers.inference import each_response_token, mean_of, sampling_temperature
+from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO, ONE_TO_ALL
-from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.roles.trained import TrainedWorker, check_update
 from workbench.workers.worker import Context
 
 # Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. A stale output head
 # shows as several tenths; rounding in bfloat16 as a few hundredths.
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 PROBE_TOKENS = 24
+
+
+def _sampling(*, stop: Sequence[str], **settings: Any) -> Sampling:
+    stops: Any = stop if isinstance(stop, str) else tuple(stop)  # Sampling refuses a bare string
+    return Sampling(**settings, stop=stops)
+
+
+def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    columns = ("prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages")
+    return (*columns, "ref_log_prob") if arguments["kl_coefficient"] else columns
+
+
+def _check_update(arguments: Mapping[str, Any]) -> None:
+    check_update(arguments)
+    check_temperature(arguments)
+    at_least("clip", arguments["clip"], 0)
+    for name in ("clip_high", "dual_clip"):
+        if arguments[name] is not None:
+            at_least(name, arguments[name], 0 if name == "clip_high" else 1)
 
 
 class ActorWorker(TrainedWorker):
@@ -68,6 +87,7 @@ class ActorWorker(TrainedWorker):
         writes=("response_ids", "response_mask", "rollout_log_prob", "finished"),
         minibatched=True,
         samples=True,
+        check=lambda arguments: _sampling(**{k: v for k, v in arguments.items() if k != "seed"}),
     )
     def generate_sequences(
         self,
@@ -87,14 +107,14 @@ class ActorWorker(TrainedWorker):
         Columns: `response_ids`, `response_mask`, `rollout_log_prob` (see `Sampling`) [rows, response tokens];
         `finished` [rows], False where the response was cut at max_new_tokens.
         """
-        stops: Any = stop if isinstance(stop, str) else tuple(stop)  # Sampling refuses a bare string
-        sampling = Sampling(
-            temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=stops
+        sampling = _sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=stop
         )
         metrics = self._sync()
         uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
-        samples = (batch.rows % batch.samples).tolist()
-        seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in zip(uids, samples, strict=True)]
+        assert batch.sample is not None
+        numbers = zip(uids, batch.sample.tolist(), strict=True)
+        seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
         prompts = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
         with self.context.recorder.span("generate") as counted:
             rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
@@ -121,11 +141,13 @@ class ActorWorker(TrainedWorker):
         optional=("rollout_log_prob",),
         writes=("old_log_prob",),
         minibatched=True,
+        check=check_temperature,
     )
     def compute_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
         """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature).
 
-        temperature: None takes the one that the responses were sampled with.
+        temperature: None takes the one that the responses were sampled with; another one is kept in the batch's meta,
+        so that the update takes its ratios at the same temperature.
         """
         scale = sampling_temperature(batch, temperature)
 
@@ -138,14 +160,15 @@ class ActorWorker(TrainedWorker):
             gap = (column.values - batch.ragged("rollout_log_prob").values).abs()
             metrics["rollout_gap/mean"] = Mean(total=float(gap.sum()), count=len(gap))
             metrics["rollout_gap/max"] = Max(value=float(gap.max()) if len(gap) else 0.0)
-        return Output(columns={"old_log_prob": column}, metrics=metrics)
+        return Output(columns={"old_log_prob": column}, metrics=metrics, meta={"temperature": scale})
 
     @register(
         DP_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages"),
-        optional=("ref_log_prob", "rollout_log_prob"),
+        reads=_update_columns,
+        optional=("rollout_log_prob",),
         minibatched=True,
         updates=True,
+        check=_check_update,
     )
     def update_actor(
         self,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.losses import value_loss
+from workbench.engines.settings import at_least
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
 from workbench.workers.calls import Mean, Metrics, Output, Shard
@@ -14,8 +18,14 @@ from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
-from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.roles.trained import TrainedWorker, check_update
 from workbench.workers.worker import Context
+
+
+def _check_update(arguments: Mapping[str, Any]) -> None:
+    check_update(arguments)
+    if arguments["clip"] is not None:
+        at_least("clip", arguments["clip"], 0, strictly=True)
 
 
 class CriticWorker(TrainedWorker):
@@ -39,6 +49,7 @@ class CriticWorker(TrainedWorker):
         reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
         minibatched=True,
         updates=True,
+        check=_check_update,
     )
     def update_critic(
         self,

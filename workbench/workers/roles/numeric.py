@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from workbench.algorithms.arguments import within
 from workbench.algorithms.estimators import gae, grpo, moments, rloo, token_rewards, whiten
 from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import one_of
-from workbench.errors import BadInput
 from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
 from workbench.workers.worker import Worker
 
-ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo")
+Estimator = Literal["gae", "grpo", "dr_grpo", "rloo"]
 
 
 def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns that `compute_advantages` reads with these arguments; checks them on the way."""
-    estimator = arguments.get("estimator", "gae")
-    one_of("estimator", estimator, ESTIMATORS)
-    for name in ("gamma", "lam"):
-        if not 0 <= arguments.get(name, 1.0) <= 1:
-            raise BadInput(f"{name}={arguments[name]}", "must lie between 0 and 1")
-    columns = ["rewards", "response_mask"]
-    if estimator == "gae":
-        columns.append("values")
-    else:
-        columns.append("prompt_uid")
-    if arguments.get("kl_coefficient", 0.0):
+    """The columns that `compute_advantages` reads with these arguments."""
+    columns = ["rewards", "response_mask", "values" if arguments["estimator"] == "gae" else "prompt_uid"]
+    if arguments["kl_coefficient"]:
         columns += ["old_log_prob", "ref_log_prob"]
     return tuple(columns)
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    for name in ("gamma", "lam"):
+        within(name, arguments[name], 0, 1)
 
 
 class NumericWorker(Worker):
@@ -47,12 +42,13 @@ class NumericWorker(Worker):
         optional=("old_log_prob", "ref_log_prob"),
         writes=("advantages", "returns", "token_rewards"),
         minibatched=True,
+        check=_check,
     )
     def compute_advantages(
         self,
         batch: Shard,
         *,
-        estimator: str = "gae",
+        estimator: Estimator = "gae",
         gamma: float = 1.0,
         lam: float = 0.95,
         kl_coefficient: float = 0.0,

@@ -9,7 +9,7 @@ from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.workers.calls import Output, Shard
-from workbench.workers.inference import each_response_token, mean_of, sampling_temperature
+from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
@@ -39,7 +39,13 @@ class ReferenceWorker(FrozenWorker):
         model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
 
-    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("ref_log_prob",), minibatched=True)
+    @register(
+        DP_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        writes=("ref_log_prob",),
+        minibatched=True,
+        check=check_temperature,
+    )
     def compute_ref_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
         """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
 

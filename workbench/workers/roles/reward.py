@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from workbench.workers.worker import Context, Worker
 TOKENS = ("prompt_ids", "response_ids")
 
 
+def _check(arguments: Mapping[str, Any]) -> None:
+    at_least("concurrency", arguments["concurrency"], 1)
+    at_least("timeout_s", arguments["timeout_s"], 0, strictly=True)
+    if arguments["function"] is not None and not callable(arguments["function"]):
+        raise BadInput(f"function={arguments['function']!r:.60}", "must be callable: fn(prompt, response, **row)")
+
+
 class RewardWorker(Worker):
     """A model with a score head, or no model and a function. Functions given to a call run here too."""
 
@@ -39,7 +47,7 @@ class RewardWorker(Worker):
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes() if self.engine else {}
 
-    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("rewards",), minibatched=True)
+    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
@@ -54,8 +62,6 @@ class RewardWorker(Worker):
     def _score(
         self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, timeout_s: float
     ) -> Output:
-        at_least("concurrency", concurrency, 1)
-        at_least("timeout_s", timeout_s, 0, strictly=True)
         function = function or self.spec.function
         scores = (
             self._by_model(batch) if function is None else self._by_function(batch, function, concurrency, timeout_s)
@@ -120,7 +126,7 @@ class CostWorker(RewardWorker):
 
     compute_reward = None  # type: ignore[assignment]
 
-    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("costs",), minibatched=True)
+    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("costs",), minibatched=True, check=_check)
     def compute_cost(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
 from workbench.dataflow.columns import Ragged
+from workbench.engines.settings import at_least
 from workbench.engines.training import make_training_engine
+from workbench.errors import BadInput
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, tokens_of
@@ -20,6 +23,15 @@ from workbench.workers.protocols import ONE_TO_ALL
 from workbench.workers.worker import Context, Worker
 
 TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
+
+
+def check_update(arguments: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for arguments of an update that are out of range."""
+    at_least("epochs", arguments["epochs"], 1)
+    if arguments["max_response_tokens"] is not None:
+        at_least("max_response_tokens", arguments["max_response_tokens"], 1)
+    elif arguments["aggregation"] == "fixed-length":
+        raise BadInput("aggregation='fixed-length'", "divides by max_response_tokens", "give max_response_tokens")
 
 
 @dataclass
