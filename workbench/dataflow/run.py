@@ -69,7 +69,9 @@ class Run:
         seen: dict[str, Any] = {}
         quiet_since = time.monotonic()
         while not backend.wait(self.pending, POLL_S):
-            failed = any(self._failed(p) for p in self.pending)
+            failed = [str(rank) for rank, p in enumerate(self.pending) if self._failed(p)]
+            if failed:
+                bar.label = f"{self._name}: rank {', '.join(failed)} failed, waiting for the others"
             waiting = [host for host, p in zip(self.group.hosts, self.pending, strict=True) if not p.done()]
             status = {host: self._status(backend, host) for host in (waiting if failed else waiting[:1])}
             for _, done, total, tokens in filter(None, list(status.values())[:1]):
