@@ -135,7 +135,7 @@ def test_a_worker_of_ones_own(tmp_path: Path) -> None:
         batch = lab.prompts.next(4)
         counted = lab.actor.count_tokens(batch, unit="characters")
         assert counted.fetch(["count"])["count"].tolist() == [len(p) for p in batch.fetch(["prompt"])["prompt"]]
-        with pytest.raises(BadInput, match="unit='bytes'.*'tokens', 'characters'"):
+        with pytest.raises(BadInput, match=r"unit='bytes'.*'tokens', 'characters'"):
             lab.actor.count_tokens(batch, unit="bytes")
         before = shards(lab)
         assert lab.actor.rows_here(batch) == [4]
@@ -147,5 +147,5 @@ def test_after_closing_everything_says_so(tmp_path: Path) -> None:
     batch = lab.prompts.next(2)
     lab.close()
     for use in (batch.df, lab.topology, lambda: lab.actor.compute_log_prob(batch), lambda: lab.prompts.next(1)):
-        with pytest.raises(wb.errors.NotFound, match="is closed.*open it again"):
+        with pytest.raises(wb.errors.NotFound, match=r"is closed.*open it again"):
             use()
