@@ -134,7 +134,7 @@ def test_a_worker_of_ones_own(tmp_path: Path) -> None:
     with tiny_lab("own", tmp_path, backend="inline", models=models) as lab:
         batch = lab.prompts.next(4)
         counted = lab.actor.count_tokens(batch, unit="characters")
-        assert counted.fetch(["count"])["count"].tolist() == [len(p) for p in batch.fetch(["prompt"])["prompt"]]
+        assert counted.fetch(["count"])["count"].tolist() == [len(p) for p in batch.df(["prompt"])["prompt"]]
         with pytest.raises(BadInput, match=r"unit='bytes'.*'tokens', 'characters'"):
             lab.actor.count_tokens(batch, unit="bytes")
         before = shards(lab)
