@@ -1,38 +1,118 @@
-"""The parallel layout of one role: how many ranks along each axis, and where each rank stands."""
+"""The parallel layout of one role: how many ranks along each axis, and where each rank stands. Pure arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from workbench.engines.settings import at_least
+from workbench.errors import BadInput
+
+Axis = Literal["pipeline", "tensor", "data"]
+GenerationAxis = Literal["tensor", "micro_data"]
+
+
+class GenerationPlace(NamedTuple):
+    """Where a rank stands while generating: training replica, pipeline stage, micro replica, tensor rank."""
+
+    replica: int
+    stage: int
+    micro: int
+    tensor: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """(p, t, d): pipeline, tensor and data parallel sizes (HybridFlow, section 5.1).
+    """(p, t, d): pipeline, tensor and data parallel sizes (HybridFlow, section 5.1), in training and inference.
 
-    Rank r = k*p*t + i*t + j stands at replica k, pipeline stage i, tensor rank j.
+    Rank r = k*p*t + i*t + j stands at replica k, pipeline stage i, tensor rank j. While generating, the same ranks form
+    replicas of p_g x t_g ranks (None: as in training), so that each training replica becomes d_g = p*t / (p_g*t_g) of
+    them: p_g divides p and t_g divides t. The grouping is HybridFlow's, in which a rank's training shard lies inside
+    its generation shard (section 5.3): with u = t/t_g and v = p/p_g, rank (k, i, j) has tensor rank j // u, stage i // v
+    and micro replica (i % v)*u + j % u.
     """
 
     p: int = 1
     t: int = 1
     d: int = 1
+    p_g: int | None = None
+    t_g: int | None = None
 
     def __post_init__(self) -> None:
         for axis in "ptd":
             at_least(f"Layout.{axis}", getattr(self, axis), 1)
+        for own, whole in (("p_g", "p"), ("t_g", "t")):
+            size, limit = getattr(self, own), getattr(self, whole)
+            if size is not None and (size < 1 or limit % size):
+                raise BadInput(
+                    f"Layout.{own}={size}",
+                    f"must divide {whole}={limit}: a generation replica is cut out of a training replica",
+                    f"use one of {', '.join(str(n) for n in range(1, limit + 1) if limit % n == 0)}",
+                )
 
     @property
     def size(self) -> int:
         """Ranks in all."""
         return self.p * self.t * self.d
 
+    @property
+    def d_g(self) -> int:
+        """Generation replicas in one training replica (micro data parallel size)."""
+        return self.p * self.t // (self._stages * self._tensors)
+
+    @property
+    def _stages(self) -> int:
+        return self.p if self.p_g is None else self.p_g
+
+    @property
+    def _tensors(self) -> int:
+        return self.t if self.t_g is None else self.t_g
+
+    def mesh(self) -> np.ndarray:
+        """Rank numbers as an array [d, p, t]."""
+        return np.arange(self.size).reshape(self.d, self.p, self.t)
+
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(replica k, pipeline stage i, tensor rank j) of a rank."""
+        """(replica k, pipeline stage i, tensor rank j) of a rank; `BadInput` for one that is not there."""
+        if not 0 <= rank < self.size:
+            raise BadInput(f"rank {rank} of {self}", f"its ranks are 0 to {self.size - 1}")
         k, rest = divmod(rank, self.p * self.t)
         i, j = divmod(rest, self.t)
         return k, i, j
 
     def rank(self, k: int, i: int, j: int) -> int:
         """The rank at replica k, pipeline stage i, tensor rank j."""
+        for name, value, size in (("k", k, self.d), ("i", i, self.p), ("j", j, self.t)):
+            if not 0 <= value < size:
+                raise BadInput(f"{name}={value} in {self}", f"must lie between 0 and {size - 1}")
         return k * self.p * self.t + i * self.t + j
+
+    def generation_place(self, rank: int) -> GenerationPlace:
+        """Where a rank stands while generating."""
+        k, i, j = self.coordinates(rank)
+        u, v = self.t // self._tensors, self.p // self._stages
+        return GenerationPlace(replica=k, stage=i // v, micro=(i % v) * u + j % u, tensor=j // u)
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """The ranks that differ along one axis only; every rank stands in one group."""
+        which = {"data": 0, "pipeline": 1, "tensor": 2}[axis]
+        mesh = np.moveaxis(self.mesh(), which, -1)
+        groups: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
+        return groups
+
+    def generation_groups(self, axis: GenerationAxis) -> list[list[int]]:
+        """The ranks that generate together: "tensor" groups share a replica, "micro_data" groups hold one shard of the
+        training replica between them."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for rank in range(self.size):
+            place = self.generation_place(rank)
+            key = (place.replica, place.stage, place.micro if axis == "tensor" else place.tensor)
+            found.setdefault(key, []).append(rank)
+        return sorted(found.values())
+
+    def __str__(self) -> str:
+        same = self.p_g in (None, self.p) and self.t_g in (None, self.t)
+        generation = "" if same else f", generating (p_g={self._stages}, t_g={self._tensors}, d_g={self.d_g})"
+        return f"(p={self.p}, t={self.t}, d={self.d}{generation})"
