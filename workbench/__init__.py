@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from workbench.placement import Placement as Placement
     from workbench.workers.operation import register as register
     from workbench.workers.protocols import PROTOCOLS as PROTOCOLS
+    from workbench.workers.protocols import protocol as protocol
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {
@@ -42,6 +43,7 @@ _PUBLIC = {
     "attach": "workbench.opening",
     "ls": "workbench.opening",
     "open": "workbench.opening",
+    "protocol": "workbench.workers.protocols",
     "register": "workbench.workers.operation",
     "stop": "workbench.opening",
     "verifiers": "workbench.dataflow",

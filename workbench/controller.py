@@ -207,7 +207,9 @@ class Workbench:
                 return [Call(**common, args=tuple(values)) for values in self._per_rank(operation, args, size)]
             return [Call(**common, args=args) for _ in range(size)]
         minibatches = self._minibatches(group, operation, batch)
-        dealt = operation.protocol.distribute(layout, minibatches)
+        where = f"{group.role}.{operation.name}"
+        dealt = operation.protocol.deal(layout, minibatches, where)
+        collected = operation.protocol.gather(layout, dealt, where)
         columns = operation.travelling(operation.needed(arguments), batch.columns)
         sample = batch.columns["prompt_uid"].location.occurrences() if operation.samples else None
         stage_seed = self._stage_seed(operation, batch, arguments)
@@ -216,9 +218,9 @@ class Workbench:
             rows = np.concatenate(chunks)
             if not len(rows):
                 raise BadInput(
-                    f"{batch.rows} rows for {group.role}.{operation.name} on {size} ranks",
+                    f"{batch.rows} rows for {where} on {size} ranks",
                     f"rank {rank} would have none",
-                    f"use at least {layout.d * len(minibatches)} rows",
+                    f"use at least {len(collected) * len(minibatches)} rows",
                 )
             calls.append(
                 Call(
@@ -270,10 +272,10 @@ class Workbench:
             iteration = int(batch.meta.get("iteration", self.iteration)) if batch is not None else self.iteration
             self.telemetry.append_metrics(operation.name, calls[0].run, iteration, values)
             self.last_metrics[operation.name] = values
-        ranks = operation.protocol.collect(group.pool.layout)
-        if ranks is None:
+        ranks = operation.protocol.gather(group.pool.layout, [], f"{group.role}.{operation.name}")
+        if not operation.protocol.joins:
             self._drop(group.hosts, calls[0].key)
-            return [reply.value for reply in replies]
+            return [replies[rank].value for rank in ranks]
         if not replies[0].columns:
             return values
         assert batch is not None

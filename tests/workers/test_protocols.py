@@ -1,53 +1,99 @@
+"""Protocols over random layouts, rows and minibatches: what is dealt out comes back whole, each row once."""
+
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import workbench as wb
 from workbench.errors import BadInput
 from workbench.placement import Layout
-from workbench.workers.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, minibatch_rows
+from workbench.workers.protocols import (
+    ALL_TO_ALL,
+    DP_PROTO,
+    ONE_TO_ALL,
+    PROTOCOLS,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
+    THREE_D_PROTO,
+    TransferProtocol,
+    minibatch_rows,
+)
 
-layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+JOINING = [p for p in PROTOCOLS.values() if p.joins]
 
 
-@given(layouts, st.integers(1, 5), st.integers(1, 12))
-def test_data_parallel_deals_every_row_once_and_collects_them_all(layout: Layout, minibatches: int, each: int) -> None:
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    p, t, d = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    divisors = [[m for m in range(1, n + 1) if n % m == 0] for n in (p, t)]
+    return Layout(p, t, d, draw(st.sampled_from(divisors[0])), draw(st.sampled_from(divisors[1])))
+
+
+@given(layouts(), st.sampled_from(JOINING), st.integers(1, 5), st.integers(1, 40))
+def test_collect_after_distribute_is_the_identity(
+    layout: Layout, protocol: TransferProtocol, minibatches: int, each: int
+) -> None:
     rows = minibatches * each
-    dealt = DP_PROTO.distribute(layout, minibatch_rows(rows, minibatches))
-    ranks = DP_PROTO.collect(layout)
-    assert ranks is not None
-    collected = np.concatenate([np.concatenate(dealt[rank]) for rank in ranks])
-    assert sorted(collected.tolist()) == list(range(rows))
+    dealt = protocol.deal(layout, minibatch_rows(rows, minibatches), "test")
+    collected = [row for rank in protocol.gather(layout, dealt, "test") for chunk in dealt[rank] for row in chunk]
+    assert sorted(collected) == list(range(rows))
 
 
-@given(layouts, st.integers(1, 5), st.integers(1, 12))
-def test_ranks_of_a_replica_get_the_same_rows(layout: Layout, minibatches: int, each: int) -> None:
-    dealt = DP_PROTO.distribute(layout, minibatch_rows(minibatches * each, minibatches))
-    for rank in range(layout.size):
-        k, _, _ = layout.coordinates(rank)
-        for mine, first in zip(dealt[rank], dealt[layout.rank(k, 0, 0)], strict=True):
-            np.testing.assert_array_equal(mine, first)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
-def test_a_minibatch_holds_the_same_rows_on_any_number_of_ranks(ranks: int, minibatches: int, each: int) -> None:
-    chunks = minibatch_rows(minibatches * each * ranks, minibatches)
-    dealt = DP_PROTO.distribute(Layout(d=ranks), chunks)
+@given(layouts(), st.sampled_from(JOINING), st.integers(1, 5), st.integers(1, 40))
+def test_a_minibatch_holds_the_same_rows_on_any_layout(
+    layout: Layout, protocol: TransferProtocol, minibatches: int, each: int
+) -> None:
+    chunks = minibatch_rows(minibatches * each, minibatches)
+    dealt = protocol.deal(layout, chunks, "test")
+    ranks = protocol.gather(layout, dealt, "test")
     for number, whole in enumerate(chunks):
-        assert sorted(np.concatenate([rank[number] for rank in dealt]).tolist()) == whole.tolist()
+        assert sorted(np.concatenate([dealt[rank][number] for rank in ranks]).tolist()) == whole.tolist()
 
 
-def test_collecting_takes_the_last_stage_and_the_first_tensor_rank() -> None:
-    layout = Layout(p=2, t=2, d=2)
-    assert DP_PROTO.collect(layout) == [2, 6]
+@given(layouts(), st.integers(1, 5), st.integers(1, 12))
+def test_ranks_that_compute_together_get_the_same_rows(layout: Layout, minibatches: int, each: int) -> None:
+    chunks = minibatch_rows(minibatches * each, minibatches)
+    trained = THREE_D_PROTO.deal(layout, chunks, "test")
+    for replica in layout.mesh().reshape(layout.d, -1):
+        assert len({str(trained[rank]) for rank in replica}) == 1
+    generated = THREE_D_ALL_MICRO_DP.deal(layout, chunks, "test")
+    for group in layout.generation_groups("tensor"):
+        assert len({str(generated[rank]) for rank in group}) == 1
 
 
-def test_one_to_all_gives_everything_to_everyone() -> None:
-    dealt = ONE_TO_ALL.distribute(Layout(d=3), minibatch_rows(5, 1))
-    assert [chunk[0].tolist() for chunk in dealt] == [[0, 1, 2, 3, 4]] * 3
-    assert ONE_TO_ALL.collect(Layout(d=3)) is None
+@given(layouts(), st.integers(1, 40))
+def test_a_micro_group_generates_what_its_replica_trains_on(layout: Layout, each: int) -> None:
+    """So that gathering responses in a micro group gives each training replica its whole batch (section 5.2)."""
+    chunks = minibatch_rows(each * layout.d * layout.d_g, 1)
+    trained = THREE_D_PROTO.deal(layout, chunks, "test")
+    generated = THREE_D_ALL_MICRO_DP.deal(layout, chunks, "test")
+    for group in layout.generation_groups("micro_data"):
+        together = sorted({int(row) for rank in group for row in generated[rank][0]})
+        assert together == trained[group[0]][0].tolist()
+
+
+def test_who_is_collected() -> None:
+    layout = Layout(2, 2, 2, 1, 1)
+    ranks = {name: protocol.collect(layout) for name, protocol in PROTOCOLS.items()}
+    everyone = list(range(8))
+    assert ranks == {
+        "ONE_TO_ALL": everyone,
+        "3D_PROTO": [2, 6],
+        "3D_ALL_MICRO_DP": everyone,
+        "3D_PP_ONLY": [0, 2],
+        "DP_PROTO": everyone,
+        "ALL_TO_ALL": everyone,
+    }
+    assert THREE_D_ALL_MICRO_DP.collect(Layout(1, 4, 2, 1, 2)) == [0, 1, 4, 5]
+    for protocol in (ONE_TO_ALL, THREE_D_PP_ONLY, ALL_TO_ALL):
+        dealt = protocol.deal(layout, minibatch_rows(5, 1), "test")
+        assert [chunks[0].tolist() for chunks in dealt] == [list(range(5))] * 8
     assert ALL_TO_ALL.values_per_rank
 
 
@@ -56,6 +102,48 @@ def test_unequal_minibatches_are_refused() -> None:
         minibatch_rows(10, 4)
 
 
-@given(layouts)
-def test_coordinates_and_rank_are_inverse(layout: Layout) -> None:
-    assert [layout.rank(*layout.coordinates(rank)) for rank in range(layout.size)] == list(range(layout.size))
+@pytest.fixture
+def own_protocols() -> Iterator[None]:
+    before = dict(PROTOCOLS)
+    yield
+    PROTOCOLS.clear()
+    PROTOCOLS.update(before)
+
+
+@pytest.mark.usefixtures("own_protocols")
+def test_a_protocol_of_ones_own() -> None:
+    def zigzag(layout: Layout, minibatches: list[np.ndarray]) -> list[list[np.ndarray]]:
+        return [[rows[rank :: layout.size] for rows in minibatches] for rank in range(layout.size)]
+
+    protocol = wb.protocol("ZIGZAG", distribute=zigzag)
+    dealt = protocol.deal(Layout(d=3), minibatch_rows(7, 1), "test")
+    assert [chunks[0].tolist() for chunks in dealt] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert protocol.gather(Layout(d=3), dealt, "test") == [0, 1, 2]
+    assert PROTOCOLS["ZIGZAG"] is protocol
+    with pytest.raises(BadInput, match="these are the paper's"):
+        wb.protocol("DP_PROTO")
+    with pytest.raises(BadInput, match="must be one of 'ONE_TO_ALL', '3D_PROTO'"):
+        wb.register("3D_PROTOCOL")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"distribute": lambda layout, minibatches: [minibatches]}, r"gave 1 parts.*has 2 ranks"),
+        ({"distribute": lambda layout, minibatches: [[], []]}, r"rank 0 0 arrays of rows.*there are 2 minibatches"),
+        ({"distribute": lambda layout, minibatches: [[rows + 1 for rows in minibatches]] * 2}, r"row 6.*rows 0 to 5"),
+        ({"collect": lambda layout: [2]}, r"collect gave ranks \[2\]"),
+        ({"collect": lambda layout: []}, r"collect gave ranks \[\]"),
+        ({}, r"collects 12 rows of 6 from ranks \[0, 1\].*exactly once"),
+    ],
+)
+def test_a_protocol_that_is_wrong_is_named(broken: dict[str, Any], message: str) -> None:
+    parts: dict[str, Any] = {"distribute": ONE_TO_ALL.distribute, "collect": ONE_TO_ALL.collect, **broken}
+    protocol = TransferProtocol(name="MINE", **parts)
+    with pytest.raises(BadInput, match="actor.meet: MINE.*" + message):
+        protocol.gather(Layout(d=2), protocol.deal(Layout(d=2), minibatch_rows(6, 2), "actor.meet"), "actor.meet")
+
+
+def test_dp_proto_deals_over_all_ranks() -> None:
+    dealt = DP_PROTO.deal(Layout(1, 2, 2), minibatch_rows(8, 1), "test")
+    assert [chunks[0].tolist() for chunks in dealt] == [[0, 1], [2, 3], [4, 5], [6, 7]]

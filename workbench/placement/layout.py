@@ -30,8 +30,8 @@ class Layout:
     Rank r = k*p*t + i*t + j stands at replica k, pipeline stage i, tensor rank j. While generating, the same ranks form
     replicas of p_g x t_g ranks (None: as in training), so that each training replica becomes d_g = p*t / (p_g*t_g) of
     them: p_g divides p and t_g divides t. The grouping is HybridFlow's, in which a rank's training shard lies inside
-    its generation shard (section 5.3): with u = t/t_g and v = p/p_g, rank (k, i, j) has tensor rank j // u, stage i // v
-    and micro replica (i % v)*u + j % u.
+    its generation shard (section 5.3): with u = t/t_g and v = p/p_g, rank (k, i, j) has tensor rank j // u, stage
+    i // v and micro replica (i % v)*u + j % u.
     """
 
     p: int = 1

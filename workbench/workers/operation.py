@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from workbench.engines.settings import one_of
 from workbench.errors import BadInput
-from workbench.workers.protocols import TransferProtocol
+from workbench.workers.protocols import PROTOCOLS, TransferProtocol
 
 Reads = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Check = Callable[[Mapping[str, Any]], object]
@@ -60,7 +60,7 @@ class Operation:
 
 
 def register(
-    protocol: TransferProtocol,
+    protocol: TransferProtocol | str,
     *,
     reads: Reads = (),
     optional: tuple[str, ...] | Literal["all text"] = (),
@@ -70,10 +70,14 @@ def register(
     samples: bool = False,
     check: Check | None = None,
 ) -> Callable[[F], F]:
-    """Bind a protocol to a worker's method. One that reads columns takes a `Shard` first, and returns an `Output`.
+    """Bind a protocol, itself or by name, to a worker's method.
 
-    The other parameters are as in `Operation`. Arguments annotated with a Literal are held to its values.
+    One that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in `Operation`. Arguments annotated with a Literal are held to its values.
     """
+
+    if isinstance(protocol, str):
+        one_of("protocol", protocol, tuple(PROTOCOLS))
+        protocol = PROTOCOLS[protocol]
 
     def bind(method: F) -> F:
         signature = inspect.signature(method)

@@ -19,14 +19,62 @@ Chunks = list[np.ndarray]  # the row numbers of one rank, one array a minibatch
 
 @dataclass(frozen=True, kw_only=True)
 class TransferProtocol:
-    """distribute(layout, minibatches) -> one list of row arrays a rank, `minibatches` being the row numbers of each
-    minibatch of the batch. collect(layout) -> the ranks whose output rows are joined, or None: a list of what every
-    rank returned. values_per_rank: arguments that are no batch come as lists, one entry a rank."""
+    """How one operation meets a layout.
+
+    distribute(layout, minibatches): for each rank, the row numbers of its part of each minibatch, given those of the
+        whole. collect(layout): the ranks whose outputs make the result.
+    joins: the result is a batch, the output rows of the collected ranks joined; else a list of what they returned.
+    values_per_rank: arguments that are no batch come as lists, one entry a rank.
+    """
 
     name: str
     distribute: Callable[[Layout, Chunks], list[Chunks]]
-    collect: Callable[[Layout], list[int] | None]
+    collect: Callable[[Layout], list[int]]
+    joins: bool = True
     values_per_rank: bool = False
+
+    def deal(self, layout: Layout, minibatches: Chunks, operation: str) -> list[Chunks]:
+        """What `distribute` gives, checked: a list for each rank, of one array of row numbers a minibatch."""
+        rows = sum(map(len, minibatches))
+        dealt = [[np.asarray(chunk, dtype=np.int64) for chunk in rank] for rank in self.distribute(layout, minibatches)]
+        if len(dealt) != layout.size:
+            raise BadInput(
+                f"{operation}: {self.name}.distribute gave {len(dealt)} parts",
+                f"layout {layout} has {layout.size} ranks",
+                "give one part a rank",
+            )
+        for rank, chunks in enumerate(dealt):
+            if len(chunks) != len(minibatches):
+                raise BadInput(
+                    f"{operation}: {self.name}.distribute gave rank {rank} {len(chunks)} arrays of rows",
+                    f"there are {len(minibatches)} minibatches",
+                    "give one array a minibatch",
+                )
+            for chunk in chunks:
+                if len(chunk) and not 0 <= chunk.min() <= chunk.max() < rows:
+                    raise BadInput(
+                        f"{operation}: {self.name}.distribute gave rank {rank} row {chunk.max()}",
+                        f"the batch has rows 0 to {rows - 1}",
+                    )
+        return dealt
+
+    def gather(self, layout: Layout, dealt: list[Chunks], operation: str) -> list[int]:
+        """What `collect` gives, checked: ranks of the layout that, where rows are joined, hold each row once."""
+        ranks = list(self.collect(layout))
+        if not ranks or not all(0 <= rank < layout.size for rank in ranks):
+            raise BadInput(
+                f"{operation}: {self.name}.collect gave ranks {ranks}", f"layout {layout} has 0 to {layout.size - 1}"
+            )
+        if self.joins and dealt:
+            rows = np.sort(np.concatenate([chunk for rank in ranks for chunk in dealt[rank]]))
+            whole = 1 + max(int(chunk.max()) for chunks in dealt for chunk in chunks if len(chunk))
+            if not np.array_equal(rows, np.arange(whole)):
+                raise BadInput(
+                    f"{operation}: {self.name} collects {len(rows)} rows of {whole} from ranks {ranks}",
+                    "together the collected ranks hold every row of the batch exactly once",
+                    "change its distribute or its collect, or give joins=False",
+                )
+        return ranks
 
 
 def minibatch_rows(rows: int, minibatches: int) -> Chunks:
@@ -40,23 +88,93 @@ def minibatch_rows(rows: int, minibatches: int) -> Chunks:
     return np.split(np.arange(rows), minibatches)
 
 
-def _everywhere(layout: Layout, minibatches: Chunks) -> list[Chunks]:
+def split_over(part_of: Callable[[Layout, int], int], parts: Callable[[Layout], int]) -> Callable[..., list[Chunks]]:
+    """A `distribute`: each minibatch in `parts(layout)` nearly equal parts; a rank gets number `part_of(layout, rank)`."""
+
+    def distribute(layout: Layout, minibatches: Chunks) -> list[Chunks]:
+        shares = [np.array_split(rows, parts(layout)) for rows in minibatches]
+        return [[share[part_of(layout, rank)] for share in shares] for rank in range(layout.size)]
+
+    return distribute
+
+
+def to_all(layout: Layout, minibatches: Chunks) -> list[Chunks]:
+    """A `distribute`: every rank gets every row."""
     return [minibatches for _ in range(layout.size)]
 
 
-def _over_replicas(layout: Layout, minibatches: Chunks) -> list[Chunks]:
-    shares = [np.array_split(rows, layout.d) for rows in minibatches]
-    return [[share[layout.coordinates(rank)[0]] for share in shares] for rank in range(layout.size)]
+def all_ranks(layout: Layout) -> list[int]:
+    """A `collect`: every rank, in order."""
+    return list(range(layout.size))
 
 
-ONE_TO_ALL = TransferProtocol(name="ONE_TO_ALL", distribute=_everywhere, collect=lambda layout: None)
-DP_PROTO = TransferProtocol(
-    name="DP_PROTO",
+def _micro_replica(layout: Layout, rank: int) -> int:
+    place = layout.generation_place(rank)
+    return place.replica * layout.d_g + place.micro
+
+
+def _one_of_each_micro_replica(layout: Layout) -> list[int]:
+    """The lowest rank of every generation replica: its first stage, tensor rank 0."""
+    lowest: dict[int, int] = {}
+    for rank in range(layout.size):
+        lowest.setdefault(_micro_replica(layout, rank), rank)
+    return [lowest[replica] for replica in sorted(lowest)]
+
+
+_over_replicas = split_over(lambda layout, rank: layout.coordinates(rank)[0], lambda layout: layout.d)
+
+ONE_TO_ALL = TransferProtocol(name="ONE_TO_ALL", distribute=to_all, collect=all_ranks, joins=False)
+THREE_D_PROTO = TransferProtocol(
+    name="3D_PROTO",
     distribute=_over_replicas,
     collect=lambda layout: [layout.rank(k, layout.p - 1, 0) for k in range(layout.d)],
 )
+THREE_D_ALL_MICRO_DP = TransferProtocol(
+    name="3D_ALL_MICRO_DP",
+    distribute=split_over(_micro_replica, lambda layout: layout.d * layout.d_g),
+    collect=_one_of_each_micro_replica,
+)
+THREE_D_PP_ONLY = TransferProtocol(
+    name="3D_PP_ONLY",
+    distribute=to_all,
+    collect=lambda layout: [layout.rank(0, i, 0) for i in range(layout.p)],
+    joins=False,
+)
+DP_PROTO = TransferProtocol(
+    name="DP_PROTO",
+    distribute=split_over(lambda layout, rank: rank, lambda layout: layout.size),
+    collect=all_ranks,
+)
 ALL_TO_ALL = TransferProtocol(
-    name="ALL_TO_ALL", distribute=_everywhere, collect=lambda layout: None, values_per_rank=True
+    name="ALL_TO_ALL", distribute=to_all, collect=all_ranks, joins=False, values_per_rank=True
 )
 
-PROTOCOLS = {protocol.name: protocol for protocol in (ONE_TO_ALL, DP_PROTO, ALL_TO_ALL)}
+# by the paper's names
+PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (ONE_TO_ALL, THREE_D_PROTO, THREE_D_ALL_MICRO_DP, THREE_D_PP_ONLY, DP_PROTO, ALL_TO_ALL)
+}
+
+
+def protocol(
+    name: str,
+    *,
+    distribute: Callable[[Layout, Chunks], list[Chunks]] = to_all,
+    collect: Callable[[Layout], list[int]] = all_ranks,
+    joins: bool = True,
+) -> TransferProtocol:
+    """Add a protocol, to be named in `@register(...)`; a protocol of one's own is replaced by a new one of its name.
+
+        wb.protocol("LAST_STAGE", collect=lambda layout: [layout.size - 1])
+
+    distribute, collect, joins: as in `TransferProtocol`; default: every row to every rank, outputs of all ranks.
+    """
+    if not name.isidentifier():
+        raise BadInput(f"protocol name {name!r}", "must be a plain identifier")
+    if name in _OURS:
+        raise BadInput(f"protocol name {name!r}", f"these are the paper's: {', '.join(_OURS)}", "choose another name")
+    PROTOCOLS[name] = TransferProtocol(name=name, distribute=distribute, collect=collect, joins=joins)
+    return PROTOCOLS[name]
+
+
+_OURS = tuple(PROTOCOLS)
