@@ -72,7 +72,8 @@ def register(
 ) -> Callable[[F], F]:
     """Bind a protocol, itself or by name, to a worker's method.
 
-    One that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in `Operation`. Arguments annotated with a Literal are held to its values.
+    A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
+    `Operation`. Arguments annotated with a Literal are held to its values.
     """
 
     if isinstance(protocol, str):
