@@ -89,7 +89,7 @@ def minibatch_rows(rows: int, minibatches: int) -> Chunks:
 
 
 def split_over(part_of: Callable[[Layout, int], int], parts: Callable[[Layout], int]) -> Callable[..., list[Chunks]]:
-    """A `distribute`: `parts(layout)` nearly equal parts of each minibatch; a rank gets part `part_of(layout, rank)`."""
+    """A `distribute`: every minibatch in `parts(layout)` nearly equal parts; rank r gets part `part_of(layout, r)`."""
 
     def distribute(layout: Layout, minibatches: Chunks) -> list[Chunks]:
         shares = [np.array_split(rows, parts(layout)) for rows in minibatches]
