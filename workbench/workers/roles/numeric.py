@@ -39,7 +39,7 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class NumericWorker(Worker):
-    """Lives in every pool; the actor's does the work."""
+    """Lives beside the actor."""
 
     @register(
         DP_PROTO,
