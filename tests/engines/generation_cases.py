@@ -91,6 +91,22 @@ def assert_stop_strings_end_responses(engine: GenerationEngine, tokenizer) -> No
     assert max(map(len, stopped.response_ids)) == 12  # another row went on
 
 
+def assert_an_ending_at_the_last_token_allowed_counts(engine: GenerationEngine, tokenizer, eos: int) -> None:
+    """A response whose end falls on the last token that it may have came to its own end: it was not cut."""
+    free = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=12), SEEDS[:1]).response_ids[0]
+    stop = (tokenizer.decode(free[4:6]),)
+    stopped = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=12, stop=stop), SEEDS[:1])
+    for room, finished in ((len(stopped.response_ids[0]), True), (len(stopped.response_ids[0]) - 1, False)):
+        just = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=room, stop=stop), SEEDS[:1])
+        assert just.response_ids == [stopped.response_ids[0][:room]]
+        assert just.finished == [finished]
+    hot = engine.generate([[1, 40]] * 40, Sampling(max_new_tokens=40, temperature=2.0), range(40))
+    row = next(row for row, ids in enumerate(hot.response_ids) if ids[-1] == eos and len(ids) > 1)
+    room = len(hot.response_ids[row])
+    just = engine.generate([[1, 40]], Sampling(max_new_tokens=room, temperature=2.0), [row])
+    assert (just.response_ids, just.finished) == ([hot.response_ids[row]], [True])
+
+
 def assert_eos_ends_responses_and_is_kept(engine: GenerationEngine, eos: int) -> None:
     sampling = Sampling(max_new_tokens=40, temperature=2.0)
     rollout = engine.generate([[1, 40]] * 40, sampling, range(40))

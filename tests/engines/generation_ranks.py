@@ -39,10 +39,9 @@ def _two_sizes() -> list[Any]:
     for size in (2, 1):
         engine = VllmEngine(
             resolve(name),
-            Generation(max_model_tokens=64, kv_cache_gib=0.05),
+            Generation(max_model_tokens=64, kv_cache_gib=0.05, tensor_parallel_size=size),
             dtype=torch.float32,
             device=torch.device("cpu"),
-            tensor_parallel_size=size,
         )
         engine.update_weights(model.named_parameters(), 1)
         sampled = engine.generate(PROMPTS, Sampling(max_new_tokens=8), SEEDS)

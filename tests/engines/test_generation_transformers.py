@@ -60,6 +60,7 @@ def test_cut(engine):
 
 def test_stop_strings(engine, tokenizer):
     cases.assert_stop_strings_end_responses(engine, tokenizer)
+    cases.assert_an_ending_at_the_last_token_allowed_counts(engine, tokenizer, tokenizer.eos_token_id)
 
 
 def test_eos(engine, tokenizer):
@@ -119,11 +120,13 @@ def test_a_copy_takes_weights_in(name, tokenizer):
     weights = list(trainer.named_parameters())
     assert own.update_weights(weights, 1) == sum(w.nbytes for _, w in weights) == own.memory_bytes()["weights"]
     torch.testing.assert_close(own.log_probs(cases.PROMPTS[2]), cases.scored(trainer, cases.PROMPTS[2]))
-    with pytest.raises(SyncError, match="did not arrive"):
-        own.update_weights(weights[:-1], 2)
-    with pytest.raises(SyncError, match=r"nobody\.weight"):
-        own.update_weights([("nobody.weight", weights[0][1])], 2)
-    assert own.weights_version == 1
+    for wrong, message in ((weights[:-1], "did not arrive"), ([("nobody.weight", weights[0][1])], r"nobody\.weight")):
+        with pytest.raises(SyncError, match=message):
+            own.update_weights(wrong, 2)
+        assert own.weights_version == -1
+    own.update_weights(weights, 2)
+    torch.testing.assert_close(own.log_probs(cases.PROMPTS[2]), cases.scored(trainer, cases.PROMPTS[2]))
+    assert own.weights_version == 2
 
 
 def test_autocast_computes_in_bf16(model, tokenizer):

@@ -112,6 +112,7 @@ def test_cut(engine):
 
 def test_stop_strings(engine, tokenizer):
     cases.assert_stop_strings_end_responses(engine, tokenizer)
+    cases.assert_an_ending_at_the_last_token_allowed_counts(engine, tokenizer, tokenizer.eos_token_id)
 
 
 def test_eos(engine, tokenizer):
@@ -144,6 +145,30 @@ def test_new_weights_arrive_whole(engine, model):
     perturb(model)
     engine.update_weights(model.state_dict().items(), 6)  # names the tied head as well
     assert gap(engine, model) < 1e-4
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 2, 5, 8])
+def test_a_sync_that_breaks_off_is_mended_by_the_next(engine, model, arrived):
+    """After `arrived` weights, which end before, in the middle of, and after layers that vLLM fuses from several."""
+
+    def weights():
+        for number, (name, weight) in enumerate(model.named_parameters()):
+            if number == arrived:
+                raise ConnectionError("a rank went away")
+            yield name, weight
+
+    perturb(model)
+    with pytest.raises(ConnectionError, match="a rank went away"):
+        engine.update_weights(weights(), 7)
+    assert engine.weights_version == -1
+    perturb(model)
+    engine.update_weights(model.named_parameters(), 8)
+    assert gap(engine, model) < 1e-4
+    with pytest.raises((KeyError, ValueError)):
+        engine.update_weights([*list(model.named_parameters())[:3], ("model.nobody.weight", torch.ones(1))], 9)
+    engine.update_weights(model.named_parameters(), 10)
+    assert gap(engine, model) < 1e-4
+    assert engine.weights_version == 10
 
 
 def test_a_tied_head_would_stay_stale(engine, model, name, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from workbench.errors import BadInput
 from workbench.telemetry import Recorder, Span, span
-from workbench.telemetry.peak import LinuxGauge, PeakMeter, SampledGauge, gauge
+from workbench.telemetry.peak import CudaGauge, LinuxGauge, PeakMeter, SampledGauge, gauge
 
 CALL: dict[str, Any] = {
     "stage": "update_actor", "run": 7, "role": "actor", "pool": "main", "rank": 1, "device": "slot:1",
@@ -163,11 +163,11 @@ def test_outer_and_inner_intervals_have_their_own_true_peak():
 
 
 def test_a_spans_peak_holds_memory_that_was_freed_before_its_end():
-    if not isinstance(gauge(), LinuxGauge):
-        pytest.skip("this machine's gauge samples, or counts CUDA memory")
+    if not isinstance(gauge("cpu:0"), LinuxGauge):
+        pytest.skip("this machine's gauge samples")
     recorder = Recorder()
     size = 200_000_000
-    with recorder.span("compute"):
+    with recorder.bind(**{**CALL, "device": "cpu:0"}), recorder.span("compute"):
         with recorder.span("forward"):
             block = bytearray(size)
             del block
@@ -176,6 +176,19 @@ def test_a_spans_peak_holds_memory_that_was_freed_before_its_end():
     peaks = {made.kind: made.peak_memory_bytes for made in recorder.drain()[0]}
     assert peaks["forward"] > peaks["optimizer"] + 0.9 * size
     assert peaks["compute"] == peaks["forward"]
+
+
+def test_the_device_of_the_work_chooses_the_gauge(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    for there in (True, False):  # a GPU that the host was not given is nothing to it
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert isinstance(gauge("cuda:1"), CudaGauge)
+        assert not isinstance(gauge("cpu:0"), CudaGauge)
+        recorder = Recorder()
+        with recorder.bind(**{**CALL, "device": "cpu:0"}), recorder.span("compute"):
+            pass
+        assert recorder.drain()[0][0].peak_memory_bytes > 10_000_000  # this process's resident set
 
 
 def test_the_sampling_gauge_reads_the_resident_set():
@@ -194,7 +207,7 @@ def test_on_a_cuda_device_the_peak_is_the_allocators():
         pytest.skip("needs a CUDA device")
     recorder = Recorder()
     torch.zeros(1, device="cuda")
-    with recorder.span("compute"):
+    with recorder.bind(**{**CALL, "device": "cuda:0"}), recorder.span("compute"):
         block = torch.zeros(50_000_000, device="cuda")
         del block
     assert 200_000_000 <= recorder.drain()[0][0].peak_memory_bytes < 300_000_000

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engines.training_ranks import ENGINES, make_engine, run_ranks, weights
+from workbench.algorithms.aggregation import aggregate, denominator
 from workbench.dataflow.columns import Ragged
 from workbench.telemetry import Recorder
 from workbench.workers.calls import Shard
@@ -68,3 +75,42 @@ def test_ranks_take_equally_many_steps_and_filler_counts_for_nothing() -> None:
         scatter.put(micro, torch.full((2,), float(number + 1)))
     assert scatter.column().values.tolist() == [1.0, 1.0]
     assert isinstance(micros[0], MicroBatch)
+
+
+PROMPTS, RESPONSES = [[1, 2, 3], [4, 5], [6, 7, 8]], [[10, 11, 12, 13], [14, 15], [16, 17, 18]]
+
+
+def one_step_each() -> dict[str, Any]:
+    """One optimizer step of every engine on this rank's share of three rows, a row a micro-batch."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rows = np.array_split(np.arange(3), size)[rank].tolist()
+    mine = shard([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows], (len(rows),))
+    communicator = Communicator(rank, size, Recorder())
+    (micros,) = each_minibatch(mine, 1, communicator, torch.device("cpu"))
+    mask = Ragged.of([[True] * len(RESPONSES[i]) for i in rows], torch.bool)
+    divisor = communicator.all_reduce(
+        torch.stack([denominator(micro.mask_BR(mask), "token-mean", None) for micro in micros]).sum()
+    )
+    done: dict[str, Any] = {"weights of micro-batches": [micro.weight for micro in micros]}
+    for kind in ENGINES:
+        engine = make_engine(kind)
+
+        def loss(micro: MicroBatch, engine: Any = engine) -> torch.Tensor:
+            log_probs_N, _ = engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
+            return aggregate(-micro.to_BR(log_probs_N), micro.mask_BR(mask), "token-mean", divisor)
+
+        report = engine.step([partial(loss, micro) for micro in micros])
+        done[kind] = (report.grad_norm, weights(engine))
+    return done
+
+
+@pytest.mark.slow
+def test_a_rank_with_fewer_micro_batches_gives_the_gradients_of_one_process() -> None:
+    ((alone,), ranks) = (run_ranks(one_step_each, size) for size in (1, 2))
+    assert [rank["weights of micro-batches"] for rank in (alone, *ranks)] == [[1, 1, 1], [1, 1], [1, 0]]
+    for kind in ENGINES:
+        norm, expected = alone[kind]
+        for rank in ranks:
+            assert rank[kind][0] == pytest.approx(norm, rel=1e-5)
+            for name, weight in expected.items():
+                torch.testing.assert_close(rank[kind][1][name], weight, rtol=0, atol=1e-5)

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from workbench.errors import RewardError
 from workbench.workers.reward_function import Score, score_rows
@@ -51,9 +53,50 @@ def test_calls_run_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor(2, dtype=torch.int64), 2.0),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.array(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (torch.tensor([0.5]), [0.5]),  # one axis: a number a response token, though there is one token
+        (np.array([1, 2]), [1.0, 2.0]),
+        (torch.tensor([0.5, 1.0], dtype=torch.bfloat16), [0.5, 1.0]),
+        ((np.float64(0.5), torch.tensor(1.0)), [0.5, 1.0]),
+    ],
+)
+def test_numbers_of_torch_and_numpy(value: Any, score: Score) -> None:
+    tokens = len(score) if isinstance(score, list) else 3
+    scores = score_rows(
+        lambda **row: value, [{}] * 2, [tokens] * 2, concurrency=1, timeout_s=5, where="rank 0", row_numbers=[0, 1],
+        progress=lambda done, total, tokens: None,
+    )  # fmt: skip
+    assert scores == [score, score]
+    assert type(scores[0]) is type(score)
+
+
+def test_one_number_here_and_several_there_are_refused() -> None:
+    def mixed(prompt: str, response: str) -> Any:
+        return 0.25 if prompt == "p2" else [0.5] * (len(response) + 1)
+
+    with pytest.raises(
+        RewardError, match=r"mixed returned 0.25, but \[0.5\] for row 10, for row 12 on rank 1 .* 'p2'"
+    ) as e:
+        run(mixed)
+    assert "scored alike" in e.value.rule
+
+
+@pytest.mark.parametrize(
     ("value", "message"),
     [
         (float("nan"), "returned nan"),
+        (float("-inf"), "returned -inf"),
+        (torch.tensor(float("nan")), "returned nan"),
+        (np.array([1.0, float("inf")]), "returned inf"),
+        (torch.zeros(2, 1), r"returned \[0.0\]"),
+        (np.zeros(3), "returned 3 numbers for a response of 2 tokens"),
         (None, "returned None"),
         ("1.0", "returned '1.0'"),
         ([1.0, 2.0, 3.0], "returned 3 numbers for a response of 2 tokens"),

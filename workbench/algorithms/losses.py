@@ -59,7 +59,15 @@ def policy_loss(
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
 
 
-def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None) -> Tensor:
+class ValueStats(NamedTuple):
+    """Per token and without gradient. clipped_BT: True where the clip changed the error, and stopped the gradient."""
+
+    clipped_BT: Tensor
+
+
+def value_loss(
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None
+) -> tuple[Tensor, ValueStats]:
     """The critic's squared error, optionally clipped around the values at the start of the update, [B, T].
 
         loss = 1/2 (V - G)^2
@@ -72,9 +80,9 @@ def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, cli
     """
     same_shape(values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT)
     values_BT, old_values_BT, returns_BT = full(values_BT), full(old_values_BT).detach(), full(returns_BT).detach()
-    error_BT = (values_BT - returns_BT).square()
+    unclipped_BT = error_BT = (values_BT - returns_BT).square()
     if clip is not None:
         within("clip", clip, 0.0)
         near_BT = values_BT.clamp(old_values_BT - clip, old_values_BT + clip)
-        error_BT = torch.maximum(error_BT, (near_BT - returns_BT).square())
-    return 0.5 * error_BT
+        error_BT = torch.maximum(unclipped_BT, (near_BT - returns_BT).square())
+    return 0.5 * error_BT, ValueStats((error_BT != unclipped_BT).detach())

@@ -43,8 +43,6 @@ HATCHES = {
     "communication": "M-1 1L1-1M0 6L6 0M5 7L7 5",
     "weight_sync": "M0 0L6 6M0 6L6 0",
     "reward": "M1 3H5M3 1V5",
-    "load": "M0 5L3 1L6 5",
-    "checkpoint": "M0 0H6M0 3H6M1.5 0V3M4.5 3V6",
 }
 
 

@@ -74,6 +74,8 @@ class Generation:
     """Settings of the generation engine of the actor.
 
     engine: "vllm" or "transformers" (needs nothing more than transformers).
+    tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the actor's pool,
+        whose size it must divide. The transformers engine knows only 1.
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead.
     max_rows: most sequences decoded at the same time by one engine.
@@ -81,6 +83,7 @@ class Generation:
     """
 
     engine: Literal["vllm", "transformers"] = "vllm"
+    tensor_parallel_size: int = 1
     max_model_tokens: int = 1024
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.4
@@ -89,6 +92,13 @@ class Generation:
 
     def __post_init__(self) -> None:
         one_of("Generation.engine", self.engine, GENERATION_ENGINES)
+        at_least("Generation.tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.engine == "transformers" and self.tensor_parallel_size > 1:
+            raise BadInput(
+                f"Generation.tensor_parallel_size={self.tensor_parallel_size} with engine='transformers'",
+                "the transformers engine keeps a whole model on each rank",
+                "use engine='vllm', or tensor_parallel_size=1",
+            )
         at_least("Generation.max_model_tokens", self.max_model_tokens, 2)
         at_least("Generation.kv_cache_gib", self.kv_cache_gib, 0, strictly=True)
         at_least("Generation.max_rows", self.max_rows, 1)

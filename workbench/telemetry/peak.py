@@ -69,11 +69,9 @@ class SampledGauge:
         pass
 
 
-def gauge() -> Gauge:
-    """The best gauge for this process: CUDA's allocator if CUDA is in use here, else the resident set."""
-    import torch
-
-    if torch.cuda.is_available():
+def gauge(device: str) -> Gauge:
+    """The best gauge for work on `device` ("cuda:0", "cpu:1"): CUDA's allocator on a GPU, else the resident set."""
+    if device.startswith("cuda"):
         return CudaGauge()
     linux = LinuxGauge()
     try:

@@ -147,7 +147,7 @@ class Recorder:
     def _peak_meter(self) -> PeakMeter:
         with self._lock:  # one meter: two would reset each other's mark
             if self._meter is None:
-                self._meter = PeakMeter(gauge())
+                self._meter = PeakMeter(gauge(self._here.labels["device"]))
             return self._meter
 
     def _add(self, kind: str, start_s: float, end_s: float, counts: OpenSpan, peak: int, parent: str) -> None:

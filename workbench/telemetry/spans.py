@@ -18,8 +18,6 @@ KIND_MEANINGS = {
     "communication": "collectives between the ranks of a group",
     "weight_sync": "giving the generation engine new weights",
     "reward": "the user's reward or cost function",
-    "load": "building a model or an engine",
-    "checkpoint": "writing or reading weights and optimizer state",
 }
 KINDS = tuple(KIND_MEANINGS)
 TRANSFER_KINDS = ("batch", "weights")

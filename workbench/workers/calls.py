@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,7 +150,12 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank's error: its class's name, message, formatted traceback, and the exception itself where it pickles."""
+    """A rank's error: its class's name, message, formatted traceback, and the exception itself.
+
+    Inline the exception keeps its traceback, so that a notebook shows the frames of the worker and of the user's own
+    functions, and `%debug` enters them (`exceptions` lists the chain there). Sent from another process it arrives
+    without, or not at all where it does not pickle.
+    """
 
     kind: str
     message: str
@@ -159,16 +165,19 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """From an exception that was just caught; our own frames of dispatch are left out."""
-        import pickle
-
         frames = traceback.extract_tb(error.__traceback__)[1:]
         text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-        kept: BaseException | None = error.with_traceback(None)
+        return cls(kind=type(error).__name__, message=str(error), traceback=text, error=error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
         try:
-            pickle.loads(pickle.dumps(kept))
+            pickle.loads(pickle.dumps(self.error))
         except Exception:
-            kept = None
-        return cls(kind=type(error).__name__, message=str(error), traceback=text, error=kept)
+            state["error"] = None
+        if self.error is not None:  # its frames hold on to this process's tensors
+            self.error.__traceback__ = None
+        return state
 
 
 def column_summary(column: Column) -> ColumnSummary:

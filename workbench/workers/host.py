@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from workbench.dataflow.columns import Column, Table, concatenate, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Pull, ShardId
-from workbench.errors import NotFound
+from workbench.errors import BadInput, NotFound
 from workbench.models.spec import Model
 from workbench.telemetry import Recorder
 from workbench.workers.calls import Call, Failure, HostInfo, Output, Reply, Shard, column_summary
@@ -55,12 +55,21 @@ class Host:
         return address, self._store.port
 
     def join(self, address: str, port: int) -> None:
-        """Every rank: join the pool's process group (NCCL on GPUs, gloo on CPUs)."""
+        """Every rank: join the pool's process group (NCCL on GPUs, gloo on CPUs).
+
+        Inline, the kernel may have a default group already, of another workbench or of the user's: that one is used.
+        """
         rank, size = self.info.rank, self.info.world_size
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port)
         )
-        if dist.is_initialized():  # inline: one pool after another in one kernel
+        if dist.is_initialized():
+            if dist.get_world_size() != size:
+                raise BadInput(
+                    f"a pool of {size} rank(s) in a process whose default process group has {dist.get_world_size()}",
+                    "torch has one default group a process",
+                    "open the workbench in a process of its own, or with backend='ray'",
+                )
             return
         backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
         store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
@@ -111,7 +120,7 @@ class Host:
                     result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
                 output = result if isinstance(result, Output) else Output(value=result)
                 columns = self._keep(output.columns, call)
-        except BaseException as error:
+        except Exception as error:  # an interrupt of the kernel ends an inline stage as it ends any code
             failure = Failure.of(error)
         finally:
             self._busy = ""
@@ -225,10 +234,9 @@ class Host:
         }
 
     def close(self) -> None:
-        """Free the workers and leave the process group."""
+        """Free the workers and batches. The process group belongs to the process: it ends with it, or inline with the
+        last workbench."""
         for worker in self.workers.values():
             worker.close()
         self.workers.clear()
         self._shards.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()

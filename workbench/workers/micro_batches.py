@@ -76,19 +76,17 @@ class MicroBatch:
 def micro_batches(
     shard: Shard, rows: Sequence[int], budget_tokens: int, communicator: Communicator, device: torch.device
 ) -> list[MicroBatch]:
-    """The micro-batches of some rows of a shard; equally many on every rank of the group."""
+    """The micro-batches of some rows of a shard (at least one), equally many on every rank of the group.
+
+    A rank that cannot cut its rows into as many goes through one again whose tokens count for nothing.
+    """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
     lengths = [len(prompts[i]) + len(responses[i]) for i in rows]
     most = int(communicator.all_reduce_max(torch.tensor([len(cut(lengths, budget_tokens))])).item())
     groups = [[rows[i] for i in group] for group in cut(lengths, budget_tokens, most)]
     out = [_build(group, prompts, responses, device, 1.0) for group in groups]
-    if len(out) < most:
-        if rows:
-            filler = _build([rows[0]], prompts, responses, device, 0.0)
-        else:
-            filler = _build([0], [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], device, 0.0)
-        out += [filler] * (most - len(out))
-    return out
+    filler = _build(groups[-1][:1], prompts, responses, device, 0.0)
+    return out + [filler] * (most - len(out))
 
 
 def _build(

@@ -12,10 +12,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from workbench.errors import RewardError
 
 RewardFunction = Callable[..., Any]
 Score = float | list[float]
+ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
 
 
 def score_rows(
@@ -31,10 +35,12 @@ def score_rows(
 ) -> list[Score]:
     """`function(**row)` for each row: one number, or one number a response token. `async def` functions work too.
 
+    Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows.
     concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
     timeout_s: for one call; a call past it is abandoned (Python cannot end a thread) and the stage fails.
     Raises `RewardError` naming the prompt, the row and the rank when a call raises, runs out of time, or returns
-    neither a finite number nor as many finite numbers as the response has tokens.
+    neither a finite number nor as many finite numbers as the response has tokens; and when some rows get one number
+    and others several.
     """
     work: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[int, Any, BaseException | None, str]] = queue.SimpleQueue()
@@ -93,10 +99,15 @@ def score_rows(
             progress(len(scores), len(rows), 0)
     finally:
         stop.set()
+    for i, score in sorted(scores.items()):
+        if isinstance(score, list) != isinstance(scores[0], list):
+            raise fail(i, f"returned {score!r:.60}, but {scores[0]!r:.60} for row {row_numbers[0]},", ALIKE)
     return [scores[i] for i in range(len(rows))]
 
 
 def _checked(value: Any, tokens: int) -> Score:
+    if isinstance(value, Tensor | np.ndarray):
+        value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != tokens:
             raise ValueError(f"returned {len(value)} numbers for a response of {tokens} tokens")

@@ -27,7 +27,10 @@ class Rollout:
 
 
 class GenerationEngine(ABC):
-    """Draws responses from the newest weights it was given."""
+    """Draws responses from the newest weights it was given.
+
+    weights_version: what `update_weights` said last; -1 after one that failed, until the next succeeds.
+    """
 
     weights_version: int
 
@@ -47,7 +50,10 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Take new weights (transformers' names) in place, drop stale caches, return bytes taken."""
+        """Take new weights (transformers' names) in place, drop stale caches, return bytes taken.
+
+        After an error, that of the iterator included, weights are mixed; a whole update mends them.
+        """
 
     @abstractmethod
     def memory_bytes(self) -> dict[str, int]:

@@ -144,6 +144,7 @@ class TransformersEngine(GenerationEngine):
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """See the base class. Raises `SyncError` when names do not match the model's."""
         taken = 0
+        self.weights_version = -1  # until every weight is there
         if self._owns_model:
             # One entry a tensor: tied weights answer to every name they have, and need only one of them.
             mine = dict(self._model.named_parameters(remove_duplicate=False))

@@ -48,6 +48,7 @@ class VllmEngine(GenerationEngine):
     gets one of world size 1. One engine a process at a time: `close()` it before making another.
 
     model_path: folder with config, weights and tokenizer.  dtype: of weights and cache.
+    settings.tensor_parallel_size: ranks of a tensor group; it must divide the ranks of the default group.
     threads: computing threads on a CPU host while the engine works (None: as the process has them).
     Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
     """
@@ -59,7 +60,6 @@ class VllmEngine(GenerationEngine):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        tensor_parallel_size: int = 1,
         threads: int | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -81,7 +81,7 @@ class VllmEngine(GenerationEngine):
             self._end_ids = end_token_ids(config.get_text_config(), self._tokenizer)
         self.weights_version = 0
         with _threads(threads), _process_kept(device):
-            self._engine: Any = _start(Path(model_path), settings, dtype, device, tensor_parallel_size)
+            self._engine: Any = _start(Path(model_path), settings, dtype, device)
 
     def generate(
         self,
@@ -106,12 +106,10 @@ class VllmEngine(GenerationEngine):
                         row, new = int(output.request_id), output.outputs[0]
                         responses[row] += new.token_ids
                         log_probs[row] += _sampled(new.token_ids, new.logprobs)
-                        if output.finished:
-                            finished[row] = new.finish_reason == "stop"
-                            running.discard(row)
-                        elif stop_strings.end(responses[row]):
+                        finished[row] = new.finish_reason == "stop" or stop_strings.end(responses[row])
+                        if finished[row] and not output.finished:
                             self._engine.abort_request([output.request_id])
-                            finished[row] = True
+                        if finished[row] or output.finished:
                             running.discard(row)
                     if progress is not None:
                         progress(total - len(running), total, sum(map(len, responses)))
@@ -141,12 +139,21 @@ class VllmEngine(GenerationEngine):
                 taken += weight.nbytes
                 yield name, weight.detach()
 
+        self.weights_version = -1  # until every weight is there
         with self._working():
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+            try:
+                self._reload(counted())
+            except BaseException:
+                # vLLM holds the weights of unfinished layers back, and would count them to the next reload's.
+                self._reload(iter(()))
+                raise
             self._engine.apply_model(_refresh_tied_head)
             self._engine.reset_prefix_cache()
         self.weights_version = version
         return taken
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def memory_bytes(self) -> dict[str, int]:
         runner = self._engine.model_executor.driver_worker.worker.model_runner
@@ -195,13 +202,17 @@ class VllmEngine(GenerationEngine):
             yield
 
 
-def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, tp: int) -> Any:
+def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size()
-    if world % tp:
-        raise BadInput(f"tensor_parallel_size={tp}", f"it must divide the {world} processes of the pool")
+    if world % settings.tensor_parallel_size:
+        raise BadInput(
+            f"Generation.tensor_parallel_size={settings.tensor_parallel_size} on a pool of {world} device(s)",
+            "tensor groups of equal size make up the actor's pool",
+            "give a size that divides the pool's devices, or the pool more devices",
+        )
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine's core in this process, not in a child
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several processes share the cores
@@ -221,7 +232,7 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     arguments = EngineArgs(
         model=str(model_path),
         dtype=cast(Any, str(dtype).removeprefix("torch.")),
-        tensor_parallel_size=tp,
+        tensor_parallel_size=settings.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
         # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
         max_model_len=settings.max_model_tokens + 1,

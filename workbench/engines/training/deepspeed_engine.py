@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.engines.settings import Training
@@ -67,6 +68,7 @@ class DeepSpeedEngine(TrainingEngine):
 
         self.module = place(module, device, torch.bfloat16 if self._sharded_bf16 else torch.float32)
         require_equal_parameters(module, communicator)
+        _forget_ended_group()
         if settings.activation_checkpointing:
             recompute_activations(module)
         self._engine, *_ = deepspeed.initialize(
@@ -207,6 +209,18 @@ def _quiet_deepspeed() -> Any:
     # An operator for tensor-parallel inference on CPU, which nothing here calls; building it needs a compiler and 10 s.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _forget_ended_group() -> None:
+    """DeepSpeed clones the default process group once a process, and would go on with the clone of one that has ended:
+    that of an inline workbench that was closed."""
+    from deepspeed.utils import groups
+
+    if groups._WORLD_GROUP is not None:
+        try:
+            dist.get_global_rank(groups._WORLD_GROUP, 0)
+        except ValueError:  # not registered any more
+            groups._WORLD_GROUP = None
 
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from workbench.dataflow.location import ShardId
 from workbench.errors import BadInput, NotFound
@@ -11,9 +15,47 @@ from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, HostInfo
 from workbench.workers.host import Host
 
+# What a host's `join` sets; DeepSpeed reads it.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _Kernel:
+    """What inline workbenches share because a process has it once: default process group, rank variables, threads.
+
+    The first to open notes how things were, and the last to close puts them back: a group that was there before stays.
+    """
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    def enter(self) -> None:
+        """One workbench more."""
+        if not self._open:
+            self._variables = {name: os.environ.get(name) for name in RANK_VARIABLES}
+            self._threads = torch.get_num_threads()
+            self._had_group = dist.is_initialized()
+        self._open += 1
+
+    def leave(self) -> None:
+        """One workbench less."""
+        self._open -= 1
+        if self._open:
+            return
+        if dist.is_initialized() and not self._had_group:
+            dist.destroy_process_group()
+        for name, value in self._variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        torch.set_num_threads(self._threads)
+
+
+_kernel = _Kernel()
+
 
 class Finished(Pending):
-    """An answer that is there, or the error that came instead."""
+    """An answer that is there, or the error that came instead. An interrupt of the kernel goes straight through."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._value, self._error = None, None
@@ -38,6 +80,7 @@ class InlineBackend(Backend):
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
+        self._in_kernel = False
 
     def start(self, infos: Sequence[HostInfo]) -> None:
         if len(infos) != 1:
@@ -46,6 +89,8 @@ class InlineBackend(Backend):
                 "the inline backend runs everything in the kernel, on one device",
                 "use Placement.colocate(devices=1), or backend='ray'",
             )
+        _kernel.enter()
+        self._in_kernel = True
         self._hosts = {info.name: Host(info, self) for info in infos}
 
     def attach(self, infos: Sequence[HostInfo]) -> None:
@@ -68,6 +113,11 @@ class InlineBackend(Backend):
         return True
 
     def close(self) -> None:
-        for host in self._hosts.values():
-            host.close()
-        self._hosts.clear()
+        try:
+            for host in self._hosts.values():
+                host.close()
+        finally:
+            self._hosts.clear()
+            if self._in_kernel:
+                self._in_kernel = False
+                _kernel.leave()

@@ -111,16 +111,12 @@ class ActorWorker(TrainedWorker):
             temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=stop
         )
         metrics = self._sync()
-        uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
-        assert batch.sample is not None
-        numbers = zip(uids, batch.sample.tolist(), strict=True)
-        seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
-        prompts = [row.tolist() for row in batch.ragged("prompt_ids").rows()]
+        prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
             rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
-            counted.tokens = sum(map(len, rollout.response_ids))
-        responses = Ragged.of(rollout.response_ids, torch.int64)
-        finished = torch.tensor(rollout.finished, dtype=torch.bool)
+            counted.tokens = sum(map(len, rollout.response_ids[mine]))
+        responses = Ragged.of(rollout.response_ids[mine], torch.int64)
+        finished = torch.tensor(rollout.finished[mine], dtype=torch.bool)
         rows = len(finished)
         metrics["response_tokens/mean"] = Mean(total=len(responses.values), count=rows)
         metrics["finished/fraction"] = Mean(total=float(finished.sum()), count=rows)
@@ -128,12 +124,35 @@ class ActorWorker(TrainedWorker):
             columns={
                 "response_ids": responses,
                 "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
-                "rollout_log_prob": Ragged.of(rollout.log_probs, torch.float32),
+                "rollout_log_prob": Ragged.of(rollout.log_probs[mine], torch.float32),
                 "finished": finished,
             },
             metrics=metrics,
             meta={"temperature": temperature, "weights_version": self.generator.weights_version},
         )
+
+    def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
+        """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
+
+        Rows are dealt to every rank, as for training, but the ranks of a tensor group must ask the same of vLLM.
+        """
+        assert self.spec.generation is not None
+        size, communicator = self.spec.generation.tensor_parallel_size, self.context.communicator
+        first = communicator.rank - communicator.rank % size
+
+        def gathered(part: Tensor) -> list[Tensor]:
+            return communicator.all_gather(part)[first : first + size] if size > 1 else [part]
+
+        uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
+        assert batch.sample is not None
+        numbers = zip(uids, batch.sample.tolist(), strict=True)
+        own_seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
+        seeds = gathered(torch.tensor(own_seeds))
+        own = batch.ragged("prompt_ids")
+        prompts = Ragged(torch.cat(gathered(own.values)), torch.cat(gathered(own.lengths)))
+        before = sum(map(len, seeds[: communicator.rank - first]))
+        mine = slice(before, before + len(batch))
+        return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
 
     @register(
         DP_PROTO,

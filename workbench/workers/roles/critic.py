@@ -70,12 +70,17 @@ class CriticWorker(TrainedWorker):
         def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
             values_BR = micro.to_BR(self.engine.forward(**micro.inputs))
             returns_BR, mask_BR = micro.column_BR(returns), micro.mask_BR(mask)
-            loss_BR = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
+            loss_BR, stats = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
             count, new_BR = float(mask_BR.sum()), values_BR.detach()
+
+            def mean(x_BR: Tensor) -> Mean:
+                return Mean(total=float((x_BR * mask_BR).sum()), count=count)
+
             return loss_BR, {
-                "value_error": Mean(total=float(((new_BR - returns_BR) ** 2 * mask_BR).sum()), count=count),
-                "values/mean": Mean(total=float((new_BR * mask_BR).sum()), count=count),
-                "returns/mean": Mean(total=float((returns_BR * mask_BR).sum()), count=count),
+                "value_error": mean((new_BR - returns_BR) ** 2),
+                "value_clip_fraction": mean(stats.clipped_BT.float()),
+                "values/mean": mean(new_BR),
+                "returns/mean": mean(returns_BR),
             }
 
         return self.update(batch, loss, epochs=epochs, aggregation=aggregation, max_response_tokens=max_response_tokens)

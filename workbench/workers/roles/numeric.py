@@ -34,7 +34,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 
 class NumericWorker(Worker):
-    """Lives in every pool; the actor's does the work."""
+    """Lives beside the actor."""
 
     @register(
         DP_PROTO,

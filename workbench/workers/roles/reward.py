@@ -18,7 +18,7 @@ from workbench.workers.calls import Mean, Output, Shard
 from workbench.workers.micro_batches import each_minibatch, tokens_of
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
-from workbench.workers.reward_function import RewardFunction, score_rows
+from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
 from workbench.workers.worker import Context, Worker
 
 TOKENS = ("prompt_ids", "response_ids")
@@ -94,31 +94,36 @@ class RewardWorker(Worker):
 
     def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, timeout_s: float) -> Column:
         responses = batch.ragged("response_ids").rows()
+        where = f"rank {self.context.host.rank} of pool {self.context.host.pool}"
         rows: list[dict[str, Any]] = []
         for i, response in enumerate(responses):
             row = {name: column[i] for name, column in batch.columns.items() if isinstance(column, list)}
             row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
             rows.append(row)
-        with self.context.recorder.span("reward"):
-            scores = score_rows(
-                function,
-                rows,
-                [len(response) for response in responses],
-                concurrency=concurrency,
-                timeout_s=timeout_s,
-                where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
-                row_numbers=batch.rows.tolist(),
-                progress=self.context.progress,
-            )
-        lists = [isinstance(score, list) for score in scores]
-        if all(lists) and scores:
-            return Ragged.of(scores, torch.float32)  # type: ignore[arg-type]
-        if any(lists):
+        several_one = torch.zeros(2)  # whether any rank got several numbers a row, and whether any got one
+        try:
+            with self.context.recorder.span("reward"):
+                scores = score_rows(
+                    function,
+                    rows,
+                    [len(response) for response in responses],
+                    concurrency=concurrency,
+                    timeout_s=timeout_s,
+                    where=where,
+                    row_numbers=batch.rows.tolist(),
+                    progress=self.context.progress,
+                )
+            several = isinstance(scores[0], list)
+            several_one[:] = torch.tensor([several, not several])
+        finally:  # also where the function failed: the other ranks wait to compare
+            self.context.communicator.all_reduce_max(several_one)
+        if several_one.all():
             raise RewardError(
-                "the reward function returned a number for some rows and a list for others",
-                "all rows of a batch are scored alike",
+                f"the reward function returned {scores[0]!r:.60} for row {batch.rows[0]} on {where}, "
+                f"but {'one number' if several else 'several'} a row on another rank",
+                ALIKE,
             )
-        return torch.tensor(scores, dtype=torch.float32)
+        return Ragged.of(scores, torch.float32) if several else torch.tensor(scores, dtype=torch.float32)  # type: ignore[arg-type]
 
 
 class CostWorker(RewardWorker):

@@ -1,0 +1,66 @@
+"""Roles in an inline workbench: what a setting or an update says it does is what is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab
+from workbench.dataflow.columns import Ragged
+from workbench.errors import BadInput
+
+
+def length(prompt: str, response: str, **row: str) -> float:
+    """A reward that differs from row to row, whatever a tiny model writes."""
+    return len(response) / 10
+
+
+def greedy(runs: Path, name: str, engine: str, checkpointing: bool) -> tuple[list[list[int]], dict[str, float]]:
+    """Greedy tokens after an update, and the gap of engine and trainer on sampled ones."""
+    with tiny_lab(
+        name, runs, engine=engine, training={"activation_checkpointing": checkpointing}, backend="inline"
+    ) as lab:
+        prompts = lab.prompts.next(4)
+        sampled = lab.actor.compute_log_prob(lab.actor.generate_sequences(prompts, max_new_tokens=16, seed=3))
+        gap = dict(lab.last_metrics["compute_log_prob"])
+        scored = lab.compute_advantages(lab.critic.compute_values(lab.reward.compute_reward(sampled, function=length)))
+        assert lab.actor.update_actor(scored)["grad_norm"] > 0
+        tokens = lab.actor.generate_sequences(prompts, max_new_tokens=16, temperature=0).fetch(["response_ids"])
+    column = tokens["response_ids"]
+    assert isinstance(column, Ragged)
+    return [row.tolist() for row in column.rows()], gap
+
+
+def test_generation_beside_recomputed_activations(tmp_path: Path) -> None:
+    expected, _ = greedy(tmp_path, "kept", "torch", False)
+    tokens, gap = greedy(tmp_path, "recomputed", "torch", True)
+    assert tokens == expected
+    assert max(map(len, tokens)) == 16  # long enough for a lost key-value cache to show
+    assert gap["rollout_gap/max"] < 1e-4
+
+
+def test_an_update_says_how_much_the_value_clip_held_back(tmp_path: Path) -> None:
+    with tiny_lab("clip", tmp_path, backend="inline", training={"minibatches": 1, "learning_rate": 1e-2}) as lab:
+        batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=8)
+        batch = lab.critic.compute_values(lab.actor.compute_log_prob(lab.reward.compute_reward(batch, function=length)))
+        batch = lab.compute_advantages(batch)
+        metrics = lab.critic.update_critic(batch, clip=0.01, epochs=4)
+        # before the first step the values are the old ones, and after some they are further away than 0.01
+        assert metrics["first_minibatch/value_clip_fraction"] == 0
+        assert 0.1 < metrics["value_clip_fraction"] < 1
+        assert lab.critic.update_critic(batch, clip=None)["value_clip_fraction"] == 0
+
+
+def test_tensor_groups_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"tensor_parallel_size=2 with engine='transformers'.*engine='vllm'"):
+        wb.Generation(engine="transformers", tensor_parallel_size=2)
+    with pytest.raises(BadInput, match="tensor_parallel_size=0"):
+        wb.Generation(tensor_parallel_size=0)
+    pytest.importorskip("vllm")
+    with pytest.raises(BadInput, match=r"tensor_parallel_size=2 on a pool of 1 device"):
+        wb.open(
+            "lonely", models={"actor": TINY}, generation=wb.Generation(tensor_parallel_size=2, max_model_tokens=64),
+            training=wb.Training(engine="torch"), backend="inline", runs=tmp_path,
+        )  # fmt: skip
