@@ -135,5 +135,6 @@ def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
         error = StageError(f"{where}: {type(first).__name__}: {first}", rule, remedy)
         for note in getattr(first, "__notes__", ()):
             error.add_note(note)
+        first.__notes__ = []  # told once
     error.__cause__ = first
     return error
