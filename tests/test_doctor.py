@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import workbench
 from workbench import cli, doctor
 
 
@@ -96,6 +98,15 @@ def test_a_gpu_build_without_gpu_stops_the_main_job(monkeypatch: pytest.MonkeyPa
     build = next(check for check in doctor._devices(probe) if check.name == "vLLM's build")
     assert not build.ok
     assert build.needed
+
+
+@pytest.mark.parametrize(("fast", "said"), [(True, "float32 by default (dtype='bfloat16' is fast"), (False, "float32")])
+def test_the_default_dtype_is_what_open_uses(fast: bool, said: str) -> None:
+    probe = subprocess.CompletedProcess([], 0, json.dumps({"gpus": [], "bf16_is_fast": fast}), "")
+    found = doctor._devices(probe)[0].found
+    assert said in found
+    assert ("bfloat16" in found) == fast
+    assert f"{inspect.signature(workbench.open).parameters['dtype'].default} by default" in found
 
 
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from workbench.errors import WorkbenchError
+from workbench.errors import BadInput, WorkbenchError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
     add("doctor", _doctor, "what is installed, what can run here, and the remedy for what is missing")
     add("ls", _ls, "the workbenches that live on this machine")
     add("stop", _stop, "end a workbench and its hosts", answers=False).add_argument("name", metavar="NAME")
+    trace = add("trace", _trace, "write a run as a Chrome trace, for Perfetto", answers=False)
+    trace.add_argument("run", metavar="NAME_OR_RUN_FOLDER", help="a workbench that lives, or the folder of any run")
+    trace.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default: trace.json")
     return top
 
 
@@ -59,7 +63,10 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2, default=str))
     else:
-        print(_table(rows) if rows else "no workbench lives on this machine")
+        shown = [
+            {**row, "processes": ", ".join(f"{p['host']}: {p['process']}" for p in row["processes"])} for row in rows
+        ]
+        print(_table(shown) if shown else "no workbench lives on this machine")
     return 0
 
 
@@ -68,6 +75,22 @@ def _stop(arguments: argparse.Namespace) -> int:
 
     opening.stop(arguments.name)
     print(f"stopped {arguments.name}")
+    return 0
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from workbench import registry
+    from workbench.telemetry.store import TelemetryStore
+
+    living = [record.run_folder for record in registry.records() if record.name == arguments.run]
+    folder = Path(living[0] if living else arguments.run)
+    if not folder.is_dir() or TelemetryStore(folder).spans().empty:
+        raise BadInput(
+            f"{folder} holds no spans",
+            "a run folder has them in spans.jsonl as soon as a stage has run",
+            "give the name of a workbench that lives (`wb ls`), or the folder of a run: runs/NAME/DATE",
+        )
+    print(TelemetryStore(folder).chrome_trace(arguments.output))
     return 0
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from workbench.errors import BadInput, HostDied, NotFound
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.prompt_stream import PromptStream
+from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
 from workbench.workers.calls import Call, Metrics, Reply, merge_metrics
@@ -100,37 +101,29 @@ class Workbench:
 
     # --- opening and leaving ----------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Start hosts, join each pool's process group, load the models."""
+    def _start(self, note: Callable[[str], None]) -> None:
+        """Start hosts, join each pool's process group, load the models. note: called with what is waited for."""
         description = self.description
         self._backend = (
-            InlineBackend() if description.backend == "inline" else RayBackend(self.name, description.address)
+            InlineBackend()
+            if description.backend == "inline"
+            else RayBackend(description.id, description.address, note=note)
         )
         self._backend.start(self._infos)
-        for pool in self.placement.pools:
-            hosts = [info.name for info in self._infos if info.pool == pool.name]
-            address, port = self._backend.work(hosts[0], "open_store").result()
-            _all(self._backend.work(host, "join", address, port) for host in hosts)
-        # Roles of different pools load at the same time; DeepSpeed needs all ranks of a pool at once.
-        building = []
-        for pool in self.placement.pools:
-            hosts = [info.name for info in self._infos if info.pool == pool.name]
-            for role in (*pool.roles, "numeric"):
-                model = self.description.models.get(role, self.description.models["actor"])
-                worker_class = model.worker if model.worker and role in pool.roles else ROLE_WORKERS[role]
-                options = {"seed": self.seed, "actor_name": str(self.description.models["actor"].name)}
-                building += [self._backend.work(host, "build", role, worker_class, model, **options) for host in hosts]
-        _all(building)
+        join_pools(self._backend, self._infos, note)
+        load_roles(self._backend, self._infos, description, note)
 
     def close(self) -> None:
-        """End the hosts and free what they hold; the run folder stays. Closing twice is fine."""
+        """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice, or
+        after another kernel took the workbench's name, is fine: only what this opening started is ended."""
         if self._closed:
             return
         self._closed = True
-        registry.opened.pop(self.name, None)
+        if registry.opened.get(self.name) is self:
+            del registry.opened[self.name]
         self._backend.close()
         if self.description.backend == "ray":
-            registry.forget(self.name)
+            registry.forget(self.description.id)
             stop_idle_head()
 
     def __enter__(self) -> Workbench:
@@ -301,7 +294,7 @@ class Workbench:
     def _save_state(self) -> None:
         if self.description.backend == "ray":
             registry.save_state(
-                self.name,
+                self.description.id,
                 {
                     "run": self._run_number,
                     "batch": self._batch_number,
@@ -483,10 +476,6 @@ class Workbench:
 def _name(model: Model) -> str | Path:
     assert model.name is not None
     return model.name
-
-
-def _all(pending: Any) -> list[Any]:
-    return [p.result() for p in list(pending)]
 
 
 def _group_pulls(columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray) -> list[tuple[Any, Any]]:

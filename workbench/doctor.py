@@ -20,6 +20,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from workbench.machine import cores
+
 PROBE_TIMEOUT_S = 180
 # What has to import for an engine to run, and the distributions whose version is shown.
 PROBES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -198,16 +200,16 @@ def _devices(probe: subprocess.CompletedProcess[str]) -> list[Check]:
 
     answer = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 else {"gpus": []}
     gpus = [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in answer["gpus"]]
-    cores, memory_gib = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
-    dtype = (
-        "" if "bf16_is_fast" not in answer else f", {'bfloat16' if answer['bf16_is_fast'] else 'float32'} by default"
-    )
+    memory_gib = psutil.virtual_memory().total / 2**30
+    dtype = ", float32 by default"
+    if answer.get("bf16_is_fast"):
+        dtype += " (dtype='bfloat16' is fast here)"
     checks = [
         Check(
             name="devices",
             ok=True,
             needed=False,
-            found=f"{', '.join(gpus) if gpus else 'no GPU'}; {cores} CPU cores, {memory_gib:.0f} GiB{dtype}",
+            found=f"{', '.join(gpus) if gpus else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}",
         ),
         Check(
             name="memory",

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LOCK_POLL_S = 0.25
 
 
 def home() -> Path:
@@ -11,3 +17,22 @@ def home() -> Path:
     folder = Path(os.environ.get("WORKBENCH_HOME") or "~/.cache/workbench").expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Only one process of this user at a time is in here for `name`; `waiting` is called again and again until then.
+
+    The lock goes with the process that holds it, also when that is killed. Not reentrant.
+    """
+    lock = FileLock(home() / f"{name}.lock")
+    while True:
+        try:
+            lock.acquire(timeout=LOCK_POLL_S)
+            break
+        except Timeout:
+            waiting()
+    try:
+        yield
+    finally:
+        lock.release()

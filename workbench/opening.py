@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +11,14 @@ from typing import Any, Literal
 from workbench import registry
 from workbench.controller import Workbench
 from workbench.description import Description
+from workbench.display.progress import Progress
 from workbench.engines.settings import Generation, Training, one_of
-from workbench.errors import HostDied, NameTaken
+from workbench.errors import NameTaken, WorkbenchError
+from workbench.home import locked
 from workbench.placement import Placement
 from workbench.workers.backends import RayBackend
-from workbench.workers.cluster import running_head, stop_idle_head
+from workbench.workers.backends.ray import end_hosts
+from workbench.workers.cluster import stop_idle_head
 
 IfExists = Literal["attach", "replace", "error"]
 
@@ -46,59 +48,84 @@ def open(
     training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role.
     backend: "ray", or "inline": everything in this process on one device, no Ray.
     device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
-    address: a Ray cluster to join, "host:port"; default: this user's own, started if need be.
+    address: a Ray cluster to join, "host:port" (then say device= as well); default: this user's own, started if need
+        be, or the one that this process joined with `ray.init()`.
     if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
         description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
     runs: folder under which the run folder (telemetry, logs) is made.
 
     Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change.
+    After two seconds a line says what is being waited for.
     """
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
-    registry.folder_of(name)
+    registry.check_name(name)
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
     )  # fmt: skip
-    living = _living(name, description.backend)
-    if living is not None:
-        if if_exists == "error" or (if_exists == "attach" and living != description.digest):
-            raise NameTaken(
-                f"a workbench named {name!r} lives",
-                "if_exists='error'" if if_exists == "error" else "it was opened with another description",
-                "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-            )
-        if if_exists == "attach":
-            return attach(name)
-        stop(name)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    lab = Workbench(description, run_folder)
+    with Progress(f"opening {name}") as bar:
+
+        def note(text: str) -> None:
+            bar.label = f"opening {name}: {text}"
+            bar.update(0, 0)
+
+        if description.backend == "inline":
+            return _open(description, run_folder, if_exists, note)
+        # the second of two notebooks that open the same name at once attaches to what the first opened
+        with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
+            return _open(description, run_folder, if_exists, note)
+
+
+def _open(description: Description, run_folder: Path, if_exists: IfExists, note: Callable[[str], None]) -> Workbench:
+    name = description.name
+    living = _living(name)
+    if living is not None and (if_exists == "error" or (if_exists == "attach" and living != description.digest)):
+        raise NameTaken(
+            f"a workbench named {name!r} lives",
+            "if_exists='error'" if if_exists == "error" else "it was opened with another description",
+            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+        )
+    if living is not None and if_exists == "attach":
+        return attach(name)
+    lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    if living is not None:
+        stop(name)
     try:
-        lab._start()
-        pids = [lab._backend.ask(info.name, "describe").result()["process"] for info in lab._infos]
+        lab._start(note)
+        if isinstance(lab._backend, RayBackend):
+            record = registry.Record(
+                id=description.id,
+                name=name,
+                digest=description.digest,
+                run_folder=str(run_folder),
+                address=lab._backend.cluster,
+                hosts=lab._backend.processes,
+            )
+            registry.write(record, description)
+            lab._save_state()
     except BaseException:
         if hasattr(lab, "_backend"):
             lab._backend.close()
+        registry.forget(description.id)
         raise
-    if description.backend == "ray":
-        registry.write(
-            name, description=description, digest=description.digest, run_folder=run_folder, address=address, pids=pids
-        )
-        lab._save_state()
     registry.opened[name] = lab
     return lab
 
 
 def attach(name: str) -> Workbench:
-    """Take up a workbench that lives, opened in this kernel or an earlier one."""
-    if name in registry.opened:
-        return registry.opened[name]
-    description = registry.description(name)
-    record = registry.read(name)
-    assert record is not None
-    lab = Workbench(description, Path(record["run_folder"]))
-    lab._backend = RayBackend(name, description.address, start=False)
+    """Take up a workbench that lives, opened in this kernel or an earlier one.
+
+    Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
+    """
+    mine = _opened_here(name)
+    if mine is not None:
+        return mine
+    record = registry.get(name)
+    lab = Workbench(registry.description(record), Path(record.run_folder))
+    lab._backend = RayBackend(record.id, record.address, start=False)
     lab._backend.attach(lab._infos)
-    state = registry.load_state(name)
+    state = registry.load_state(record.id)
     lab._run_number, lab._batch_number = state.get("run", 0), state.get("batch", 0)
     lab.iteration, lab.prompts.drawn = state.get("iteration", 0), state.get("drawn", 0)
     if lab.prompts.source and state.get("prompts"):
@@ -109,47 +136,64 @@ def attach(name: str) -> Workbench:
 
 
 def ls() -> list[dict[str, Any]]:
-    """The workbenches that live on this machine: name, alive, processes, run folder."""
+    """The workbenches that live on this machine: name, id, alive, address, processes, run folder.
+
+    alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
+    """
     found = []
-    for name in registry.names():
-        record = registry.read(name)
-        if record is not None:
-            found.append({key: record[key] for key in ("name", "alive", "address", "processes", "run_folder")})
+    for record in registry.records():
+        processes = [
+            {"host": host, "machine": process.machine, "process": process.pid} for host, process in record.hosts.items()
+        ]
+        shown = {"name": record.name, "id": record.id, "alive": record.alive, "address": record.address}
+        found.append({**shown, "processes": processes, "run_folder": record.run_folder})
     for name, lab in registry.opened.items():
         if lab.description.backend == "inline":
-            found.append(
-                {"name": name, "alive": True, "address": "inline", "processes": [], "run_folder": str(lab.run_folder)}
-            )
+            shown = {"name": name, "id": lab.description.id, "alive": True, "address": "inline"}
+            found.append({**shown, "processes": [], "run_folder": str(lab.run_folder)})
     return found
 
 
 def stop(name: str) -> None:
-    """Close a workbench by name, from any process; `NotFound` if there is none."""
-    if name in registry.opened:
-        registry.opened[name].close()
+    """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
+    mine = _opened_here(name)
+    if mine is not None:
+        mine.close()
         return
-    description = registry.description(name)
-    if description.address is not None or running_head() is not None:
-        backend = RayBackend(name, description.address)
-        with contextlib.suppress(HostDied):  # what is left of it is ended all the same
-            backend.attach(description.hosts(Path()))
-        backend.close()
-    registry.forget(name)
+    record = registry.get(name)
+    try:
+        end_hosts(record.id, record.address, record.hosts, record.hosts.values())
+    except WorkbenchError as error:
+        gone = f"if the cluster at {record.address} is gone for good, delete {record.folder}"
+        raise type(error)(error.value, error.rule, gone) from error
+    registry.forget(record.id)
     stop_idle_head()
 
 
-def _living(name: str, backend: str) -> str | None:
-    """The digest of the workbench of that name that lives, or None; a dead one's record is swept away."""
-    if name in registry.opened:
-        return registry.opened[name].description.digest
-    record = registry.read(name)
+def _opened_here(name: str) -> Workbench | None:
+    """This process's workbench of that name, if it still is the one that lives under it."""
+    lab = registry.opened.get(name)
+    if lab is None or lab.description.backend == "inline":
+        return lab
+    record = registry.find(name)
+    if record is not None and record.id == lab.description.id:
+        return lab
+    lab.close()  # another process stopped or replaced it
+    return None
+
+
+def _living(name: str) -> str | None:
+    """The digest of the workbench of that name that lives, or None; a dead one is swept away."""
+    mine = _opened_here(name)
+    if mine is not None and mine.description.backend == "inline":
+        return mine.description.digest
+    record = registry.find(name)
     if record is None:
         return None
-    if record["alive"] is False:
+    if record.alive is False:
         stop(name)
         return None
-    digest: str = record["digest"]
-    return digest
+    return record.digest
 
 
 @atexit.register

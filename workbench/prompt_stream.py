@@ -11,6 +11,7 @@ import torch
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.prompts import Prompts
+from workbench.engines.settings import Generation
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class PromptStream:
             options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
             options.setdefault("seed", lab.seed)
             self.source = Prompts(**options, tokenizer=lab._tokenizer)
+            _check_room(self.source, lab.description.models["actor"].generation)
 
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns."""
@@ -63,3 +65,15 @@ class PromptStream:
 
     def _repr_html_(self) -> str:
         return self.source._repr_html_() if self.source else repr(self)
+
+
+def _check_room(prompts: Prompts, generation: Generation | None) -> None:
+    """Raise `BadInput` when the longest prompt leaves no token for a response."""
+    longest = prompts.longest
+    tokens = len(longest.prompt_ids)
+    if generation and tokens >= generation.max_model_tokens:
+        raise BadInput(
+            f"the prompt of row {longest.index} has {tokens} tokens",
+            f"prompt and response together have at most Generation.max_model_tokens={generation.max_model_tokens}",
+            "raise it, or leave long prompts out with prompts={'source': ..., 'max_prompt_tokens': n}",
+        )

@@ -1,102 +1,147 @@
-"""Which workbenches live on this machine: one small folder each, so that a new kernel, and `wb ls`, find them."""
+"""Which workbenches live on this machine: one small folder each, so that a new kernel, and `wb ls`, find them.
+
+A folder belongs to one opening, not to a name: who closes a workbench removes its own record and nobody else's, also
+when another workbench of that name has been opened in the meantime.
+
+    labs/<id>/lab.json          name, processes, address: read by all, written once
+    labs/<id>/description.pkl   what it was opened with; needs the modules of its functions, so only `attach` reads it
+    labs/<id>/state.json        counters that a new kernel goes on from
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import psutil
 
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput, MissingDependency, NotFound
 from workbench.home import home
+from workbench.machine import Process
 
-opened: dict[str, Any] = {}  # name -> Workbench: those that this process opened or attached to
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+    from workbench.description import Description
+
+opened: dict[str, Workbench] = {}  # by name: those that this process opened or attached to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
-    """A process that can be told from a later one of the same id."""
+class Record:
+    """A workbench on Ray that was opened and not closed.
 
-    pid: int
-    created_s: float
+    id: of this opening. digest: of its description. address: of its cluster; None: this user's own Ray head.
+    hosts: the process of each host, by the host's name.
+    """
+
+    id: str
+    name: str
+    digest: str
+    run_folder: str
+    address: str | None
+    hosts: dict[str, Process]
 
     @property
-    def alive(self) -> bool:
-        try:
-            process = psutil.Process(self.pid)
-            return process.create_time() == self.created_s and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+    def alive(self) -> bool | None:
+        """Whether all its hosts run; None: some are on other machines, and none is known to have ended."""
+        states = {process.alive for process in self.hosts.values()}
+        return False if False in states else None if None in states else True
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept."""
+        return _folder(self.id)
 
 
-def folder_of(name: str) -> Path:
-    """Where the record of a workbench lies."""
+def check_name(name: str) -> str:
+    """Return `name`, or raise `BadInput` if no workbench can be called that."""
     if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
         raise BadInput(f"name {name!r}", "a workbench's name has letters, digits, '-', '_' and '.', and is not empty")
-    return home() / "labs" / name
+    return name
 
 
-def write(name: str, *, description: Any, digest: str, run_folder: Path, address: str | None, pids: list[int]) -> None:
+def write(record: Record, description: Description) -> None:
     """Record a workbench that was just opened."""
-    folder = folder_of(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "description.pkl").write_bytes(cloudpickle.dumps(description))
-    processes = [{"pid": pid, "created_s": psutil.Process(pid).create_time()} for pid in pids if psutil.pid_exists(pid)]
-    record = {
-        "name": name, "digest": digest, "run_folder": str(run_folder), "address": address, "processes": processes
-    }  # fmt: skip
-    (folder / "lab.json").write_text(json.dumps(record, indent=1))
+    record.folder.mkdir(parents=True, exist_ok=True)
+    (record.folder / "description.pkl").write_bytes(cloudpickle.dumps(description))
+    _replace(record.folder / "lab.json", asdict(record))
 
 
-def read(name: str) -> dict[str, Any] | None:
-    """The record of a workbench with `alive`, whether all its hosts run (None: they are on other machines)."""
-    try:
-        record: dict[str, Any] = json.loads((folder_of(name) / "lab.json").read_text())
-    except (OSError, ValueError):
-        return None
-    local = [Process(**process).alive for process in record["processes"]]
-    record["alive"] = all(local) if local else None
+def records() -> list[Record]:
+    """Every workbench that is recorded, by name."""
+    found = []
+    for path in (home() / "labs").glob("*/lab.json"):
+        try:
+            values = json.loads(path.read_text())
+            hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
+            found.append(Record(**values, hosts=hosts))
+        except (OSError, ValueError, KeyError, TypeError):  # removed this moment, or written by another version
+            continue
+    return sorted(found, key=lambda record: record.name)
+
+
+def find(name: str) -> Record | None:
+    """The record of the workbench of that name, if there is one."""
+    check_name(name)
+    return next((record for record in records() if record.name == name), None)
+
+
+def get(name: str) -> Record:
+    """The record of the workbench of that name, or `NotFound`."""
+    record = find(name)
+    if record is None:
+        names = ", ".join(record.name for record in records())
+        raise NotFound(f"no workbench named {name!r}", f"there are: {names or 'none'}", "open one with wb.open(...)")
     return record
 
 
-def description(name: str) -> Any:
-    """The description that a workbench was opened with."""
+def description(record: Record) -> Description:
+    """What a workbench was opened with. Raises `MissingDependency` where code that it names cannot be imported."""
     try:
-        return pickle.loads((folder_of(name) / "description.pkl").read_bytes())
+        value: Description = pickle.loads((record.folder / "description.pkl").read_bytes())
     except OSError:
-        raise NotFound(
-            f"no workbench named {name!r}", f"there are: {', '.join(names()) or 'none'}", "open one with wb.open(...)"
-        ) from None
+        raise NotFound(f"no workbench named {record.name!r}", "it was closed this moment", "open it anew") from None
+    except (ImportError, AttributeError) as error:
+        module = f"module {error.name!r}" if isinstance(error, ImportError) and error.name else str(error)
+        raise MissingDependency(
+            f"workbench {record.name!r} was opened with code that this process cannot import: {module}",
+            "its functions and worker classes are found by the names of their modules",
+            "run from the folder of that module or with PYTHONPATH=<folder>; or define the function in the notebook, "
+            f"and open again. `wb stop {record.name}` works in any case",
+        ) from error
+    return value
 
 
-def names() -> list[str]:
-    """All recorded workbenches."""
-    labs = home() / "labs"
-    return sorted(path.name for path in labs.iterdir() if (path / "lab.json").exists()) if labs.exists() else []
+def forget(lab: str) -> None:
+    """Remove the record of the workbench with this id, and no other's of its name."""
+    shutil.rmtree(_folder(lab), ignore_errors=True)
 
 
-def forget(name: str) -> None:
-    """Remove the record of a workbench that was closed."""
-    shutil.rmtree(folder_of(name), ignore_errors=True)
+def save_state(lab: str, state: dict[str, Any]) -> None:
+    """Keep the counters that a new kernel goes on from; nothing is kept of a workbench that was closed elsewhere."""
+    with contextlib.suppress(FileNotFoundError):
+        _replace(_folder(lab) / "state.json", state)
 
 
-def save_state(name: str, state: dict[str, Any]) -> None:
-    """Keep the counters that a new kernel goes on from."""
-    path = folder_of(name) / "state.json"
-    if path.parent.exists():
-        path.with_suffix(".new").write_text(json.dumps(state))
-        path.with_suffix(".new").replace(path)
-
-
-def load_state(name: str) -> dict[str, Any]:
+def load_state(lab: str) -> dict[str, Any]:
     """What `save_state` kept; empty when there is nothing."""
     try:
-        state: dict[str, Any] = json.loads((folder_of(name) / "state.json").read_text())
+        state: dict[str, Any] = json.loads((_folder(lab) / "state.json").read_text())
     except (OSError, ValueError):
         return {}
     return state
+
+
+def _folder(lab: str) -> Path:
+    return home() / "labs" / lab
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    """Write so that a reader sees the old text or the new, never half of one."""
+    path.with_suffix(".new").write_text(json.dumps(values, indent=1))
+    path.with_suffix(".new").replace(path)

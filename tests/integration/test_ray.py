@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,11 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import rollouts, tiny_lab, train_on
+from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
 from workbench.dataflow.columns import Ragged, Table
-from workbench.errors import HostDied, NameTaken, RewardError
+from workbench.display import Progress
+from workbench.errors import HostDied, MissingDependency, NameTaken, RewardError, StageError
+from workbench.workers.roles.critic import CriticWorker
 
 Stored = tuple[Table, dict[str, Any]]
 # fp32 on other micro-batches and other orders of summation: four updates drift by 1e-5 to 1e-4
@@ -211,7 +218,98 @@ print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": uids})
 def test_the_command_line_sees_it(full: wb.Workbench) -> None:
     listed = subprocess.run([sys.executable, "-m", "workbench", "ls", "--json"], capture_output=True, check=True)
     (row,) = json.loads(listed.stdout)
-    assert (row["name"], row["alive"], len(row["processes"])) == ("full", True, 2)
+    assert (row["id"], row["alive"], len(row["processes"])) == (full.description.id, True, 2)
+
+
+class HalfBroken(CriticWorker):
+    """Loads on rank 0 only, which then waits for rank 1."""
+
+    def __init__(self, spec: wb.Model, context: Any) -> None:
+        if context.host.rank == 1:
+            raise OSError("the disk is full")
+        torch.distributed.barrier()
+        super().__init__(spec, context)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_rank_that_does_not_load_ends_the_opening_at_once(
+    full: wb.Workbench, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr("workbench.opening.Progress", partial(Progress, after_s=0, stream=terminal))
+    models = {"actor": TINY, "critic": wb.Model(TINY, worker=HalfBroken), "reference": TINY, "reward": vowels}
+    before = _hosts_of("broken")
+    start_s = time.monotonic()
+    with pytest.raises(StageError, match="loading critic failed on pool shared, rank 1: OSError: the disk") as caught:
+        tiny_lab("broken", runs, models=models, placement=wb.Placement.colocate(2), devices=2)
+    assert time.monotonic() - start_s < 60  # the collective of rank 0 would wait for half an hour
+    shown = re.findall(r"opening broken: ([a-z ]+)  \d+ s so far", terminal.getvalue())
+    assert list(dict.fromkeys(shown))[-1] == "loading critic"
+    assert "starting hosts" in shown
+    (note,) = caught.value.__notes__
+    assert "on host shared-1" in note
+    assert 'raise OSError("the disk is full")' in note
+    assert [row["name"] for row in wb.ls()] == ["full"]
+    assert _hosts_of("broken") == before == []
+
+
+def _hosts_of(name: str) -> list[str]:
+    import ray
+
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in listed if actor["name"].startswith(f"{name}-")]
+
+
+def _runs(pid: int) -> bool:
+    """Also a zombie, which Ray has not read the exit code of yet, holds no memory any more."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+OTHER_KERNEL = """
+import sys
+from pathlib import Path
+import only_there
+from tests.cases import TINY, tiny_lab
+if __name__ == "__main__":
+    lab = tiny_lab("taken", Path(sys.argv[1]), models={"actor": TINY, "reward": only_there.score}, devices=1)
+    print("open", flush=True)
+    sys.stdin.readline()
+    lab.close()
+"""
+
+
+def test_a_name_is_taken_over_without_the_old_kernels_code_and_the_old_kernel_leaves_the_new_one_alone(
+    full: wb.Workbench, runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "only_there.py").write_text("def score(prompt, response, **row):\n    return 1.0\n")
+    (tmp_path / "kernel.py").write_text(OTHER_KERNEL)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "kernel.py"), str(runs)], env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as kernel:  # fmt: skip
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == "open\n"
+        (old,) = [row for row in wb.ls() if row["name"] == "taken"]
+        with pytest.raises(MissingDependency, match="module 'only_there'"):
+            wb.attach("taken")
+        new = tiny_lab("taken", runs, models={"actor": TINY}, devices=1, if_exists="replace")
+        assert not _runs(old["processes"][0]["process"])  # gone before its successor was there
+        kernel.communicate("\n", timeout=60)
+        assert kernel.returncode == 0
+    (listed,) = [row for row in wb.ls() if row["name"] == "taken"]
+    assert (listed["id"], listed["alive"]) == (new.description.id, True)
+    assert new.actor.generate_sequences(new.prompts.next(2), max_new_tokens=2).rows == 2
+    new.close()
+    assert not _runs(listed["processes"][0]["process"])
+    assert [row["name"] for row in wb.ls()] == ["full"]
 
 
 def test_a_dead_host_is_said_and_the_rest_can_be_stopped(full: wb.Workbench) -> None:

@@ -108,6 +108,11 @@ class Prompts:
         return self._position
 
     @property
+    def longest(self) -> PromptRow:
+        """The row with the most tokens."""
+        return max(self._rows, key=lambda row: len(row.prompt_ids))
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next row, from 0."""
         return self._position // len(self)

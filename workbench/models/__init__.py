@@ -5,7 +5,7 @@ To add a bundled or a tiny model: one entry in `bundled.BUNDLED` or in `tiny.TIN
 """
 
 from workbench.models.bundled import BUNDLED
-from workbench.models.dtypes import bf16_is_fast, default_dtype
+from workbench.models.dtypes import bf16_is_fast
 from workbench.models.loading import load_backbone, load_causal_lm, load_config
 from workbench.models.resolve import resolve
 from workbench.models.tiny import TINY
@@ -15,7 +15,6 @@ __all__ = [
     "BUNDLED",
     "TINY",
     "bf16_is_fast",
-    "default_dtype",
     "load_backbone",
     "load_causal_lm",
     "load_config",

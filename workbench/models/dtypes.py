@@ -11,8 +11,3 @@ def bf16_is_fast(device: torch.device | str = "cpu") -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
-
-
-def default_dtype(device: torch.device | str = "cpu") -> torch.dtype:
-    """bfloat16 where it is fast, else float32."""
-    return torch.bfloat16 if bf16_is_fast(device) else torch.float32

@@ -16,7 +16,7 @@ from workbench.dataflow.location import Pull
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """Who a host is: one process on one device, rank `rank` of its pool's process group."""
+    """Who a host is: one process on one device, rank `rank` of its pool's process group. lab: the workbench's id."""
 
     lab: str
     pool: str
@@ -28,8 +28,8 @@ class HostInfo:
 
     @property
     def name(self) -> str:
-        """Unique in a cluster."""
-        return f"{self.lab}/{self.pool}/{self.rank}"
+        """Unique in its workbench."""
+        return f"{self.pool}-{self.rank}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,23 @@ import psutil
 
 from workbench import registry
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
-from workbench.home import home
+from workbench.home import home, locked
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
-_joined: str | None = None  # the cluster that this process joined through `connect`
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A cluster that this process joined through `connect`: the address asked for, Ray's for it, whether it is ours."""
+
+    asked: str | None
+    address: str
+    own: bool
+
+
+_joined: _Joined | None = None
 _started: list[subprocess.Popen[bytes]] = []  # heads that this process started, to be reaped when they are stopped
 
 
@@ -41,13 +55,19 @@ def _use_token(own_head: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
     os.environ.setdefault("RAY_worker_niceness", "0")
-    if not own_head or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
-        return
     token = home() / "ray_token"
+    if not own_head:
+        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token):  # set below, when this process was joined to its own
+            del os.environ["RAY_AUTH_TOKEN_PATH"]
+        return
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return
     if not token.exists():
-        home().mkdir(parents=True, exist_ok=True)
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+        new = token.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32))
+        new.replace(token)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 
 
@@ -68,15 +88,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start_head() -> dict[str, Any]:
-    home().mkdir(parents=True, exist_ok=True)
+def _start_head(note: Note) -> dict[str, Any]:
     try:
-        return _try_start_head()
+        return _try_start_head(note)
     except HostDied:
-        return _try_start_head()  # Ray gives its processes 30 s, too little on a machine that is busy just then
+        return _try_start_head(note)  # Ray gives its processes 30 s, too little on a machine that is busy just then
 
 
-def _try_start_head() -> dict[str, Any]:
+def _try_start_head(note: Note) -> dict[str, Any]:
     port = _free_port()
     log = home() / "head.log"
     command = [
@@ -96,52 +115,100 @@ def _try_start_head() -> dict[str, Any]:
         if process.poll() is not None or time.monotonic() > deadline:
             process.terminate()
             raise HostDied(f"the Ray head did not start (see {log})", log.read_text()[-600:].strip(), "run `wb doctor`")
+        note("starting Ray")
         time.sleep(0.1)
     head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-    _head_file().write_text(json.dumps(head))
+    _head_file().with_suffix(".new").write_text(json.dumps(head))
+    _head_file().with_suffix(".new").replace(_head_file())
     return head
 
 
-def connect(address: str | None = None, *, start: bool = True) -> Any:
-    """Join the cluster at `address`, or this user's own head (started if need be), and return the `ray` module."""
+def connect(address: str | None = None, *, start: bool = True, note: Note = lambda text: None) -> Any:
+    """Join the cluster at `address`, or this user's own head (started if need be), and return the `ray` module.
+
+    A cluster that the user joined with `ray.init()` is used as it is, and left alone. Raises `BadInput` where this
+    process is joined to another cluster than the one asked for. note: called while waiting, with what is waited for.
+    """
     global _joined
-    _use_token(own_head=address is None)
     try:
         import ray
     except ImportError:
         raise MissingDependency(
             "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
         ) from None
-    head = None if address else running_head()
-    if not ray.is_initialized():
+    with locked("head", lambda: note("waiting for another process that starts or stops Ray")):
+        head = running_head()
+        if ray.is_initialized():
+            if _serves(ray, address, head):
+                return ray
+            ray.shutdown()
+            _joined = None
+        own_head = address is None or (head is not None and head["address"] == address)
+        _use_token(own_head)
         # Ray reads its settings when it is imported; it may have been imported before they were made
         ray._raylet.Config.initialize("")
         ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-    else:
-        if _joined is None or _joined == (address or (head and head["address"])):
-            return ray  # also a cluster that the user joined with ray.init() before us
-        if address is not None:
-            raise BadInput(
-                f"address={address!r}", f"this process has joined {_joined}, and Ray allows one", "restart the kernel"
-            )
-        ray.shutdown()  # the head that it knew is gone
-    if address is None:
-        if head is None and not start:
-            raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
-        address = (head or _start_head())["address"]
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise WorkbenchError(
-            f"no Ray cluster answers at {address!r} ({str(error).splitlines()[0]})",
-            "address= must name a running head as host:port, and its token must be known here",
-            "start one with `ray start --head`, or leave address= out",
-        ) from error
-    _joined = address
-    if head is not None or running_head() is not None:
-        _note_client()
+        if address is None:
+            if head is None and not start:
+                raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
+            head = head or _start_head(note)
+        target = str(address or (head and head["address"]))
+        note("joining Ray")
+        try:
+            ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+            raise WorkbenchError(
+                f"no Ray cluster answers at {target!r} ({str(error).splitlines()[0]})",
+                "address= must name a running head as host:port, and its token must be known here",
+                "start one with `ray start --head`, or leave address= out",
+            ) from error
+        _joined = _Joined(asked=address, address=_address(ray), own=own_head)
+        if own_head:
+            _note_client()
     return ray
+
+
+def _serves(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
+    """Whether the cluster that this process is joined to is the one asked for; False: it was our own head and is gone.
+
+    Raises `BadInput` for another cluster: Ray allows one a process, and leaving it would end what runs through it.
+    """
+    here = _address(ray)
+    if _joined is None or _joined.address != here:  # the user's own ray.init()
+        fits = address in (None, here)
+    elif _joined.own:
+        if not _own(ray, head):
+            return False
+        fits = address in (None, here)
+    else:
+        fits = address in (_joined.asked, here)
+    if fits:
+        return True
+    raise BadInput(
+        f"address={address!r}",
+        f"this process is joined to the Ray cluster at {here}, and Ray allows one a process",
+        f"restart the kernel, or use address={here!r} for all workbenches of this kernel",
+    )
+
+
+def _address(ray: Any) -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _own(ray: Any, head: dict[str, Any] | None) -> bool:
+    """Whether the cluster that this process is joined to is this user's head, and that lives."""
+    here = _address(ray)
+    host, port = here.rsplit(":", 1)
+    if head is None or port != head["address"].rsplit(":", 1)[1]:
+        return False
+    if _joined is not None and _joined.address == here:
+        return _joined.own
+    return host in ("127.0.0.1", ray.util.get_node_ip_address())  # Ray names the machine in place of 127.0.0.1
+
+
+def joined_address(ray: Any) -> str | None:
+    """Where another process finds the cluster that this one is joined to; None: it is this user's own head."""
+    return None if _own(ray, running_head()) else _address(ray)
 
 
 def _note_client() -> None:
@@ -168,16 +235,35 @@ def other_clients() -> list[int]:
 
 def stop_idle_head() -> None:
     """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one."""
-    if running_head() is not None and not registry.names() and not other_clients():
-        stop_head()
+    if running_head() is None:
+        return
+    with locked("head"):
+        in_use = any(record.address is None for record in registry.records())
+        if not in_use and not other_clients() and not _users_own(running_head()):
+            _end_head()
 
 
 def stop_head() -> None:
     """End this user's head and every process under it, by process id."""
+    with locked("head"):
+        _end_head()
+
+
+def _users_own(head: dict[str, Any] | None) -> bool:
+    """Whether the user of this process joined `head` with ray.init(): it is not ours to take away then."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or not _own(ray, head):
+        return False
+    return _joined is None or _joined.address != _address(ray)
+
+
+def _end_head() -> None:
     global _joined
     head = running_head()
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        sys.modules["ray"].shutdown()
+    if _joined is not None and _joined.own:
+        ray = sys.modules["ray"]
+        if ray.is_initialized() and _address(ray) == _joined.address:
+            ray.shutdown()
         _joined = None
     if head is not None:
         top = psutil.Process(head["pid"])

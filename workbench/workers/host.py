@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -50,7 +49,12 @@ class Host:
 
     def open_store(self) -> tuple[str, int]:
         """Rank 0: open the rendezvous of the pool, and say where it is."""
-        address = socket.gethostbyname(socket.gethostname()) if self.info.world_size > 1 else "127.0.0.1"
+        address = "127.0.0.1"
+        if self.info.world_size > 1:  # then this is a Ray actor, and the other ranks may be on other machines
+            import ray
+
+            if sum(node["Alive"] for node in ray.nodes()) > 1:
+                address = ray.util.get_node_ip_address()
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
         return address, self._store.port
 

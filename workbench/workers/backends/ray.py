@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from workbench.dataflow.location import ShardId
-from workbench.errors import BadInput, HostDied
+from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
+from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, HostInfo
-from workbench.workers.cluster import NAMESPACE, connect
+from workbench.workers.cluster import NAMESPACE, connect, joined_address
 
 START_TIMEOUT_S = 120
+ATTACH_TIMEOUT_S = 10
+END_GRACE_S = 10
+POLL_S = 0.2
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001
 
@@ -38,20 +43,24 @@ class RayPending(Pending):
                 "see lab.logs(), then open the workbench again with if_exists='replace'",
             ) from error
         except self._ray.exceptions.RayTaskError as error:
-            raise error.cause if error.cause is not None else error from None
+            cause = error.cause if error.cause is not None else error
+            if not isinstance(cause, WorkbenchError):  # those say all there is to say
+                cause.add_note(f"on host {self._host}:\n{str(error).strip()}")
+            raise cause from None
 
 
 class _Peers:
-    """A host's view of the others, from inside its actor."""
+    """A host's view of the others of its workbench, from inside its actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, lab: str) -> None:
+        self._lab = lab
         self._handles: dict[str, Any] = {}
 
     def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
         import ray
 
         if shard.host not in self._handles:
-            self._handles[shard.host] = ray.get_actor(shard.host, namespace=NAMESPACE)
+            self._handles[shard.host] = ray.get_actor(_actor_name(self._lab, shard.host), namespace=NAMESPACE)
         # in a group of its own, so that hosts that pull from each other do not wait for each other's stages
         handle = self._handles[shard.host]
         ref = handle.data.remote("fetch", shard.key, columns, positions)
@@ -69,7 +78,11 @@ def _actor_class(ray: Any) -> Any:
 
             if info.log_path:
                 send_output_to(info.log_path)
-            self._host = Host(info, _Peers())
+            self._host = Host(info, _Peers(info.lab))
+
+        @ray.method(concurrency_group="control")
+        def process(self) -> Process:
+            return Process.current()
 
         def compute(self, method: str, *args: Any, **kwargs: Any) -> Any:
             return getattr(self._host, method)(*args, **kwargs)
@@ -85,19 +98,52 @@ def _actor_class(ray: Any) -> Any:
     return ray.remote(concurrency_groups={"data": 4, "control": 2})(HostActor)
 
 
+def _actor_name(lab: str, host: str) -> str:
+    return f"{lab}/{host}"
+
+
+def end_hosts(lab: str, address: str | None, hosts: Iterable[str], processes: Iterable[Process]) -> None:
+    """End the hosts of the workbench with this id, and give back its devices. Returns when their memory is free again,
+    as far as they run on this machine. address: the cluster's; None: this user's own head."""
+    with contextlib.suppress(NotFound):  # no head: they ended with it
+        ray = connect(address, start=False)
+        from ray.util.placement_group import PlacementGroup
+
+        for host in hosts:
+            with contextlib.suppress(ValueError):  # ended before
+                ray.kill(ray.get_actor(_actor_name(lab, host), namespace=NAMESPACE))
+        for group, entry in ray.util.placement_group_table().items():
+            if entry["name"] == _group_name(lab) and entry["state"] != "REMOVED":
+                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+    end(processes, grace_s=END_GRACE_S)
+
+
+def _group_name(lab: str) -> str:
+    return f"{lab}/devices"
+
+
+def _gpus(info: HostInfo) -> float:
+    return 1.0 if info.device.startswith("cuda") else 0.0
+
+
 class RayBackend(Backend):
-    """One actor a device, in one detached placement group a workbench."""
+    """One actor a device, in one detached placement group a workbench.
+
+    lab: the workbench's id, part of the names of all that it has on the cluster. note: called while waiting, with what
+    is waited for. cluster: address of the cluster for other processes; None: this user's own head.
+    processes: of each host.
+    """
 
     name = "ray"
 
-    def __init__(self, lab: str, address: str | None = None, *, start: bool = True) -> None:
-        self._lab, self._address = lab, address
-        self._ray = connect(address, start=start)
+    def __init__(
+        self, lab: str, address: str | None = None, *, start: bool = True, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._lab, self._note = lab, note
+        self._ray = connect(address, start=start, note=note)
+        self.cluster = joined_address(self._ray)
         self._actors: dict[str, Any] = {}
-
-    @property
-    def _group_name(self) -> str:
-        return f"{self._lab}/devices"
+        self.processes: dict[str, Process] = {}
 
     def check(self, infos: Sequence[HostInfo]) -> None:
         """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
@@ -111,30 +157,19 @@ class RayBackend(Backend):
     def start(self, infos: Sequence[HostInfo]) -> None:
         ray = self._ray
         self.check(infos)
-        gpu = {"GPU": 1.0} if infos[0].device.startswith("cuda") else {}
-        group = ray.util.placement_group(
-            [{"CPU": CPU_SHARE, **gpu} for _ in infos], strategy="PACK", name=self._group_name, lifetime="detached"
-        )
-        try:
-            ray.get(group.ready(), timeout=START_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError:
-            ray.util.remove_placement_group(group)
-            raise BadInput(
-                f"a placement of {len(infos)} devices found no room in {START_TIMEOUT_S} s",
-                f"the cluster has {ray.available_resources()} free",
-                "close other workbenches (`wb ls`), or use fewer devices",
-            ) from None
+        group = self._devices(infos)
         actor_class = _actor_class(ray)
         # idle threads that spin take the cores from the other hosts: up to ten times slower
         wait = {"OMP_WAIT_POLICY": "passive"} if len(infos) > 1 else {}
         for index, info in enumerate(infos):
             threads = str(info.threads)
             self._actors[info.name] = actor_class.options(
-                name=info.name,
+                name=_actor_name(self._lab, info.name),
+                namespace=NAMESPACE,
                 lifetime="detached",
                 max_restarts=0,
                 num_cpus=CPU_SHARE,
-                num_gpus=gpu.get("GPU", 0),
+                num_gpus=_gpus(info),
                 runtime_env={
                     "env_vars": {
                         "OMP_NUM_THREADS": threads,
@@ -148,17 +183,40 @@ class RayBackend(Backend):
                     group, placement_group_bundle_index=index
                 ),
             ).remote(info)
-        for info in infos:
-            self.ask(info.name, "status").result()
+        asked = {name: self._pending(name, actor.process.remote()) for name, actor in self._actors.items()}
+        while not self.wait(list(asked.values()), POLL_S):
+            self._note("starting hosts")
+        self.processes = {name: pending.result() for name, pending in asked.items()}
+
+    def _devices(self, infos: Sequence[HostInfo]) -> Any:
+        """Reserve one device for each host: a placement group."""
+        ray = self._ray
+        group = ray.util.placement_group(
+            [{"CPU": CPU_SHARE, **({"GPU": _gpus(info)} if _gpus(info) else {})} for info in infos],
+            strategy="PACK",
+            name=_group_name(self._lab),
+            lifetime="detached",
+        )
+        ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
+        while not ray.wait([ready], timeout=POLL_S)[0]:
+            self._note(f"waiting for {len(infos)} free device(s)")
+            if time.monotonic() > deadline:
+                raise BadInput(
+                    f"a placement of {len(infos)} devices found no room in {START_TIMEOUT_S} s",
+                    f"the cluster has {ray.available_resources()} free",
+                    "close other workbenches (`wb ls`), or use fewer devices",
+                )
+        return group
 
     def attach(self, infos: Sequence[HostInfo]) -> None:
         for info in infos:
             try:
-                self._actors[info.name] = self._ray.get_actor(info.name, namespace=NAMESPACE)
-                self._ray.get(self._actors[info.name].control.remote("status"), timeout=10)
+                actor = self._ray.get_actor(_actor_name(self._lab, info.name), namespace=NAMESPACE)
+                self.processes[info.name] = self._ray.get(actor.process.remote(), timeout=ATTACH_TIMEOUT_S)
+                self._actors[info.name] = actor
             except (ValueError, self._ray.exceptions.RayError) as error:
                 raise HostDied(
-                    f"host {info.name} of workbench {self._lab!r} is gone",
+                    f"host {info.name} of workbench {self._lab} is gone",
                     "a workbench is whole or it is not",
                     "open it again with if_exists='replace'",
                 ) from error
@@ -180,9 +238,5 @@ class RayBackend(Backend):
         return not self._ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1]
 
     def close(self) -> None:
-        ray = self._ray
-        for actor in self._actors.values():
-            ray.kill(actor)
+        end_hosts(self._lab, self.cluster, self._actors, self.processes.values())
         self._actors.clear()
-        with contextlib.suppress(ValueError):
-            ray.util.remove_placement_group(ray.util.get_placement_group(self._group_name))

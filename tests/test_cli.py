@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cases import TINY, tiny_lab
+from workbench import cli
+
+
+def test_trace_writes_what_happened_in_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tiny_lab("traced", tmp_path, backend="inline", models={"actor": TINY}) as lab:
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+        folder = lab.run_folder
+    target = tmp_path / "trace.json"
+    assert cli.main(["trace", str(folder), "-o", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    names = {event["name"] for event in json.loads(target.read_text())["traceEvents"]}
+    assert "generate_sequences" in names
+
+
+def test_trace_of_what_is_no_run_says_what_one_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (tmp_path, tmp_path / "nowhere"):
+        assert cli.main(["trace", str(wrong), "-o", str(tmp_path / "trace.json")]) == 1
+        said = capsys.readouterr().err
+        assert f"{wrong} holds no spans" in said
+        assert "spans.jsonl as soon as a stage has run" in said
+    assert list(tmp_path.iterdir()) == []

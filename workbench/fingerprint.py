@@ -1,0 +1,103 @@
+"""One short text for a value, equal in every process for values of equal content.
+
+Functions and classes count by what they do (compiled code, constants, defaults, captured variables, members), not by
+address or by their place in a file; comments do not count. What a function calls by name is not followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+def fingerprint(value: Any) -> str:
+    """64 hexadecimal digits. What pickle cannot keep (a lock, an open file) counts by its type."""
+    return _Walk().of(value)
+
+
+class _Walk:
+    """Through a value and all that it holds, each thing once."""
+
+    def __init__(self) -> None:
+        # by id; the values are kept, so that no id is given out again during the walk
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._above: list[int] = []
+
+    def of(self, value: Any) -> str:
+        if id(value) in self._seen:
+            return self._seen[id(value)][1]
+        if id(value) in self._above:  # a function that captured itself, a list that holds itself
+            return _hash("above", len(self._above) - self._above.index(id(value)))
+        self._above.append(id(value))
+        try:
+            digest = self._content(value)
+        finally:
+            self._above.pop()
+        self._seen[id(value)] = (value, digest)
+        return digest
+
+    def _content(self, value: Any) -> str:
+        kind = type(value).__qualname__
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | Path):
+            return _hash(kind, repr(value))
+        if isinstance(value, Enum):
+            return _hash(kind, value.name)
+        if isinstance(value, Mapping):
+            return _hash(kind, *sorted(self.of(key) + self.of(item) for key, item in value.items()))
+        if isinstance(value, set | frozenset):  # their order differs between processes
+            return _hash(kind, *sorted(map(self.of, value)))
+        if isinstance(value, list | tuple):
+            return _hash(kind, *map(self.of, value))
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.CodeType):
+            return _hash(kind, value.co_code.hex(), value.co_names, value.co_varnames, self.of(value.co_consts))
+        if isinstance(value, types.FunctionType):
+            parts = (value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__, value.__closure__)
+            return _hash(kind, *map(self.of, parts))
+        if isinstance(value, types.CellType):
+            try:
+                return _hash(kind, self.of(value.cell_contents))
+            except ValueError:  # not bound yet
+                return _hash(kind)
+        if isinstance(value, types.MethodType):
+            return _hash(kind, self.of(value.__func__), self.of(value.__self__))
+        if isinstance(value, types.BuiltinFunctionType | types.ModuleType):
+            return _hash(kind, getattr(value, "__module__", None), value.__name__)
+        if isinstance(value, staticmethod | classmethod):
+            return _hash(kind, self.of(value.__func__))
+        if isinstance(value, property):
+            return _hash(kind, *map(self.of, (value.fget, value.fset, value.fdel)))
+        if isinstance(value, functools.partial):
+            return _hash(kind, *map(self.of, (value.func, value.args, value.keywords)))
+        return _hash("object", self.of(type(value)), self._state(value))
+
+    def _class(self, value: type) -> str:
+        if value.__module__ == "builtins":
+            return _hash("class", value.__qualname__)
+        # values with two underscores are Python's own notes on a class, some of them made when it is first used
+        own = {
+            name: member
+            for name, member in vars(value).items()
+            if (callable(member) or not name.startswith("__")) and not isinstance(member, types.MemberDescriptorType)
+        }
+        return _hash("class", value.__qualname__, self.of(value.__bases__), self.of(own))
+
+    def _state(self, value: Any) -> str:
+        """Of any other object: what pickle would keep of it."""
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception:
+            return _hash("no state")
+        if isinstance(reduced, str):
+            return _hash("global", reduced)
+        return self.of([list(part) if hasattr(part, "__next__") else part for part in reduced])
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
