@@ -51,8 +51,8 @@ class Backend(ABC):
         """Set-up work, in order with stages (join, build)."""
 
     @abstractmethod
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
-        """Whether all are done within the time."""
+    def wait_any(self, pending: Sequence[Pending], timeout_s: float) -> None:
+        """Return when one of these is done, or when the time is over."""
 
     @abstractmethod
     def close(self) -> None:

@@ -64,8 +64,8 @@ class InlineBackend(Backend):
 
     work = ask
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
-        return True
+    def wait_any(self, pending: Sequence[Pending], timeout_s: float) -> None:
+        return None
 
     def close(self) -> None:
         for host in self._hosts.values():

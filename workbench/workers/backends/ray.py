@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,9 +176,12 @@ class RayBackend(Backend):
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._pending(host, self._actors[host].compute.remote(method, *args, **kwargs))
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
+    def wait_any(self, pending: Sequence[Pending], timeout_s: float) -> None:
         refs = [p.ref for p in pending if isinstance(p, RayPending)]
-        return not self._ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1]
+        if refs:
+            self._ray.wait(refs, num_returns=1, timeout=timeout_s)
+        else:
+            time.sleep(timeout_s)
 
     def close(self) -> None:
         ray = self._ray
