@@ -36,7 +36,7 @@ from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
 from workbench.description import Description
 from workbench.engines.settings import at_least
-from workbench.errors import BadInput, HostDied, NotFound
+from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted, WorkbenchError
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.prompt_stream import PromptStream
@@ -193,8 +193,19 @@ class Workbench:
 
     def wait(self) -> None:
         """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
-        while self._overlapped:
-            self._overlapped.pop(0).result()
+        runs, self._overlapped = self._overlapped, []
+        errors = []
+        for run in runs:
+            try:
+                run.result()
+            except StageInterrupted:
+                for other in runs:
+                    other.cancel()
+                raise
+            except WorkbenchError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _run(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """The run of a call, checked as far as it can be before its inputs are there."""

@@ -164,7 +164,9 @@ class Run:
             cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
             cause.__cause__ = error.__cause__
         else:
-            cause = UpstreamError(f"{consumer} was not run", f"{self.name} {error if error else 'was cancelled'}")
+            # errors of ours name their stage already
+            said = f"{self.name} was cancelled" if error is None else str(error)
+            cause = UpstreamError(f"{consumer} was not run", said if self.name in said else f"{self.name}: {said}")
             cause.__cause__ = error
         return cause
 
