@@ -17,9 +17,11 @@ compute, keep -> the controller hears shapes, metrics, spans and errors, and mak
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -31,15 +33,17 @@ from workbench.dataflow.batch import Batch, Column, ShardCounts
 from workbench.dataflow.columns import Table, concatenate, describe, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.run import MetricValues, Run
+from workbench.dataflow.scheduler import Scheduler
 from workbench.description import Description
-from workbench.errors import BadInput, HostDied, NotFound
+from workbench.engines.settings import at_least
+from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted, WorkbenchError
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
-from workbench.workers.calls import Call, Metrics, Reply, merge_metrics
+from workbench.workers.calls import Call, Metrics, merge_metrics
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.logs import tail
@@ -69,6 +73,7 @@ class Workbench:
         self._id = secrets.token_hex(4)  # of this controller: two never give a shard the same name
         self._counts = ShardCounts()
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
+        self._overlapping, self._overlapped = 0, list[Run]()
         self._broken: dict[str, str] = {}
         self._closed = False
         self._run_number, self._batch_number, self.iteration = 0, 0, 0
@@ -86,7 +91,7 @@ class Workbench:
         pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
         hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-        group = WorkerGroup(role, pool, hosts, model, operations(worker_class), self._stage)
+        group = WorkerGroup(role, pool, hosts, model, operations(worker_class), self)
         if role != "numeric":
             self.groups[role] = group
             setattr(self, role, group)
@@ -121,6 +126,7 @@ class Workbench:
         self._closed = True
         if registry.opened.get(self.name) is self:
             del registry.opened[self.name]
+        self._scheduler.close()
         self._backend.close()
         if self.description.backend == "ray":
             registry.forget(self.description.id)
@@ -134,43 +140,121 @@ class Workbench:
     ) -> None:
         self.close()
 
+    @functools.cached_property
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(self._backend)
+
     # --- one stage --------------------------------------------------------------------------------------------------
 
-    def _stage(self, group: WorkerGroup, operation: Operation, *args: Any, **kwargs: Any) -> Any:
-        """Run an operation on all ranks of its group and wait.
+    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on all ranks of its group.
 
-        Returns the batch's next version, an update's metrics, or what each rank returned.
+        Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
+        at once: a batch that waits when it is read, or the `Run`.
         """
-        self._check_alive(group)
-        samples = kwargs.pop("samples", 1) if operation.samples else 1
-        batch, args = self._batch_argument(group, operation, args, kwargs)
-        arguments = checked_arguments(operation, group.role, args, kwargs)
-        if batch is not None:
-            batch.need(operation.needed(arguments), f"{group.role}.{operation.name}")
-            batch = batch.repeat(samples)
-        calls = self._calls(group, operation, batch, args, kwargs, arguments)
-        self._release()
-        run = Run(group=group, calls=calls)
+        run = self._run(group, operation, args, kwargs)
+        if self._overlapping:
+            self._scheduler.submit(run)
+            self._overlapped.append(run)
+            return run if run.batch is None else run.batch
+        with run.progress() as bar:
+            return run.start(self._scheduler, bar)
+
+    def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Run an operation in the background."""
+        run = self._run(group, operation, args, kwargs)
+        self._scheduler.submit(run)
+        return run
+
+    @contextlib.contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Inside, a stage's call returns at once, and it runs when its inputs are there and its pool is free.
+
+        So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
+        """
+        self._overlapping += 1
         try:
-            run.wait(self._backend)
-            return self._result(group, operation, batch, calls, run.replies)
+            yield
         except BaseException:
-            self._drop(group.hosts, calls[0].key)
+            for run in self._overlapped:
+                run.cancel()
+            self._overlapped.clear()
             raise
         finally:
-            for reply in run.replies:
-                self.telemetry.append_spans(reply.spans)
-                self.telemetry.append_transfers(reply.transfers)
-            if run.stuck:
-                self._broken[group.pool.name] = f"run {run.number}, {group.role}.{operation.name}"
+            self._overlapping -= 1
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
+        runs, self._overlapped = self._overlapped, []
+        errors = []
+        for run in runs:
+            try:
+                run.result()
+            except StageInterrupted:
+                for other in runs:
+                    other.cancel()
+                raise
+            except WorkbenchError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _run(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """The run of a call, checked as far as it can be before its inputs are there."""
+        self._check_alive(group)
+        where = f"{group.role}.{operation.name}"
+        samples = kwargs.pop("samples", 1) if operation.samples else 1
+        at_least("samples", samples, 1)
+        batch, args = self._batch_argument(where, operation, args, kwargs)
+        arguments = checked_arguments(operation, group.role, args, kwargs)
+        if batch is not None:
+            batch.need(operation.needed(arguments), where)
+
+        def plan() -> list[Call]:
+            self._check_alive(group)
+            self._release()
+            whole = None if batch is None else batch.repeat(samples)
+            return self._calls(run.number, group, operation, whole, args, kwargs, arguments)
+
+        def finish(run: Run) -> Any:
+            return self._result(group, operation, None if batch is None else batch.repeat(samples), run)
+
+        run = Run(
+            number=self._next_run(),
+            stage=operation.name,
+            group=group,
+            inputs=[] if batch is None or batch.run is None else [batch.run],
+            plan=plan,
+            finish=finish,
+            clean=self._clean_up,
+        )
+        if batch is not None and operation.protocol.joins and operation.writes:
+            run.batch = batch.after(run, operation.writes, samples)
+        return run
+
+    def _clean_up(self, run: Run) -> None:
+        """After a run that came to nothing."""
+        self._record(run)
+        if run.stuck:
+            self._broken[run.group.pool.name] = f"run {run.number}, {run.name}"
+        self._drop(run.group.hosts, run.calls[0].key)
+
+    def _record(self, run: Run) -> None:
+        for reply in run.replies:
+            self.telemetry.append_spans(reply.spans)
+            self.telemetry.append_transfers(reply.transfers)
 
     def _batch_argument(
-        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, where: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Batch | None, tuple[Any, ...]]:
         if not operation.takes_batch:
             return None, args
         batch, rest = (kwargs.pop("batch"), args) if "batch" in kwargs else (args[0] if args else None, args[1:])
-        where = f"{group.role}.{operation.name}"
+        if isinstance(batch, Run):
+            if batch.batch is None:
+                raise BadInput(f"{where}({batch!r})", "that run makes no batch", "give it a batch")
+            batch = batch.batch
         if not isinstance(batch, Batch):
             raise BadInput(
                 f"{where}({type(batch).__name__})", "its first argument is a batch", "start with lab.prompts.next(n)"
@@ -181,6 +265,7 @@ class Workbench:
 
     def _calls(
         self,
+        run: int,
         group: WorkerGroup,
         operation: Operation,
         batch: Batch | None,
@@ -190,7 +275,6 @@ class Workbench:
     ) -> list[Call]:
         """One call a rank: which rows it gets, and from whom it pulls them."""
         layout, size = group.pool.layout, len(group.hosts)
-        run = self._next_run()
         common: dict[str, Any] = {
             "run": run, "key": f"{self._id}-{run}", "stage": operation.name, "method": operation.name,
             "role": group.role, "kwargs": kwargs, "submitted_s": time.time(),
@@ -254,9 +338,9 @@ class Workbench:
         draw = self._draws[iteration] = self._draws.get(iteration, -1) + 1
         return (self.seed, iteration, draw)
 
-    def _result(
-        self, group: WorkerGroup, operation: Operation, batch: Batch | None, calls: list[Call], replies: list[Reply]
-    ) -> Any:
+    def _result(self, group: WorkerGroup, operation: Operation, batch: Batch | None, run: Run) -> Any:
+        calls, replies = run.calls, run.replies
+        self._record(run)
         metrics: Metrics = {}
         for reply in replies:
             merge_metrics(metrics, reply.metrics)

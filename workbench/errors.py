@@ -10,7 +10,8 @@ WorkbenchError
 ├── StageError          (RuntimeError)  a stage failed on one or more ranks
 │   ├── RewardError                     the user's reward function raised or gave a wrong value
 │   ├── SyncError                       the generation engine does not hold the trainer's weights
-│   └── StageInterrupted                the user stopped a stage; the message says where it stands
+│   ├── StageInterrupted                the user stopped a stage; the message says where it stands
+│   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
 └── HostDied            (RuntimeError)  a host process is gone
 
 Each message says the value, the rule and the remedy.
@@ -68,6 +69,10 @@ class SyncError(StageError):
 
 class StageInterrupted(StageError):
     """The user stopped a stage; the message says in which state things are."""
+
+
+class UpstreamError(StageError):
+    """A stage was not run: one whose output it needs failed or was cancelled. Names the first cause."""
 
 
 class HostDied(WorkbenchError, RuntimeError):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on
-from workbench.errors import BadInput, RewardError, StageError
+from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
 from workbench.workers.backends.inline import RANK_VARIABLES, InlineBackend
 from workbench.workers.calls import HostInfo
 from workbench.workers.host import Host
@@ -99,7 +99,7 @@ def test_an_interrupt_goes_through_and_the_next_call_works(lab: wb.Workbench, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(host.workers["critic"].engine, "forward", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted\. it stopped where it was"):
             lab.critic.compute_values(batch)
     assert host.status()[0] == ""
     again = lab.critic.compute_values(batch).fetch(["values"])["values"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import weakref
@@ -21,6 +22,8 @@ from workbench.errors import BadInput, UnknownColumn
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from workbench.dataflow.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +94,55 @@ class Batch:
         version: int = 0,
         meta: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self._run: Run | None = None
+        self._promised: tuple[str, ...] = ()
         lengths = {len(column.location) for column in columns.values()}
         if len(lengths) > 1:
             raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
-        self.name, self.version, self.meta = name, version, MappingProxyType(dict(meta))
-        self.columns: Mapping[str, Column] = MappingProxyType(dict(columns))
+        self.name, self.version, self._meta = name, version, MappingProxyType(dict(meta))
+        self._columns: Mapping[str, Column] = MappingProxyType(dict(columns))
         self.rows = lengths.pop() if lengths else 0
         self._source, self._counts = source, counts
         for location in {id(c.location): c.location for c in columns.values()}.values():
             counts.hold(location)
+
+    def after(self, run: Run, writes: Iterable[str], copies: int = 1) -> Batch:
+        """The next version, whose columns `run` is making: it can be given to a stage, and waits when it is read."""
+        batch = copy.copy(self)
+        batch._run, batch._promised = run, (*self._names, *writes)
+        batch._columns, batch._meta = MappingProxyType({}), MappingProxyType({})
+        batch.version, batch.rows = self.version + 1, self.rows * copies
+        return batch
+
+    @property
+    def run(self) -> Run | None:
+        """The run that is still making its columns; None for a batch that is there."""
+        return self._run
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """Its columns by name."""
+        self._settle()
+        return self._columns
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Plain values that travel along."""
+        self._settle()
+        return self._meta
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Its columns, as far as they are known without waiting."""
+        return self._promised if self._run is not None else tuple(self._columns)
+
+    def fill(self, made: Batch) -> None:
+        """Take over what its run has made."""
+        self._columns, self._meta, self._run = made._columns, made._meta, None
+
+    def _settle(self) -> None:
+        if self._run is not None:
+            self._run.result()
 
     def _derive(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None) -> Batch:
         return Batch(
@@ -141,7 +184,7 @@ class Batch:
 
     def need(self, columns: Iterable[str], reader: str) -> None:
         """Raise `UnknownColumn` unless all `columns` are here."""
-        missing = [name for name in columns if name not in self.columns]
+        missing = [name for name in columns if name not in self._names and name not in self.columns]
         if missing:
             maker = {
                 "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
@@ -202,6 +245,8 @@ class Batch:
         return self.rows
 
     def __repr__(self) -> str:
+        if self._run is not None:
+            return f"<Batch {self.name} v{self.version}: {self.rows} rows; {self._run.name} is {self._run.state}>"[:79]
         names = list(self.columns)
         shown = ", ".join(itertools.islice(names, 3)) + (f", +{len(names) - 3}" if len(names) > 3 else "")
         return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]

@@ -1,91 +1,249 @@
-"""One execution of a stage: what was sent to the ranks, and how the controller waits for it."""
+"""One execution of a stage: a future with progress, result and error."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.display.progress import Progress
-from workbench.errors import HostDied, StageError, StageInterrupted, WorkbenchError
+from workbench.errors import HostDied, StageError, StageInterrupted, UpstreamError, WorkbenchError
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, Failure, Reply
 
 if TYPE_CHECKING:
+    from workbench.dataflow.batch import Batch
+    from workbench.dataflow.scheduler import Scheduler
     from workbench.workers.group import WorkerGroup
 
-POLL_S = 0.2
 # A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
 # after a failure are taken to be stuck there; one that computes, or scores with a function, is waited for.
 GRACE_S = 60.0
+SHOW_S = 0.2
+COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
+
+State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
-@dataclass(kw_only=True)
 class Run:
-    """One call a rank of one group, sent and waited for; `replies` once it is over."""
+    """One call a rank of one group, made when its inputs are there.
 
-    group: WorkerGroup
-    calls: Sequence[Call]
-    grace_s: float = field(default_factory=lambda: GRACE_S)
-    pending: list[Pending] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
-    stuck: bool = False
+    `result()` waits; `await run` waits without blocking the notebook.
+
+    batch: what it is making, where that is a batch; it can be given to the next stage at once, as the run itself can.
+
+    plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
+    forget what a run left that came to nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        stage: str,
+        group: WorkerGroup,
+        inputs: Sequence[Run],
+        plan: Callable[[], list[Call]],
+        finish: Callable[[Run], Any],
+        clean: Callable[[Run], None],
+    ) -> None:
+        self.number, self.stage, self.group = number, stage, group
+        self.name = f"{group.role}.{stage}"
+        self.calls: list[Call] = []
+        self.replies: list[Reply] = []
+        self.stuck = False
+        self.batch: Batch | None = None
+        self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
+        self._future: Future[Any] = Future()
+        self._pending: list[Pending] = []
+        self._waiting_ranks: list[int] = []
+        self._quiet_since = 0.0
+        self._seen: dict[str, Any] = {}
+        self._abandoned = ""
+        self._report: Callable[[int, int, int], None] = lambda done, total, tokens: None
+
+    # --- for who waits ------------------------------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        return self.calls[0].run
+    def state(self) -> State:
+        """Where it stands: waiting (for inputs, or for its pool), running, done, failed, cancelled."""
+        if self._future.cancelled():
+            return "cancelled"
+        if self._future.done():
+            return "failed" if self._future.exception() else "done"
+        return "running" if self.calls else "waiting"
 
     @property
-    def _name(self) -> str:
-        return f"{self.group.role}.{self.calls[0].stage}"
+    def done(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return self._future.done()
+
+    def start(self, scheduler: Scheduler, bar: Progress) -> Any:
+        """Submit it and wait: the blocking form of a call."""
+        self._report = bar.update
+        scheduler.submit(self)
+        return self.wait(bar)
+
+    def result(self) -> Any:
+        """Wait: the batch's next version, an update's metrics, or what ranks returned.
+
+        Raises `StageError` (of the kind of the first cause) when ranks failed, `HostDied` when a process ended,
+        `UpstreamError` when an input failed. An interrupt stops the waiting, and a run that is not yet under way.
+        """
+        with self.progress() as bar:
+            return self.wait(bar)
+
+    def progress(self) -> Progress:
+        """A progress line for who waits for it."""
+        return Progress(self.name, unit="rows" if self.stage in COUNT_ROWS else "micro-batches")
+
+    def wait(self, bar: Progress) -> Any:
+        """`result`, shown on a progress line that is there already."""
+        try:
+            while not wait([self._future], timeout=SHOW_S).done:
+                self._show(bar)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise self._interrupted() from None
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise UpstreamError(f"{self.name} was not run: it was cancelled") from None
+
+    def cancel(self) -> bool:
+        """Give it up: what has not begun is not begun, and what is under way ends with its result dropped.
+
+        Stages that need its result fail, and name it. Returns whether it had not ended yet.
+        """
+        if self.done:
+            return False
+        self._abandoned = "it was cancelled"
+        self._future.cancel()
+        return True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        return f"<Run {self.number}: {self.name}, {self.state}>"
+
+    def _interrupted(self) -> StageInterrupted:
+        if self.state == "cancelled":
+            return StageInterrupted(f"{self.name} was interrupted before it began", "things are as before the stage")
+        return StageInterrupted(
+            f"{self.name} was interrupted in the notebook",
+            "its ranks finish what they began, and the result is dropped",
+            "the next call waits for them; an update that was under way has been applied when it ends",
+        )
+
+    def _show(self, bar: Progress) -> None:
+        upstream = next((run for run in self._inputs if run.state == "running"), None)
+        shown = self if upstream is None else upstream
+        bar.label = shown.name if shown is self else f"{self.name} waits for {shown.name}"
+        failed = [str(rank) for rank, pending in enumerate(shown._pending) if _failed(pending)]
+        if failed:
+            bar.label = f"{shown.name}: rank {', '.join(failed)} failed, waiting for the others"
+        status = next(iter(shown._seen.values()), None)
+        bar.update(*(status[1:] if status else (0, 0, 0)))
+
+    # --- for the scheduler --------------------------------------------------------------------------------------------
+
+    def blocked(self) -> bool:
+        """Whether an input is still to come; fails this run if one never will."""
+        for run in self._inputs:
+            if run.state in ("failed", "cancelled"):
+                self.fail(run._as_cause(self.name))
+                return True
+        return not all(run.done for run in self._inputs)
+
+    def _as_cause(self, consumer: str) -> UpstreamError:
+        error = None if self._future.cancelled() else self._future.exception()
+        if isinstance(error, UpstreamError):  # the first cause is further up
+            cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
+            cause.__cause__ = error.__cause__
+        else:
+            # errors of ours name their stage already
+            said = f"{self.name} was cancelled" if error is None else str(error)
+            cause = UpstreamError(f"{consumer} was not run", said if self.name in said else f"{self.name}: {said}")
+            cause.__cause__ = error
+        return cause
+
+    def send(self, backend: Backend) -> None:
+        """Make the calls and give them to the hosts."""
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self.calls = self._plan()
+            for host, call in zip(self.group.hosts, self.calls, strict=True):
+                self._pending.append(backend.execute(host, call, self._report))
+            self._waiting_ranks = list(range(len(self.calls)))
+        except KeyboardInterrupt:  # inline, the stage runs in here
+            stopped = f"{self.name} was interrupted"
+            self.fail(StageInterrupted(stopped, "it stopped where it was: optimizer steps that were taken stay taken"))
+        except Exception as error:
+            self.fail(error)
+
+    def outstanding(self) -> list[Pending]:
+        """Answers that are still to come."""
+        return [self._pending[rank] for rank in self._waiting_ranks]
+
+    def poll(self, backend: Backend) -> None:
+        """Look at what has come; ends the run when all is there, or when what is missing will never come."""
+        self._waiting_ranks = [rank for rank in self._waiting_ranks if not self._pending[rank].done()]
+        if not self._waiting_ranks:
+            self._end()
+            return
+        failed = any(_failed(pending) for pending in self._pending)
+        now = time.monotonic()
+        if not failed and now - self._quiet_since < SHOW_S:
+            return
+        hosts = [self.group.hosts[rank] for rank in self._waiting_ranks]
+        status = {host: _status(backend, host) for host in (hosts if failed else hosts[:1])}
+        if not failed or status != self._seen or not self._in_step:
+            self._seen, self._quiet_since = status, now
+        elif now - self._quiet_since > GRACE_S:
+            self.stuck = True
+            self._end()
 
     @property
     def _in_step(self) -> bool:
         """Whether a rank may wait for another: those that score with a function never do."""
         return self.group.spec.name is not None and self.calls[0].kwargs.get("function") is None
 
-    def wait(self, backend: Backend) -> list[Reply]:
-        """Send the calls and wait for every rank, with a progress line after two seconds.
-
-        An interrupt stops the waiting only. Raises `StageError` (of the kind of the first cause) when ranks failed,
-        `HostDied` when a process ended.
-        """
-        counted = ("generate_sequences", "compute_reward", "compute_cost")
+    def _end(self) -> None:
         try:
-            with Progress(self._name, unit="rows" if self.calls[0].stage in counted else "micro-batches") as bar:
-                for host, call in zip(self.group.hosts, self.calls, strict=True):
-                    self.pending.append(backend.execute(host, call, bar.update))
-                self._wait(backend, bar)
-        except KeyboardInterrupt:
-            raise StageInterrupted(
-                f"{self._name} was interrupted in the notebook",
-                "its ranks finish what they began, and the result is dropped",
-                "the next call waits for them; an update that was under way has been applied when it ends",
-            ) from None
-        return self._collect()
+            self._collect()
+            if self._abandoned:
+                raise UpstreamError(f"the result of {self.name} was dropped", self._abandoned)
+            result = self._finish(self)
+            if self.batch is not None:
+                self.batch.fill(result)
+                result = self.batch
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._forget()
+            self._future.set_result(result)
 
-    def _wait(self, backend: Backend, bar: Progress) -> None:
-        seen: dict[str, Any] = {}
-        quiet_since = time.monotonic()
-        while not backend.wait(self.pending, POLL_S):
-            failed = [str(rank) for rank, p in enumerate(self.pending) if self._failed(p)]
-            if failed:
-                bar.label = f"{self._name}: rank {', '.join(failed)} failed, waiting for the others"
-            waiting = [host for host, p in zip(self.group.hosts, self.pending, strict=True) if not p.done()]
-            status = {host: self._status(backend, host) for host in (waiting if failed else waiting[:1])}
-            for _, done, total, tokens in filter(None, list(status.values())[:1]):
-                bar.update(done, total, tokens)
-            if not failed or status != seen or not self._in_step:
-                seen, quiet_since = status, time.monotonic()
-            elif time.monotonic() - quiet_since > self.grace_s:
-                self.stuck = True
-                return
+    def fail(self, error: Exception) -> None:
+        """End the run with an error."""
+        if self.calls:
+            self._clean(self)
+        self._forget()
+        if not self._future.cancelled():
+            self._future.set_exception(error)
 
-    def _collect(self) -> list[Reply]:
+    def _forget(self) -> None:
+        """Let go of inputs, so that batches which nobody else holds are released."""
+        self._inputs = []
+        del self._plan, self._finish, self._clean
+
+    def _collect(self) -> None:
         failures: dict[int, Failure] = {}
         dead: HostDied | None = None
-        for rank, pending in enumerate(self.pending):
+        for rank, pending in enumerate(self._pending):
             if not pending.done():
                 continue
             try:
@@ -101,24 +259,6 @@ class Run:
             raise dead
         if failures:
             raise self._error(failures)
-        return self.replies
-
-    @staticmethod
-    def _status(backend: Backend, host: str) -> tuple[str, int, int, int] | None:
-        try:
-            status: tuple[str, int, int, int] = backend.ask(host, "status").result()
-            return status
-        except WorkbenchError:
-            return None
-
-    @staticmethod
-    def _failed(pending: Pending) -> bool:
-        if not pending.done():
-            return False
-        try:
-            return pending.result().failure is not None
-        except HostDied:
-            return True
 
     def _error(self, failures: dict[int, Failure]) -> WorkbenchError:
         """One error for all ranks: of the first cause's own class where it is ours, equal causes grouped."""
@@ -126,7 +266,7 @@ class Run:
         ranks = ", ".join(
             str(rank) for rank, f in failures.items() if (f.kind, f.message) == (first.kind, first.message)
         )
-        where = f"{self._name} failed on rank {ranks}"
+        where = f"{self.name} failed on rank {ranks}"
         others = sum((f.kind, f.message) != (first.kind, first.message) for f in failures.values())
         rule = f"{others} other rank(s) failed otherwise" if others else ""
         remedy = (
@@ -143,6 +283,23 @@ class Run:
             error.add_note(f"on rank {ranks}:\n{first.traceback}")
         error.__cause__ = first.error
         return error
+
+
+def _failed(pending: Pending) -> bool:
+    if not pending.done():
+        return False
+    try:
+        return pending.result().failure is not None
+    except HostDied:
+        return True
+
+
+def _status(backend: Backend, host: str) -> tuple[str, int, int, int] | None:
+    try:
+        status: tuple[str, int, int, int] = backend.ask(host, "status").result()
+        return status
+    except WorkbenchError:
+        return None
 
 
 class MetricValues(dict[str, float]):

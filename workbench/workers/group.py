@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from workbench.dataflow.batch import Batch
+from workbench.dataflow.run import Run
 from workbench.models.spec import Model
 from workbench.placement import Pool
 from workbench.workers.operation import Operation
 
 
+class Caller(Protocol):
+    """Who carries out the calls of a group: the workbench."""
+
+    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def submit(
+        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Run: ...
+
+
 class GroupOperation:
     """One operation of a group, to be called from a cell: `lab.critic.compute_values(batch)`."""
 
-    def __init__(self, group: WorkerGroup, operation: Operation, run: Callable[..., Any]) -> None:
-        self._group, self.operation, self._run = group, operation, run
+    def __init__(self, group: WorkerGroup, operation: Operation, caller: Caller) -> None:
+        self._group, self.operation, self._caller = group, operation, caller
         self.__name__ = operation.name
         self.__doc__ = operation.doc
         self.__signature__ = self._signature()
@@ -32,7 +42,12 @@ class GroupOperation:
         return inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._group, self.operation, *args, **kwargs)
+        """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises."""
+        return self._caller.call(self._group, self.operation, args, kwargs)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Run:
+        """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
+        return self._caller.submit(self._group, self.operation, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<{self._group.role}.{self.operation.name}{self.__signature__}>"
@@ -48,10 +63,10 @@ class WorkerGroup:
         hosts: tuple[str, ...],
         spec: Model,
         operations: dict[str, Operation],
-        run: Callable[..., Any],
+        caller: Caller,
     ) -> None:
         self.role, self.pool, self.hosts, self.spec = role, pool, hosts, spec
-        self.operations = {name: GroupOperation(self, operation, run) for name, operation in operations.items()}
+        self.operations = {name: GroupOperation(self, operation, caller) for name, operation in operations.items()}
         for name, operation in self.operations.items():
             setattr(self, name, operation)
 

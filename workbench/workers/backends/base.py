@@ -51,8 +51,8 @@ class Backend(ABC):
         """Set-up work, in order with stages (join, build)."""
 
     @abstractmethod
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
-        """Whether all are done within the time."""
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
+        """Whether `count` of these (None: all) are done within the time."""
 
     @abstractmethod
     def close(self) -> None:

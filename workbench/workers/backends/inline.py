@@ -109,7 +109,7 @@ class InlineBackend(Backend):
 
     work = ask
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         return True
 
     def close(self) -> None:

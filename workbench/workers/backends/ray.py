@@ -233,9 +233,10 @@ class RayBackend(Backend):
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._pending(host, self._actors[host].compute.remote(method, *args, **kwargs))
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float) -> bool:
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         refs = [p.ref for p in pending if isinstance(p, RayPending)]
-        return not self._ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1]
+        wanted = len(refs) if count is None else count
+        return len(self._ray.wait(refs, num_returns=wanted, timeout=timeout_s)[0]) >= wanted
 
     def close(self) -> None:
         end_hosts(self._lab, self.cluster, self._actors, self.processes.values())

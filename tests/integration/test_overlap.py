@@ -1,0 +1,152 @@
+"""Three forms of a call on two pools: what may run at once does, what must wait waits, and a failure is told on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.dataflow.columns import Ragged
+from workbench.errors import RewardError, UnknownColumn, UpstreamError
+
+SPLIT = wb.Placement.of({"policy": (1, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+    with tiny_lab("overlap", tmp_path_factory.mktemp("runs"), models=models, placement=SPLIT, devices=2) as lab:
+        yield lab
+
+
+def slow(prompt: str, response: str, **row: Any) -> float:
+    time.sleep(0.4)
+    return vowels(prompt, response)
+
+
+def stage_spans(lab: wb.Workbench, after_run: int) -> dict[str, tuple[float, float]]:
+    """When each stage since a run began and ended."""
+    spans = lab.spans()
+    rows = spans[(spans["kind"] == "compute") & (spans["run"] > after_run)]
+    return {row["stage"]: (row["start_s"], row["end_s"]) for row in rows.to_dict("records")}
+
+
+def test_a_submitted_run_is_passed_on_at_once(lab: wb.Workbench) -> None:
+    before = lab._run_number
+    prompts = lab.prompts.next(4)
+    began = time.monotonic()
+    generated = lab.actor.generate_sequences.submit(prompts, max_new_tokens=8, seed=1)
+    scored = lab.reward.compute_reward.submit(generated, function=slow, concurrency=1)  # 1.6 s
+    logged = lab.actor.compute_log_prob.submit(generated.batch)
+    valued = lab.critic.compute_values.submit(generated)
+    assert time.monotonic() - began < 1.0
+    assert scored.state in ("waiting", "running")
+    assert "is waiting" in repr(valued.batch) or "is running" in repr(valued.batch)
+    batch = logged.result()
+    assert scored.state == "running"  # another pool: the log-probabilities did not wait for it
+    assert {"old_log_prob", "response_ids"} <= set(batch.columns)
+    assert "values" in valued.result().columns
+    spans = stage_spans(lab, before)
+    assert spans["compute_log_prob"][0] < spans["compute_reward"][1]
+    assert spans["compute_values"][0] >= spans["compute_reward"][1]  # same pool: in call order
+    # the same numbers as one by one
+    again = lab.actor.compute_log_prob(lab.actor.generate_sequences(prompts, max_new_tokens=8, seed=1))
+    mine, theirs = (b.fetch(["old_log_prob"])["old_log_prob"] for b in (batch, again))
+    assert isinstance(mine, Ragged)
+    assert isinstance(theirs, Ragged)
+    assert mine.values.equal(theirs.values)
+
+
+def test_the_same_lines_overlap_and_agree(lab: wb.Workbench) -> None:
+    """An iteration line by line, and the same lines inside `overlap()`: updates of two pools at the same time."""
+
+    def lines(batch: wb.Batch) -> None:
+        batch = lab.actor.compute_log_prob(batch)
+        batch = lab.reference.compute_ref_log_prob(batch)
+        batch = lab.critic.compute_values(batch)
+        batch = lab.reward.compute_reward(batch)
+        batch = lab.compute_advantages(batch, kl_coefficient=0.1)
+        lab.critic.update_critic(batch, epochs=8)
+        lab.actor.update_actor(batch, epochs=8)
+
+    prompts = lab.actor.generate_sequences(lab.prompts.next(16), max_new_tokens=32)
+    before = lab._run_number
+    lines(prompts)
+    spans = stage_spans(lab, before)
+    assert spans["update_critic"][1] < spans["update_actor"][0]
+    before = lab._run_number
+    with lab.overlap():
+        lines(prompts)
+        assert "update_actor" not in stage_spans(lab, before)
+    spans = stage_spans(lab, before)
+    (critic_start, critic_end), (actor_start, actor_end) = spans["update_critic"], spans["update_actor"]
+    assert max(critic_start, actor_start) < min(critic_end, actor_end)
+    assert lab.last_metrics["update_actor"]["first_minibatch/ratio/max_deviation"] <= 1e-6
+
+
+def test_await(lab: wb.Workbench) -> None:
+    async def cells() -> tuple[wb.Batch, float]:
+        prompts = lab.prompts.next(2)
+        generated = await lab.actor.generate_sequences.submit(prompts, max_new_tokens=4)
+        both = await asyncio.gather(
+            lab.reward.compute_reward.submit(generated), lab.actor.compute_log_prob.submit(generated)
+        )
+        return both[0], both[1].meta["temperature"]
+
+    batch, temperature = asyncio.run(cells())
+    assert batch.df(["rewards"])["rewards"].between(0, 1).all()
+    assert temperature == 1.0
+
+
+def test_what_needs_a_failed_stage_names_the_first_cause(lab: wb.Workbench) -> None:
+    def broken(prompt: str, response: str, **row: Any) -> float:
+        raise LookupError("no such verifier")
+
+    generated = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+    scored = lab.reward.compute_reward.submit(lab.critic.compute_values.submit(generated), function=broken)
+    advantages = lab.compute_advantages.submit(lab.actor.compute_log_prob.submit(scored))
+    with pytest.raises(UpstreamError, match=r"compute_advantages was not run.*reward.compute_reward .*LookupError"):
+        advantages.result()
+    assert scored.batch is not None
+    with pytest.raises(RewardError, match="no such verifier"):
+        scored.batch.df()
+    with pytest.raises(UnknownColumn, match="'values'"):  # known before anything runs
+        lab.compute_advantages.submit(lab.reward.compute_reward.submit(generated))
+    with pytest.raises(RewardError, match="no such verifier"), lab.overlap():
+        lab.actor.compute_log_prob(lab.reward.compute_reward(generated, function=broken))
+    assert lab._scheduler.open_runs() == ()
+
+
+def test_what_was_cancelled_is_not_begun(lab: wb.Workbench) -> None:
+    generated = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+    under_way = lab.reward.compute_reward.submit(generated, function=slow, concurrency=1)
+    waiting = lab.critic.compute_values.submit(generated)
+    consumer = lab.actor.compute_log_prob.submit(waiting)
+    assert waiting.cancel()
+    assert waiting.state == "cancelled"
+    with pytest.raises(UpstreamError, match=r"compute_log_prob was not run.*compute_values was cancelled"):
+        consumer.result()
+    assert under_way.cancel()  # it ends, and its result is dropped
+    with pytest.raises(UpstreamError, match="was dropped"):
+        under_way.result()
+    assert not under_way.cancel()
+    assert "values" in lab.critic.compute_values(generated).columns
+
+
+def test_shards_are_dropped_with_their_batches(lab: wb.Workbench) -> None:
+    def held() -> int:
+        lab._release()
+        return sum(int(lab._backend.ask(i.name, "describe").result()["shards"]) for i in lab._infos)
+
+    before = held()
+    with lab.overlap():
+        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+        batch = lab.reward.compute_reward(lab.critic.compute_values(batch))
+    assert held() == before + 4
+    del batch
+    assert held() == before

@@ -1,0 +1,82 @@
+"""Which run goes when: a stage starts when its inputs are there and its pool is free, on one pool in call order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from workbench.dataflow.run import Run
+from workbench.workers.backends.base import Backend
+
+POLL_S = 0.05
+
+
+class Scheduler:
+    """Holds the runs that have not ended. A pool has one stage under way at a time, so that what waits can still be
+    given up, and an interrupt leaves no call queued behind. Runs of different pools overlap.
+
+    A run that can start is sent by whoever submits it; a thread, which lives while runs are open, hears of what ended
+    and sends what that makes ready.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._open: list[Run] = []
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, run: Run) -> None:
+        """Take a run on; it starts at once if it can."""
+        with self._lock:
+            self._open.append(run)
+            self._advance()
+            if self._open and self._thread is None:
+                self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
+                self._thread.start()
+
+    def open_runs(self) -> Sequence[Run]:
+        """What has not ended, in call order."""
+        with self._lock:
+            return tuple(self._open)
+
+    def close(self) -> None:
+        """Give up what has not begun and stop listening for the rest."""
+        with self._lock:
+            for run in self._open:
+                run.cancel()
+            self._open = []
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _attend(self) -> None:
+        while True:
+            with self._lock:
+                if not self._open:
+                    self._thread = None
+                    return
+                outstanding = [pending for run in self._open for pending in run.outstanding()]
+            if outstanding:
+                self._backend.wait(outstanding, POLL_S, count=1)
+            with self._lock:
+                self._advance()
+
+    def _advance(self) -> None:
+        """Poll what runs, send what can run, until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            busy: set[str] = set()
+            for run in list(self._open):
+                pool = run.group.pool.name
+                if run.state == "waiting" and pool not in busy and not run.blocked():
+                    run.send(self._backend)
+                    changed = True
+                if run.state == "running":
+                    run.poll(self._backend)
+                if run.done:
+                    if run in self._open:
+                        self._open.remove(run)
+                    changed = True
+                else:
+                    busy.add(pool)
