@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from workbench.dataflow.run import Run
@@ -58,6 +59,8 @@ class Scheduler:
                 outstanding = [pending for run in self._open for pending in run.outstanding()]
             if outstanding:
                 self._backend.wait(outstanding, POLL_S, count=1)
+            else:
+                time.sleep(POLL_S)
             with self._lock:
                 self._advance()
 
