@@ -200,6 +200,11 @@ class Workbench:
         if errors:
             raise errors[0]
 
+    @staticmethod
+    def apply(function: Callable[..., Any], *batches: Batch, **kwargs: Any) -> Any:
+        """Call a function of batches: in an algorithm's `define`, what it does becomes a stage of the graph."""
+        return function(*batches, **kwargs)
+
     def _run(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """The run of a call, checked as far as it can be before its inputs are there."""
         self._check_alive(group)

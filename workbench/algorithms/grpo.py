@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GRPO(Algorithm):
-    """`GRPO(lab).run(n)`: n iterations of the calls in `iterate`.
+    """`GRPO(lab).run(n)`: n iterations of the calls in `define`.
 
     prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient: k3 penalty against the
     reference in the loss; at 0 no reference is needed. aggregation: "sequence-mean-token-mean" is the paper's.
@@ -38,9 +38,7 @@ class GRPO(Algorithm):
     def __post_init__(self) -> None:
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
-    def iterate(self) -> dict[str, float]:
-        """One iteration; the metrics of its stages."""
-        lab = self.lab
+    def define(self, lab: Workbench) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)
@@ -56,4 +54,3 @@ class GRPO(Algorithm):
             kl_coefficient=self.kl_coefficient,
             aggregation=self.aggregation,
         )
-        return self.metrics()

@@ -1,10 +1,12 @@
-"""What every algorithm has: `iterate()` is one pass over its stages, `run(n)` is a loop over it."""
+"""What every algorithm has: its lines as a graph, and three ways to carry them out: a stage, an iteration, a loop."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from workbench.dataflow.graph import Graph, Stage, trace
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput
 
@@ -15,20 +17,97 @@ if TYPE_CHECKING:
 
 
 class Algorithm(ABC):
-    """Drives a workbench. `iterate` is written as the paper lists it: a line a stage."""
+    """Drives a workbench. `define` is written as the paper lists it, a line a stage; nothing else knows the lines.
+
+    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. run(n): n iterations, in which
+    stages of different pools overlap. Change it from a cell: set a field, or `replace`, `insert` and `remove` stages.
+    """
 
     lab: Workbench
+    _edits: list[Callable[[Graph], Graph]]
+    _made: dict[str, Any]
 
     @abstractmethod
+    def define(self, lab: Workbench) -> None:
+        """The lines of one iteration. Run without data too, to see what they call: they do not look into batches."""
+
+    # --- as a value ---------------------------------------------------------------------------------------------------
+
+    def graph(self) -> Graph:
+        """The stages of one iteration, with this object's fields as they are now, and its edits."""
+        graph = trace(self.lab, self.define, type(self).__name__)
+        for edit in self._all_edits():
+            graph = edit(graph)
+        return graph
+
+    def replace(self, stage: str, function: Callable[..., Any] | None = None, /, **arguments: Any) -> None:
+        """Change arguments of a stage, or put another in its place: an operation such as `lab.actor.mine`, or a
+        function of its batch that returns a batch. `algo.replace("compute_reward", function=my_reward)`."""
+        self._edit(lambda graph: graph.replaced(stage, function, arguments))
+
+    def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
+        """Put a stage after another: an operation, or a function of the batch that returns a batch."""
+        called = name or str(getattr(function, "__name__", type(function).__name__))
+        self._edit(lambda graph: graph.inserted(after, function, called, arguments))
+
+    def remove(self, stage: str) -> None:
+        """Leave a stage out: what took its batch takes the batch that it was given."""
+        self._edit(lambda graph: graph.removed(stage))
+
+    def _all_edits(self) -> list[Callable[[Graph], Graph]]:
+        if not hasattr(self, "_edits"):
+            self._edits = []
+        return self._edits
+
+    def _edit(self, edit: Callable[[Graph], Graph]) -> None:
+        edit(self.graph())  # what cannot be is refused now, and nothing is changed
+        self._all_edits().append(edit)
+
+    # --- carried out --------------------------------------------------------------------------------------------------
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """What the stages of this iteration have made so far, by name: batches and metrics."""
+        if not hasattr(self, "_made"):
+            self._made = {}
+        return self._made
+
+    @property
+    def next_stage(self) -> str:
+        """The stage that `step` would run."""
+        return self._next(self.graph()).name
+
+    def _next(self, graph: Graph) -> Stage:
+        """The first stage that has not run; the first of all where an iteration is finished, or has not begun."""
+        return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[0])
+
+    def step(self) -> Any:
+        """Run the next stage, as a cell would, and return what it makes: a batch, or metrics."""
+        graph = self.graph()
+        stage = self._next(graph)
+        if stage.name in self.made:
+            self.made.clear()
+        self.made[stage.name] = made = stage.call(self.lab, self.made)
+        return made
+
     def iterate(self) -> dict[str, float]:
-        """One iteration; the metrics of its stages as {"stage/metric": value}."""
+        """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
+        self.step()
+        while any(name not in self.made for name in self.graph().names):
+            self.step()
+        return self.metrics()
 
     def run(self, iterations: int) -> pd.DataFrame:
         """That many iterations; a frame with one row an iteration."""
         import pandas as pd
 
         at_least("iterations", iterations, 1)
-        rows = [{"iteration": self.lab.iteration + 1, **self.iterate()} for _ in range(iterations)]
+        rows = []
+        for _ in range(iterations):
+            self.made.clear()
+            with self.lab.overlap():
+                self.iterate()
+            rows.append({"iteration": self.lab.iteration, **self.metrics()})
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:
@@ -42,7 +121,7 @@ class Algorithm(ABC):
             )
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the newest iteration's stages."""
+        """The metrics of the newest iteration's stages, as {"stage/metric": value}."""
         return {
             f"{stage}/{name}": value
             for stage, values in self.lab.last_metrics.items()

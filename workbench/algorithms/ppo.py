@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PPO(Algorithm):
-    """`PPO(lab).run(n)`: n iterations of the eight calls in `iterate`, which a notebook can also make one by one.
+    """`PPO(lab).run(n)`: n iterations of the calls in `define`, which a notebook can also make one by one.
 
     prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own.
     kl_coefficient, kl: penalty against the reference in the reward. clip, value_clip, epochs: of the updates, whose
@@ -38,9 +38,7 @@ class PPO(Algorithm):
     def __post_init__(self) -> None:
         self.need("critic", "reference", "reward")
 
-    def iterate(self) -> dict[str, float]:
-        """One iteration; the metrics of its stages."""
-        lab = self.lab
+    def define(self, lab: Workbench) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)
@@ -52,4 +50,3 @@ class PPO(Algorithm):
         )
         lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.epochs)
         lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs)
-        return self.metrics()

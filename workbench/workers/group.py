@@ -26,7 +26,7 @@ class GroupOperation:
     """One operation of a group, to be called from a cell: `lab.critic.compute_values(batch)`."""
 
     def __init__(self, group: WorkerGroup, operation: Operation, caller: Caller) -> None:
-        self._group, self.operation, self._caller = group, operation, caller
+        self.group, self.operation, self._caller = group, operation, caller
         self.__name__ = operation.name
         self.__doc__ = operation.doc
         self.__signature__ = self._signature()
@@ -43,14 +43,14 @@ class GroupOperation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises."""
-        return self._caller.call(self._group, self.operation, args, kwargs)
+        return self._caller.call(self.group, self.operation, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Run:
         """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
-        return self._caller.submit(self._group, self.operation, args, kwargs)
+        return self._caller.submit(self.group, self.operation, args, kwargs)
 
     def __repr__(self) -> str:
-        return f"<{self._group.role}.{self.operation.name}{self.__signature__}>"
+        return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"
 
 
 class WorkerGroup:

@@ -1,0 +1,163 @@
+"""An algorithm as a graph: what it says, stepping through it, and changing it from a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.algorithms.loop import Algorithm
+from workbench.display.graph import draw, sources
+from workbench.errors import BadInput
+
+SHORT = wb.Sampling(max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+    with tiny_lab("graph", tmp_path_factory.mktemp("runs"), backend="inline", models=models) as lab:
+        yield lab
+
+
+def test_what_a_graph_says(lab: wb.Workbench) -> None:
+    graph = wb.PPO(lab, prompts=4, clip=0.3).graph()
+    assert graph.names == [
+        *("prompts", "generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values"),
+        *("compute_reward", "compute_advantages", "update_critic", "update_actor"),
+    ]
+    update = graph["update_actor"]
+    assert (update.role, update.inputs, update.kwargs["clip"]) == ("actor", ("compute_advantages",), 0.3)
+    assert "old_log_prob" in update.reads
+    assert graph["compute_values"].writes == ("values",)
+    assert [s.name for s in graph.consumers("compute_advantages")] == ["update_critic", "update_actor"]
+    # by what is read, not by the order of the lines: these five could run side by side
+    edges = sources(graph.stages)
+    assert edges["compute_reward"] == {"prompts", "generate_sequences"}
+    assert edges["update_critic"] >= {"compute_values", "compute_advantages"}
+    assert lab._run_number == 0  # nothing was run
+    picture = graph._repr_html_()
+    assert picture.count("<rect") == 9
+    assert "compute_ref_log_prob on reference" in picture
+    assert draw(graph) == picture
+
+
+def test_stepping_is_the_loop_is_by_hand(lab: wb.Workbench, tmp_path: Path) -> None:
+    """The same numbers from `step`, from `iterate`, from `run`, and from the lines in a cell."""
+    results = []
+    for way in ("step", "iterate", "run", "hand"):
+        with tiny_lab(f"way-{way}", tmp_path, backend="inline") as own:
+            algorithm = wb.PPO(own, prompts=4, sampling=SHORT)
+            if way == "step":
+                assert algorithm.next_stage == "prompts"
+                batch = algorithm.step()
+                assert batch.rows == 4
+                for name in algorithm.graph().names[1:]:
+                    assert algorithm.next_stage == name
+                    algorithm.step()
+                assert set(algorithm.made) == set(algorithm.graph().names)
+            elif way == "iterate":
+                algorithm.step()
+                algorithm.step()
+                algorithm.iterate()
+            elif way == "run":
+                algorithm.run(1)
+            else:
+                algorithm.define(own)
+            results.append(algorithm.metrics())
+    assert results[0] == results[1] == results[2] == results[3]
+    assert len(results[0]) > 20
+
+
+def test_stages_are_replaced_inserted_and_removed_by_name(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=4, sampling=SHORT)
+    seen: list[int] = []
+
+    def longest_two(batch: wb.Batch) -> wb.Batch:
+        lengths = batch.df(["response_ids"])["response_ids"].map(len)
+        seen.append(batch.rows)
+        return batch.take(lengths.nlargest(2).index.to_numpy())
+
+    def constant(prompt: str, response: str, **row: Any) -> float:
+        return 0.25
+
+    algorithm.insert(longest_two, after="generate_sequences")
+    algorithm.replace("compute_reward", function=constant)
+    algorithm.replace("compute_advantages", kl_coefficient=0.0)
+    algorithm.remove("compute_ref_log_prob")
+    assert algorithm.graph().names[:4] == ["prompts", "generate_sequences", "longest_two", "compute_log_prob"]
+    metrics = algorithm.iterate()
+    assert seen == [4]
+    assert metrics["compute_reward/rewards/mean"] == 0.25
+    assert algorithm.made["compute_advantages"].rows == 2
+    assert "ref_log_prob" not in algorithm.made["compute_advantages"].columns
+    algorithm.clip = 0.05  # a field takes effect on the stages that are still to come
+    assert algorithm.graph()["update_actor"].kwargs["clip"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda a: a.remove("compute_values"), r"stage 'compute_advantages' would read column 'values'"),
+        (lambda a: a.remove("compute_valuse"), r"stage 'compute_valuse'.*PPO has prompts, generate_sequences"),
+        (lambda a: a.remove("prompts"), "nothing comes before it"),
+        (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
+        (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
+        (lambda a: a.insert(3, after="prompts", name="three"), "an operation, or a function of a batch"),
+        (lambda a: a.insert(len, after="prompts", name="compute_values"), "a second stage 'compute_values'"),
+    ],
+)
+def test_edits_that_cannot_be_are_refused_and_change_nothing(lab: wb.Workbench, edit: Any, message: str) -> None:
+    algorithm = wb.PPO(lab)
+    before = algorithm.graph()
+    with pytest.raises(BadInput, match=message):
+        edit(algorithm)
+    assert algorithm.graph().names == before.names
+
+
+@dataclass
+class BestOf(Algorithm):
+    """Keeps the better half of the samples: a dataflow with a function and a batch's own methods in it."""
+
+    lab: wb.Workbench
+
+    def define(self, lab: wb.Workbench) -> None:
+        batch = lab.prompts.next(2).repeat(2)
+        batch = lab.actor.generate_sequences(batch, max_new_tokens=6)
+        batch = lab.reward.compute_reward(batch)
+        batch = lab.apply(self.better_half, batch)
+        batch = lab.compute_advantages(lab.actor.compute_log_prob(batch), estimator="grpo")
+        lab.actor.update_actor(batch)
+
+    @staticmethod
+    def better_half(batch: wb.Batch) -> wb.Batch:
+        rewards = batch.df(["rewards"])["rewards"]
+        return batch.take(rewards.nlargest(batch.rows // 2).index.to_numpy())
+
+
+@dataclass
+class Peeping(Algorithm):
+    """Looks into a batch between the lines."""
+
+    lab: wb.Workbench
+
+    def define(self, lab: wb.Workbench) -> None:
+        batch = lab.prompts.next(2)
+        if batch.rows > 1:
+            lab.actor.generate_sequences(batch)
+
+
+def test_functions_and_batch_methods_are_stages(lab: wb.Workbench) -> None:
+    algorithm = BestOf(lab)
+    roles = {stage.name: stage.role for stage in algorithm.graph().stages}
+    assert (roles["repeat"], roles["better_half"]) == ("batch", "notebook")
+    algorithm.iterate()
+    assert algorithm.made["compute_reward"].rows == 4
+    assert algorithm.made["better_half"].rows == 2
+    with pytest.raises(BadInput, match=r"Peeping: batch.rows.*do not look at what is in a batch.*lab.apply"):
+        Peeping(lab).graph()

@@ -1,0 +1,317 @@
+"""A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs.
+
+`trace` runs the lines of an algorithm against stand-ins that compute nothing and write down what was called. The same
+stages are then carried out, one at a time or all, by the calls that a notebook would make by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import BadInput
+from workbench.workers.group import GroupOperation, WorkerGroup
+from workbench.workers.operation import checked_arguments
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One node: `operation` of `role` on the outputs of the stages `inputs`.
+
+    name: unique in its graph; a second stage of one operation is called operation_2. role: a role of the workbench,
+    "numeric" (arithmetic on the actor's hosts), "prompts", "batch" (a batch's own method) or "notebook" (a function).
+    columns: what its batch has then; None where that is not known before it runs, or it makes no batch.
+    """
+
+    name: str
+    role: str
+    operation: str
+    inputs: tuple[str, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
+    updates: bool = False
+    function: Callable[..., Any] | None = None
+
+    def call(self, lab: Workbench, values: Mapping[str, Any]) -> Any:
+        """Carry it out. values: the batches of its inputs, by stage name."""
+        inputs = [values[name] for name in self.inputs]
+        if self.role == "prompts":
+            return lab.prompts.next(*self.args, **self.kwargs)
+        if self.role == "batch":
+            args = [values[a.stage] if isinstance(a, StandIn) else a for a in self.args]
+            return getattr(inputs[0], self.operation)(*args, **self.kwargs)
+        assert self.function is not None
+        return self.function(*inputs, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The stages of one iteration, in call order."""
+
+    title: str
+    stages: tuple[Stage, ...]
+
+    def __getitem__(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise BadInput(f"stage {name!r}", f"{self.title} has {', '.join(self.names)}")
+
+    @property
+    def names(self) -> list[str]:
+        """The stages' names, in call order."""
+        return [stage.name for stage in self.stages]
+
+    def consumers(self, name: str) -> list[Stage]:
+        """The stages that take the output of one."""
+        return [stage for stage in self.stages if name in stage.inputs]
+
+    def replaced(self, name: str, function: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Graph:
+        """With other arguments for a stage, or with a function, or an operation, in its place."""
+        old = self[name]
+        if function is not None:
+            new = _stage_of(function, name, old.inputs, (), arguments)
+        elif old.function is not None:
+            new = _stage_of(old.function, name, old.inputs, old.args, {**old.kwargs, **arguments})
+        else:
+            new = replace(old, kwargs={**old.kwargs, **arguments})
+        return self._checked([new if stage.name == name else stage for stage in self.stages])
+
+    def inserted(self, after: str, function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Graph:
+        """With a stage between one and what takes its output."""
+        before = self[after]
+        if name in self.names:
+            raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give name=")
+        new = _stage_of(function, name, (before.name,), (), arguments)
+        stages: list[Stage] = []
+        for stage in self.stages:
+            stages.append(_rewired(stage, after, name))
+            if stage.name == after:
+                stages.append(new)
+        return self._checked(stages)
+
+    def removed(self, name: str) -> Graph:
+        """Without a stage: what took its output takes its input."""
+        gone = self[name]
+        if not gone.inputs and self.consumers(name):
+            raise BadInput(f"removing {name!r}", "nothing comes before it, and others need it")
+        stages = [
+            stage if name not in stage.inputs else _rewired(stage, name, gone.inputs[0])
+            for stage in self.stages
+            if stage.name != name
+        ]
+        return self._checked(stages)
+
+    def _checked(self, stages: Iterable[Stage]) -> Graph:
+        """The graph of these stages; `BadInput` where one lacks a column that it reads."""
+        known: dict[str, tuple[str, ...] | None] = {}
+        out = []
+        for stage in stages:
+            have = known[stage.inputs[0]] if stage.inputs else ()
+            missing = [] if have is None else [column for column in stage.reads if column not in have]
+            if missing:
+                raise BadInput(
+                    f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
+                    f"its input has {', '.join(have or ())}",
+                    "keep the stage that writes it, or replace this one too",
+                )
+            if stage.role in ("batch", "notebook"):
+                after = stage.columns if stage.role == "batch" else None
+            else:
+                after = None if have is None else tuple(dict.fromkeys((*have, *stage.writes)))
+            known[stage.name] = after
+            out.append(replace(stage, columns=after))
+        return Graph(self.title, tuple(out))
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.title}: {' > '.join(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        from workbench.display.graph import draw
+
+        return draw(self)
+
+
+def _rewired(stage: Stage, old: str, new: str) -> Stage:
+    inputs = tuple(new if name == old else name for name in stage.inputs)
+    args = tuple(StandIn(new) if isinstance(a, StandIn) and a.stage == old else a for a in stage.args)
+    return replace(stage, inputs=inputs, args=args)
+
+
+def _stage_of(
+    function: Callable[..., Any],
+    name: str,
+    inputs: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Stage:
+    """A stage of an operation or a function, its arguments checked."""
+    if not callable(function):
+        raise BadInput(f"stage {name!r}: {function!r:.60}", "a stage is an operation, or a function of a batch")
+    if isinstance(function, GroupOperation):
+        operation = function.operation
+        own = {name: value for name, value in kwargs.items() if not (operation.samples and name == "samples")}
+        arguments = checked_arguments(operation, function.group.role, args, own)
+        return Stage(
+            name=name,
+            role=function.group.role,
+            operation=operation.name,
+            inputs=inputs[:1] if operation.takes_batch else (),
+            args=args,
+            kwargs=dict(kwargs),
+            reads=operation.needed(arguments) if operation.takes_batch else (),
+            writes=operation.writes,
+            updates=operation.updates,
+            function=function,
+        )
+    operation_name = getattr(function, "__name__", type(function).__name__)
+    return Stage(
+        name=name,
+        role="notebook",
+        operation=operation_name,
+        inputs=inputs,
+        args=args,
+        kwargs=dict(kwargs),
+        function=function,
+    )
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Where a batch stands in a call: the stage that makes it."""
+
+    stage: str
+
+
+class TracedBatch(StandIn):
+    """A batch that is not there: it can be given to stages, and its own methods become stages."""
+
+    def __init__(self, tracer: Tracer, stage: Stage) -> None:
+        super().__init__(stage.name)
+        object.__setattr__(self, "_tracer", tracer)
+
+    def __getattr__(self, name: str) -> Any:
+        from workbench.dataflow.batch import Batch
+
+        tracer: Tracer = object.__getattribute__(self, "_tracer")
+        if name.startswith("_") or not callable(getattr(Batch, name, None)):
+            raise BadInput(
+                f"{tracer.title}: batch.{name}",
+                "the lines of a dataflow do not look at what is in a batch: they are also run without one",
+                "put what depends on values into a function, as a stage: lab.apply(function, batch)",
+            )
+
+        def method(*args: Any, **kwargs: Any) -> TracedBatch:
+            others = tuple(a.stage for a in args if isinstance(a, StandIn))
+            plain = tuple(StandIn(a.stage) if isinstance(a, StandIn) else a for a in args)
+            inputs = (self.stage, *others)
+            return tracer.note(Stage(name=name, role="batch", operation=name, inputs=inputs, args=plain, kwargs=kwargs))
+
+        return method
+
+
+class Tracer:
+    """Stands in for a workbench while the lines of an algorithm are run to see what they call."""
+
+    def __init__(self, lab: Workbench, title: str) -> None:
+        self.title, self._lab = title, lab
+        self.stages: list[Stage] = []
+        self.prompts = _TracedPrompts(self)
+
+    def __getattr__(self, name: str) -> Any:
+        lab = self._lab
+        if name == "compute_advantages":
+            return _TracedOperation(self, lab.compute_advantages)
+        if name in lab.groups:
+            return _TracedGroup(self, lab.groups[name])
+        return getattr(lab, name)  # plain values, such as the seed; and the error for a role that is not there
+
+    def apply(self, function: Callable[..., Any], *batches: StandIn, **kwargs: Any) -> TracedBatch:
+        """A function of batches, as a stage."""
+        name = str(getattr(function, "__name__", type(function).__name__))
+        return self.note(_stage_of(function, name, tuple(batch.stage for batch in batches), (), kwargs))
+
+    def note(self, stage: Stage) -> TracedBatch:
+        """Write down a stage."""
+        same = sum(other.operation == stage.operation for other in self.stages)
+        if same:
+            stage = replace(stage, name=f"{stage.operation}_{same + 1}")
+        if stage.role == "batch":
+            stage = replace(stage, columns=_columns_after(stage, {s.name: s.columns for s in self.stages}))
+        self.stages.append(stage)
+        return TracedBatch(self, stage)
+
+    def graph(self) -> Graph:
+        """What was written down, checked."""
+        return Graph(self.title, ())._checked(self.stages)
+
+
+def _columns_after(stage: Stage, known: Mapping[str, tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    """Columns of what a batch's own method returns."""
+    have = known[stage.inputs[0]]
+    if have is None:
+        return None
+    if stage.operation == "select":
+        return tuple(stage.args)
+    if stage.operation == "rename":
+        return tuple(stage.kwargs.get(old, old) for old in have)
+    if stage.operation == "drop":
+        return tuple(name for name in have if name not in stage.args)
+    if stage.operation == "join":
+        more = known[stage.inputs[1]]
+        return None if more is None else (*have, *more)
+    return have
+
+
+class _TracedPrompts:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def next(self, n: int) -> TracedBatch:
+        return self._tracer.note(
+            Stage(name="prompts", role="prompts", operation="prompts", args=(n,), writes=PROMPT_COLUMNS)
+        )
+
+
+class _TracedGroup:
+    def __init__(self, tracer: Tracer, group: WorkerGroup) -> None:
+        self._tracer, self._group = tracer, group
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._group, name)
+        return _TracedOperation(self._tracer, operation) if isinstance(operation, GroupOperation) else operation
+
+
+class _TracedOperation:
+    def __init__(self, tracer: Tracer, operation: GroupOperation) -> None:
+        self._tracer, self._operation = tracer, operation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TracedBatch:
+        operation = self._operation.operation
+        batch = kwargs.pop("batch") if "batch" in kwargs else None
+        inputs: tuple[str, ...] = ()
+        if operation.takes_batch:
+            batch, args = (batch, args) if batch is not None else (args[0] if args else None, args[1:])
+            if not isinstance(batch, StandIn):
+                where = f"{self._operation.group.role}.{operation.name}"
+                raise BadInput(f"{where}({type(batch).__name__})", "its first argument is a batch")
+            inputs = (batch.stage,)
+        return self._tracer.note(_stage_of(self._operation, operation.name, inputs, args, kwargs))
+
+
+def trace(lab: Workbench, lines: Callable[[Any], object], title: str) -> Graph:
+    """The graph of an algorithm's lines: a function of a workbench that calls its stages."""
+    tracer = Tracer(lab, title)
+    lines(tracer)
+    if not tracer.stages:
+        raise BadInput(f"{title}: no stage was called", "its lines call stages of the workbench they are given")
+    return tracer.graph()
