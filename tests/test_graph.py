@@ -12,7 +12,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.algorithms.loop import Algorithm
-from workbench.display.graph import draw, sources
+from workbench.display.graph import draw
 from workbench.errors import BadInput
 
 SHORT = wb.Sampling(max_new_tokens=6)
@@ -37,7 +37,7 @@ def test_what_a_graph_says(lab: wb.Workbench) -> None:
     assert graph["compute_values"].writes == ("values",)
     assert [s.name for s in graph.consumers("compute_advantages")] == ["update_critic", "update_actor"]
     # by what is read, not by the order of the lines: these five could run side by side
-    edges = sources(graph.stages)
+    edges = graph.edges()
     assert edges["compute_reward"] == {"prompts", "generate_sequences"}
     assert edges["update_critic"] >= {"compute_values", "compute_advantages"}
     assert lab._run_number == 0  # nothing was run

@@ -77,6 +77,8 @@ def test_shards_of_a_stage_that_failed_are_dropped(lab: wb.Workbench) -> None:
     assert shards(lab) == before
     scored = lab.reward.compute_reward(batch)
     assert shards(lab) == before + 1
+    lab.release(scored)
+    assert shards(lab) == before + 1  # held here
     del scored
     assert shards(lab) == before
 

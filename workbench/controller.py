@@ -22,20 +22,23 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from workbench import registry
 from workbench.dataflow.batch import Batch, Column, ShardCounts
+from workbench.dataflow.branch import Comparison, compare, kept
 from workbench.dataflow.columns import Table, concatenate, describe, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
+from workbench.dataflow.store import Origin, Store, Weights
 from workbench.description import Description
-from workbench.engines.settings import at_least
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted, WorkbenchError
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
@@ -47,13 +50,14 @@ from workbench.workers.calls import Call, Metrics, merge_metrics
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.logs import tail
-from workbench.workers.operation import Operation, checked_arguments, operations
+from workbench.workers.operation import Operation
 from workbench.workers.protocols import minibatch_rows
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from workbench.algorithms.loop import Algorithm
     from workbench.display.timeline import Timeline
 
 
@@ -74,6 +78,10 @@ class Workbench:
         self._counts = ShardCounts()
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
         self._overlapping, self._overlapped = 0, list[Run]()
+        self._reusing = False
+        trained = [role for role in description.models if role in ("actor", "critic")]
+        self.weights = {role: Weights(steps=0, state="") for role in trained}
+        self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
         self._closed = False
         self._run_number, self._batch_number, self.iteration = 0, 0, 0
@@ -91,7 +99,7 @@ class Workbench:
         pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
         hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-        group = WorkerGroup(role, pool, hosts, model, operations(worker_class), self)
+        group = WorkerGroup(role, pool, hosts, model, worker_class, self)
         if role != "numeric":
             self.groups[role] = group
             setattr(self, role, group)
@@ -126,7 +134,7 @@ class Workbench:
         self._closed = True
         if registry.opened.get(self.name) is self:
             del registry.opened[self.name]
-        self._scheduler.close()
+        self.scheduler.close()
         self._backend.close()
         if self.description.backend == "ray":
             registry.forget(self.description.id)
@@ -141,7 +149,7 @@ class Workbench:
         self.close()
 
     @functools.cached_property
-    def _scheduler(self) -> Scheduler:
+    def scheduler(self) -> Scheduler:
         return Scheduler(self._backend)
 
     # --- one stage --------------------------------------------------------------------------------------------------
@@ -152,18 +160,19 @@ class Workbench:
         Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
         at once: a batch that waits when it is read, or the `Run`.
         """
+        self.store.trim(lambda batch, path: batch.save(path))
         run = self._run(group, operation, args, kwargs)
         if self._overlapping:
-            self._scheduler.submit(run)
+            self.scheduler.submit(run)
             self._overlapped.append(run)
             return run if run.batch is None else run.batch
         with run.progress() as bar:
-            return run.start(self._scheduler, bar)
+            return run.start(self.scheduler, bar)
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Run an operation in the background."""
         run = self._run(group, operation, args, kwargs)
-        self._scheduler.submit(run)
+        self.scheduler.submit(run)
         return run
 
     @contextlib.contextmanager
@@ -184,6 +193,16 @@ class Workbench:
             self._overlapping -= 1
         self.wait()
 
+    @contextlib.contextmanager
+    def reuse(self) -> Iterator[None]:
+        """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
+        the store, and says so. Updates never are; generation only where a seed is given."""
+        self._reusing, before = True, self._reusing
+        try:
+            yield
+        finally:
+            self._reusing = before
+
     def wait(self) -> None:
         """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
         runs, self._overlapped = self._overlapped, []
@@ -200,6 +219,38 @@ class Workbench:
         if errors:
             raise errors[0]
 
+    # --- branches and the store -------------------------------------------------------------------------------------
+
+    def compare(self, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
+        """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
+
+        Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
+        afterwards the roles are as before.
+        """
+        return compare(self, batch, arms)
+
+    def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
+        """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
+        end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
+        return kept(self, roles)
+
+    def batches(self) -> pd.DataFrame:
+        """What stages made and the store keeps: one row a batch, with the stage, the inputs and where it is."""
+        return self.store.frame()
+
+    def batch(self, name: str) -> Batch:
+        """A batch of the store by "name vversion", or the newest version of a name."""
+        return self.store.get(name, self.load)
+
+    def release(self, name: str | Batch) -> None:
+        """Let the store forget a batch, or all versions of a name; its memory is free when nothing else holds it."""
+        self.store.release(name.id if isinstance(name, Batch) else name)
+        self._release()
+
+    def lineage(self, batch: Batch) -> pd.DataFrame:
+        """A batch and all that it was made of, newest first."""
+        return self.store.lineage(batch.id)
+
     @staticmethod
     def apply(function: Callable[..., Any], *batches: Batch, **kwargs: Any) -> Any:
         """Call a function of batches: in an algorithm's `define`, what it does becomes a stage of the graph."""
@@ -209,10 +260,11 @@ class Workbench:
         """The run of a call, checked as far as it can be before its inputs are there."""
         self._check_alive(group)
         where = f"{group.role}.{operation.name}"
-        samples = kwargs.pop("samples", 1) if operation.samples else 1
-        at_least("samples", samples, 1)
         batch, args = self._batch_argument(where, operation, args, kwargs)
-        arguments = checked_arguments(operation, group.role, args, kwargs)
+        arguments, samples = group.operations[operation.name].arguments(args, kwargs)
+        if operation.samples:
+            kwargs.pop("samples", None)
+        code = group.operations[operation.name].code(arguments, samples)
         if batch is not None:
             batch.need(operation.needed(arguments), where)
 
@@ -234,9 +286,30 @@ class Workbench:
             finish=finish,
             clean=self._clean_up,
         )
+        run.code = code
         if batch is not None and operation.protocol.joins and operation.writes:
             run.batch = batch.after(run, operation.writes, samples)
+            if self._reusing and batch.run is None and (not operation.samples or arguments["seed"] is not None):
+                self._reuse(run, batch.repeat(samples), operation, arguments)
         return run
+
+    def _reuse(self, run: Run, batch: Batch, operation: Operation, arguments: dict[str, Any]) -> None:
+        """Answer a run from the store, where the same code has read the same columns with the same weights."""
+        state = self.weights[run.group.role].state if run.group.role in self.weights else ""
+        read = operation.needed(arguments)
+        for name in reversed(list(self.store)):
+            origin = self.store.origin(name)
+            if origin is None or (origin.stage, origin.code, origin.weights_state) != (run.name, run.code, state):
+                continue
+            found = self.store.kept(name)
+            if found is not None and all(found.columns[c].location.same(batch.columns[c].location) for c in read):
+                assert run.batch is not None
+                columns = {c: found.columns[c] for c in found.columns if found.columns[c].made_with == run.code}
+                run.batch.fill(batch.with_columns(columns, found.meta, run.batch.version))
+                self._keep(run.batch, origin)
+                print(f"{run.name}: from the store, as run {origin.run} made it")
+                run.settle(run.batch)
+                return
 
     def _clean_up(self, run: Run) -> None:
         """After a run that came to nothing."""
@@ -358,6 +431,9 @@ class Workbench:
         if not operation.protocol.joins:
             self._drop(group.hosts, calls[0].key)
             return [replies[rank].value for rank in ranks]
+        role = group.role
+        if operation.updates:
+            self.weights[role] = Weights(steps=int(values["optimizer_steps"]), state=secrets.token_hex(4))
         if not replies[0].columns:
             return values
         assert batch is not None
@@ -368,12 +444,34 @@ class Workbench:
                 dtype=summary.dtype,
                 row_shape=summary.row_shape,
                 nbytes=sum(replies[rank].columns[name].nbytes for rank in ranks),
-                owner=group.role,
+                owner=role,
                 location=location,
+                made_with=run.code,
             )
             for name, summary in replies[ranks[0]].columns.items()
         }
-        return batch.with_columns(columns, replies[0].meta)
+        made = batch.with_columns(columns, replies[0].meta, None if run.batch is None else run.batch.version)
+        if run.batch is not None:
+            run.batch.fill(made)
+            made = run.batch
+        self._keep(made, self._origin(run, calls[0]))
+        return made
+
+    def _origin(self, run: Run, call: Call) -> Origin:
+        weights = self.weights.get(run.group.role)
+        return Origin(
+            stage=run.name,
+            run=run.number,
+            inputs=(call.batch,),
+            arguments={name: f"{value!r:.80}" for name, value in call.kwargs.items()},
+            weights_version=weights.steps if weights else None,
+            weights_state=weights.state if weights else "",
+            seed=tuple(call.meta["seed"]),
+            code=run.code,
+        )
+
+    def _keep(self, batch: Batch, origin: Origin) -> None:
+        self.store.add(batch, origin, by_loop=self._overlapping > 0)
 
     def _next_run(self) -> int:
         self._run_number += 1
@@ -431,7 +529,9 @@ class Workbench:
             columns[name] = Column(
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
             )
-        return Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
+        batch = Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
+        self._keep(batch, Origin(stage="put" if owner == "notebook" else owner))
+        return batch
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""

@@ -119,7 +119,7 @@ def test_what_needs_a_failed_stage_names_the_first_cause(lab: wb.Workbench) -> N
         lab.compute_advantages.submit(lab.reward.compute_reward.submit(generated))
     with pytest.raises(RewardError, match="no such verifier"), lab.overlap():
         lab.actor.compute_log_prob(lab.reward.compute_reward(generated, function=broken))
-    assert lab._scheduler.open_runs() == ()
+    assert lab.scheduler.open_runs() == ()
 
 
 def test_what_was_cancelled_is_not_begun(lab: wb.Workbench) -> None:

@@ -7,8 +7,8 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """dtype; shape of one row ("*": a length that varies); bytes of all rows; the role that made it; where it lies."""
+    """dtype; shape of one row ("*": a length that varies); bytes of all rows; the role that made it; where it lies.
+
+    made_with: a text that is equal for equal code and arguments of the stage that made it; empty for what was put.
+    """
 
     dtype: str
     row_shape: tuple[int | str, ...]
     nbytes: int
     owner: str
     location: Location
+    made_with: str = ""
 
 
 class Source(Protocol):
@@ -92,6 +96,7 @@ class Batch:
         source: Source,
         counts: ShardCounts,
         version: int = 0,
+        versions: Iterator[int] | None = None,
         meta: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._run: Run | None = None
@@ -100,6 +105,7 @@ class Batch:
         if len(lengths) > 1:
             raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
         self.name, self.version, self._meta = name, version, MappingProxyType(dict(meta))
+        self._versions = versions if versions is not None else itertools.count(version + 1)
         self._columns: Mapping[str, Column] = MappingProxyType(dict(columns))
         self.rows = lengths.pop() if lengths else 0
         self._source, self._counts = source, counts
@@ -111,8 +117,13 @@ class Batch:
         batch = copy.copy(self)
         batch._run, batch._promised = run, (*self._names, *writes)
         batch._columns, batch._meta = MappingProxyType({}), MappingProxyType({})
-        batch.version, batch.rows = self.version + 1, self.rows * copies
+        batch.version, batch.rows = next(self._versions), self.rows * copies
         return batch
+
+    @property
+    def id(self) -> str:
+        """Its name in the store, "name vversion": versions count up over all branches of one name."""
+        return f"{self.name} v{self.version}"
 
     @property
     def run(self) -> Run | None:
@@ -144,19 +155,24 @@ class Batch:
         if self._run is not None:
             self._run.result()
 
-    def _derive(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None) -> Batch:
+    def _derive(
+        self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, version: int | None = None
+    ) -> Batch:
         return Batch(
             self.name,
             columns,
             source=self._source,
             counts=self._counts,
-            version=self.version + 1,
+            version=next(self._versions) if version is None else version,
+            versions=self._versions,
             meta={**self.meta, **(meta or {})},
         )
 
-    def with_columns(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None) -> Batch:
-        """The next version, with these columns added or replaced."""
-        return self._derive({**self.columns, **columns}, meta)
+    def with_columns(
+        self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, version: int | None = None
+    ) -> Batch:
+        """The next version (or the one given), with these columns added or replaced."""
+        return self._derive({**self.columns, **columns}, meta, version)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """A choice of rows, by number, in the order given; no tensor moves."""
@@ -166,7 +182,7 @@ class Batch:
         for name, c in self.columns.items():
             location = moved.setdefault(id(c.location), c.location.take(index))
             share = round(c.nbytes * len(index) / self.rows)
-            columns[name] = Column(dtype=c.dtype, row_shape=c.row_shape, nbytes=share, owner=c.owner, location=location)
+            columns[name] = replace(c, nbytes=share, location=location)
         return self._derive(columns)
 
     def _row_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:

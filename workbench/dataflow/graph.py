@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.workers.group import GroupOperation, WorkerGroup
-from workbench.workers.operation import checked_arguments
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -39,7 +38,15 @@ class Stage:
     writes: tuple[str, ...] = ()
     columns: tuple[str, ...] | None = None
     updates: bool = False
+    samples: bool = False
     function: Callable[..., Any] | None = None
+
+    @property
+    def code(self) -> str:
+        """A short text, equal for equal code and arguments; empty for what is no operation of a role."""
+        if not isinstance(self.function, GroupOperation):
+            return ""
+        return self.function.code(*self.function.arguments(self.args, self.kwargs))
 
     def call(self, lab: Workbench, values: Mapping[str, Any]) -> Any:
         """Carry it out. values: the batches of its inputs, by stage name."""
@@ -74,6 +81,21 @@ class Graph:
     def consumers(self, name: str) -> list[Stage]:
         """The stages that take the output of one."""
         return [stage for stage in self.stages if name in stage.inputs]
+
+    def edges(self) -> dict[str, set[str]]:
+        """For each stage, those whose columns it reads: fewer than those that its batch has been through."""
+        made_by: dict[str, dict[str, str]] = {}
+        found: dict[str, set[str]] = {}
+        for stage in self.stages:
+            columns: dict[str, str] = {}
+            for name in stage.inputs:
+                columns |= made_by[name]
+            found[stage.name] = {columns[column] for column in stage.reads if column in columns} or set(stage.inputs)
+            # what a function or a batch's method writes is not known: all that follows comes through it
+            opaque = stage.role in ("batch", "notebook")
+            made = dict.fromkeys(columns if opaque else stage.writes, stage.name)
+            made_by[stage.name] = made if opaque else columns | made
+        return found
 
     def replaced(self, name: str, function: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Graph:
         """With other arguments for a stage, or with a function, or an operation, in its place."""
@@ -159,8 +181,7 @@ def _stage_of(
         raise BadInput(f"stage {name!r}: {function!r:.60}", "a stage is an operation, or a function of a batch")
     if isinstance(function, GroupOperation):
         operation = function.operation
-        own = {name: value for name, value in kwargs.items() if not (operation.samples and name == "samples")}
-        arguments = checked_arguments(operation, function.group.role, args, own)
+        arguments, _ = function.arguments(args, kwargs)
         return Stage(
             name=name,
             role=function.group.role,
@@ -171,6 +192,7 @@ def _stage_of(
             reads=operation.needed(arguments) if operation.takes_batch else (),
             writes=operation.writes,
             updates=operation.updates,
+            samples=operation.samples,
             function=function,
         )
     operation_name = getattr(function, "__name__", type(function).__name__)

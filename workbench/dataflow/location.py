@@ -55,6 +55,13 @@ class Location:
         """The location of a choice of rows."""
         return Location(self.shards, self.shard[rows], self.position[rows])
 
+    def same(self, other: Location) -> bool:
+        """Whether both say that the same stored rows stand in the same order."""
+        if self is other:
+            return True
+        equal = np.array_equal(self.shard, other.shard) and np.array_equal(self.position, other.position)
+        return self.shards == other.shards and equal
+
     def occurrences(self) -> np.ndarray:
         """For each row, how many earlier rows are the same stored row: copies made by taking a row twice."""
         _, same = np.unique(np.stack([self.shard.astype(np.int64), self.position]), axis=1, return_inverse=True)

@@ -32,8 +32,8 @@ class Run:
 
     `result()` waits; `await run` waits without blocking the notebook.
 
-    batch: what it is making, where that is a batch; it can be given to the next stage at once, as the run itself can.
-
+    code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
+    given to the next stage at once, as the run itself can.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
     forget what a run left that came to nothing.
     """
@@ -55,6 +55,7 @@ class Run:
         self.replies: list[Reply] = []
         self.stuck = False
         self.batch: Batch | None = None
+        self.code = ""
         self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
         self._future: Future[Any] = Future()
         self._pending: list[Pending] = []
@@ -111,6 +112,10 @@ class Run:
             return self._future.result()
         except CancelledError:
             raise UpstreamError(f"{self.name} was not run: it was cancelled") from None
+
+    def join(self) -> None:
+        """Wait until it has ended, however."""
+        wait([self._future])
 
     def cancel(self) -> bool:
         """Give it up: what has not begun is not begun, and what is under way ends with its result dropped.
@@ -218,14 +223,15 @@ class Run:
             if self._abandoned:
                 raise UpstreamError(f"the result of {self.name} was dropped", self._abandoned)
             result = self._finish(self)
-            if self.batch is not None:
-                self.batch.fill(result)
-                result = self.batch
         except Exception as error:
             self.fail(error)
         else:
-            self._forget()
-            self._future.set_result(result)
+            self.settle(result)
+
+    def settle(self, result: Any) -> None:
+        """End the run with a result that was there already."""
+        self._forget()
+        self._future.set_result(result)
 
     def fail(self, error: Exception) -> None:
         """End the run with an error."""

@@ -40,6 +40,12 @@ class Scheduler:
         with self._lock:
             return tuple(self._open)
 
+    def drain(self) -> None:
+        """Wait until every run has ended."""
+        while runs := self.open_runs():
+            for run in runs:
+                run.join()
+
     def close(self) -> None:
         """Give up what has not begun and stop listening for the rest."""
         with self._lock:

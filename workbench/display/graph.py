@@ -33,31 +33,12 @@ class GraphRecord(Protocol):
     def title(self) -> str: ...
     @property
     def stages(self) -> Sequence[StageRecord]: ...
-
-
-def sources(stages: Sequence[StageRecord]) -> dict[str, set[str]]:
-    """For each stage, those whose columns it reads: fewer than those that its batch has been through."""
-    above: dict[str, list[str]] = {}
-    made_by: dict[str, dict[str, str]] = {}
-    found: dict[str, set[str]] = {}
-    for stage in stages:
-        columns: dict[str, str] = {}
-        for name in stage.inputs:
-            columns |= made_by[name]
-        above[stage.name] = [*stage.inputs]
-        known = {columns[column] for column in stage.reads if column in columns}
-        found[stage.name] = known or set(stage.inputs)
-        # what a function or a batch's method writes is not known: all that follows comes through it
-        opaque = stage.role in ("batch", "notebook")
-        made_by[stage.name] = (
-            dict.fromkeys(columns, stage.name) if opaque else columns | dict.fromkeys(stage.writes, stage.name)
-        )
-    return found
+    def edges(self) -> Mapping[str, set[str]]: ...
 
 
 def draw(graph: GraphRecord) -> str:
     """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote."""
-    edges = sources(graph.stages)
+    edges = graph.edges()
     depth: dict[str, int] = {}
     for stage in graph.stages:
         depth[stage.name] = 1 + max((depth[name] for name in edges[stage.name]), default=-1)

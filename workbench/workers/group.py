@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.run import Run
+from workbench.engines.settings import at_least
+from workbench.fingerprint import fingerprint
 from workbench.models.spec import Model
 from workbench.placement import Pool
-from workbench.workers.operation import Operation
+from workbench.workers.operation import Operation, checked_arguments, operations
 
 
 class Caller(Protocol):
@@ -49,6 +52,18 @@ class GroupOperation:
         """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
         return self._caller.submit(self.group, self.operation, args, kwargs)
 
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """All arguments by name, checked, and how many samples a row are asked for; the batch is not among them."""
+        own = dict(kwargs)
+        samples = own.pop("samples", 1) if self.operation.samples else 1
+        at_least("samples", samples, 1)
+        return checked_arguments(self.operation, self.group.role, args, own), samples
+
+    def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
+        """A short text that is equal for equal code, arguments and, where a function scores, function."""
+        method = getattr(self.group.worker_class, self.operation.name)
+        return fingerprint((method, sorted(arguments.items()), samples, self.group.spec.function))[:12]
+
     def __repr__(self) -> str:
         return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"
 
@@ -62,11 +77,13 @@ class WorkerGroup:
         pool: Pool,
         hosts: tuple[str, ...],
         spec: Model,
-        operations: dict[str, Operation],
+        worker_class: type,
         caller: Caller,
     ) -> None:
-        self.role, self.pool, self.hosts, self.spec = role, pool, hosts, spec
-        self.operations = {name: GroupOperation(self, operation, caller) for name, operation in operations.items()}
+        self.role, self.pool, self.hosts, self.spec, self.worker_class = role, pool, hosts, spec, worker_class
+        self.operations = {
+            name: GroupOperation(self, operation, caller) for name, operation in operations(worker_class).items()
+        }
         for name, operation in self.operations.items():
             setattr(self, name, operation)
 

@@ -39,6 +39,7 @@ class Host:
         self.recorder = Recorder()
         self.workers: dict[str, Worker] = {}
         self._shards: dict[str, Table] = {}
+        self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
@@ -210,6 +211,23 @@ class Host:
         with self._lock:
             for key in keys:
                 self._shards.pop(key, None)
+
+    # --- going back --------------------------------------------------------------------------------------------------
+
+    def snapshot(self, key: str, roles: Iterable[str]) -> int:
+        """Keep the state of roles under a key; its bytes."""
+        self._snapshots[key] = {role: self.workers[role].state() for role in roles}
+        tensors = torch.utils._pytree.tree_leaves(self._snapshots[key])
+        return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
+
+    def restore(self, key: str) -> None:
+        """Put roles back as they were at `snapshot`."""
+        for role, state in self._snapshots[key].items():
+            self.workers[role].load_state(state)
+
+    def drop_snapshot(self, key: str) -> None:
+        """Forget a snapshot."""
+        self._snapshots.pop(key, None)
 
     # --- what it is doing, what it holds ---------------------------------------------------------------------------
 

@@ -45,6 +45,13 @@ class Worker:
         """Bytes that this worker holds on its device, by what they are for."""
         return {}
 
+    def state(self) -> dict[str, Any]:
+        """Everything that training changes in it, as copies; `load_state` goes back to it. Empty: nothing changes."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go back to what `state` gave."""
+
     def close(self) -> None:
         """Free what the worker holds."""
 

@@ -78,6 +78,12 @@ class ActorWorker(TrainedWorker):
         generation = {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
         return {**self.engine.memory_bytes(), **generation}
 
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if self.generator.weights_version != self.engine.steps:
+            # steps are counted anew from here: an engine that is ahead must not pass for the new weights later
+            self.generator.weights_version = -1
+
     def close(self) -> None:
         self.generator.close()
 

@@ -57,6 +57,12 @@ class TrainedWorker(Worker):
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes()
 
+    def state(self) -> dict[str, Any]:
+        return {"engine": self.engine.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state["engine"])
+
     @register(ONE_TO_ALL)
     def weights_checksum(self) -> float:
         """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""

@@ -1,0 +1,177 @@
+"""What stages made is kept, named and traced back; one batch goes on in several ways from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.errors import BadInput, NotFound
+
+SHORT = wb.Sampling(max_new_tokens=6)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[wb.Workbench]:
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+    with tiny_lab("store", tmp_path, backend="inline", models=models) as lab:
+        yield lab
+
+
+def rolled_out(lab: wb.Workbench, rows: int = 8) -> wb.Batch:
+    batch = lab.actor.generate_sequences(lab.prompts.next(rows // 2), samples=2, max_new_tokens=6)
+    batch = lab.reference.compute_ref_log_prob(lab.actor.compute_log_prob(batch))
+    return lab.reward.compute_reward(batch)
+
+
+def test_batches_are_named_listed_and_traced_back(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    frame = lab.batches().set_index("batch")
+    assert frame["stage"].tolist() == [
+        *("prompts", "actor.generate_sequences", "actor.compute_log_prob"),
+        *("reference.compute_ref_log_prob", "reward.compute_reward"),
+    ]
+    assert frame.index[-1] == batch.id
+    assert frame.loc[batch.id, "rows"] == 8
+    assert frame["held"].tolist() == [False] * 4 + [True]
+    one = lab.critic.compute_values(batch)
+    two = lab.critic.compute_values(batch)
+    assert one.id != two.id  # two branches of one name
+    assert lab.batch(one.name).id == two.id
+    lineage = lab.lineage(two)
+    assert lineage["stage"].tolist()[:2] == ["critic.compute_values", "reward.compute_reward"]
+    assert lineage["stage"].tolist()[-1] == "prompts"
+    assert one.id not in lineage["batch"].tolist()
+    generated = lab.store.origin(frame.index[1])
+    assert generated is not None
+    assert (generated.weights_version, len(generated.seed)) == (0, 3)
+
+
+def test_release_frees_what_nobody_holds(lab: wb.Workbench) -> None:
+    def held_bytes() -> int:
+        return int(lab.topology()["host_batch_bytes"].iloc[0])
+
+    assert held_bytes() == 0
+    batch = rolled_out(lab)
+    name = batch.name
+    full = held_bytes()
+    lab.release(name)
+    assert held_bytes() == full  # the notebook still holds it
+    del batch
+    lab._release()
+    assert held_bytes() == 0
+    with pytest.raises(NotFound, match=r"no batch 'batch1' in the store.*lab.batches"):
+        lab.batch(name)
+
+
+def test_beyond_the_limit_what_a_cell_made_is_written_and_what_a_loop_made_is_dropped(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    kept, expected = batch.id, batch.df()
+    del batch
+    wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT).run(1)
+    loops = set(lab.batches()["batch"]) - {kept}
+    lab.store.limit_bytes = 0
+    lab.prompts.next(1)  # letting go happens when something is begun
+    lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=2)
+    frame = lab.batches().set_index("batch")
+    assert frame.loc[kept, "where"] == "file"
+    assert not any(name in frame.index for name in loops if name.startswith("batch2"))
+    again = lab.batch(kept)
+    assert again.df().equals(expected)
+    scored = lab.critic.compute_values(again)  # it can be worked with
+    assert scored.rows == 8
+
+
+def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
+    lab: wb.Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = rolled_out(lab)
+    with lab.reuse():
+        before = lab._run_number
+        values = lab.critic.compute_values(batch)
+        assert capsys.readouterr().out == ""
+        again = lab.critic.compute_values(batch)
+        assert capsys.readouterr().out == f"critic.compute_values: from the store, as run {before + 1} made it\n"
+        assert again.columns["values"].location.same(values.columns["values"].location)
+        lab.compute_advantages(values, gamma=0.5)
+        lab.compute_advantages(again, gamma=0.9)  # other arguments
+        lab.critic.compute_values(batch.take([1, 0]))  # other rows
+        advantages = lab.compute_advantages(values)
+        lab.critic.update_critic(advantages)
+        lab.critic.update_critic(advantages)  # never
+        lab.critic.compute_values(batch)  # other weights
+        assert capsys.readouterr().out == ""
+
+        def other(prompt: str, response: str, **row: Any) -> float:
+            return 1.0
+
+        lab.reward.compute_reward(batch, function=other)  # other code
+        assert capsys.readouterr().out == ""
+        lab.compute_advantages(again)
+        assert "from the store" in capsys.readouterr().out
+
+
+def test_arms_start_from_the_same_weights_and_leave_them_as_they_were(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    before = (lab.actor.weights_checksum(), lab.critic.weights_checksum())
+    sharp = wb.PPO(lab, clip=0.01, epochs=2)
+    arms = {
+        "ppo": wb.PPO(lab, epochs=2),
+        "again": wb.PPO(lab, epochs=2),
+        "sharp": sharp,
+        "grpo": wb.GRPO(lab, epochs=2),
+    }
+    comparison = lab.compare(batch, arms)
+    assert (lab.actor.weights_checksum(), lab.critic.weights_checksum()) == before
+    assert dict(comparison["ppo"].metrics) == dict(comparison["again"].metrics)  # to the last bit
+    frame = comparison.df
+    assert list(frame.columns) == ["ppo", "again", "sharp", "grpo"]
+    name = "update_actor/clip_fraction"
+    assert frame.loc[name, "sharp"] > frame.loc[name, "ppo"]
+    assert frame["grpo"].isna().any()  # it has no critic
+    ppo = comparison["ppo"]
+    assert ppo.taken == ("prompts", "generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_reward")
+    assert ppo.ran == ("compute_values", "compute_advantages", "update_critic", "update_actor")
+    advantages = comparison.column("advantages")
+    assert advantages.shape == (8, 4)
+    assert advantages["ppo"].equals(advantages["sharp"])
+    assert not advantages["ppo"].equals(advantages["grpo"])
+    html = comparison._repr_html_()
+    assert html.count("<polyline") >= 4
+    assert "clip_fraction" in html
+    # a rollout after a branch samples from the weights of before it
+    fresh = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4))
+    assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-4
+    assert fresh.meta["weights_version"] == 0
+
+
+def test_an_arm_runs_what_its_change_reaches(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=4, sampling=SHORT)
+    algorithm.iterate()
+    done = algorithm.made["compute_advantages"]
+    same = wb.PPO(lab, prompts=4, sampling=SHORT)
+    other = wb.PPO(lab, prompts=4, sampling=SHORT, kl="k3")
+    arms = lab.compare(done, {"same": same, "k3": other})
+    assert arms["same"].ran == ("update_critic", "update_actor")
+    assert arms["k3"].ran == ("compute_advantages", "update_critic", "update_actor")
+    with pytest.raises(BadInput, match=r"arm 'x'.*an arm is an algorithm on this workbench"):
+        lab.compare(done, {"x": "ppo"})  # type: ignore[dict-item]
+    with pytest.raises(BadInput, match="at least one algorithm"):
+        lab.compare(done, {})
+
+
+def test_going_back_by_hand(lab: wb.Workbench) -> None:
+    batch = lab.compute_advantages(lab.critic.compute_values(rolled_out(lab)))
+    before = lab.actor.weights_checksum()
+    with lab.kept("actor") as go_back:
+        first = lab.actor.update_actor(batch)
+        assert lab.actor.weights_checksum() != before
+        go_back()
+        assert lab.actor.update_actor(batch) == first
+    assert lab.actor.weights_checksum() == before
+    with pytest.raises(BadInput, match="role 'actr'"), lab.kept("actr"):
+        pass

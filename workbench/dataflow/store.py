@@ -1,0 +1,208 @@
+"""What stages made, by name and version, with where it came from; kept until it is released or pushed out."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import NotFound
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.dataflow.batch import Batch, Column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Which weights a role has: optimizer steps, and a text that no other state of it has."""
+
+    steps: int
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a batch came from.
+
+    stage: "role.operation", "put", or a batch's own method. inputs: names of the batches that it was made of.
+    weights_version: optimizer steps of the role's weights; None for a role that has none. weights_state: tells weights
+    of equally many steps apart, as branches have them. code: a short text that is
+    equal for equal code and arguments.
+    """
+
+    stage: str
+    run: int | None = None
+    inputs: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weights_version: int | None = None
+    weights_state: str = ""
+    seed: tuple[int, ...] = ()
+    code: str = ""
+
+
+@dataclass(kw_only=True)
+class _Entry:
+    origin: Origin
+    made_s: float
+    rows: int
+    columns: tuple[str, ...]
+    by_loop: bool
+    handle: weakref.ref[Batch]
+    kept: Batch | None
+    file: Path | None = None
+
+
+class Store:
+    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes`; beyond it, those that the notebook does
+    not hold go, oldest first: what a cell made is written to `folder` before, what a loop made is dropped."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self._entries: dict[str, _Entry] = {}
+
+    def add(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
+        """Keep a batch whose columns are there."""
+        # a twin: whether the notebook still holds the handle that it was given can be told
+        self._entries[batch.id] = _Entry(
+            origin=origin,
+            made_s=time.time(),
+            rows=batch.rows,
+            columns=tuple(batch.columns),
+            by_loop=by_loop,
+            handle=weakref.ref(batch),
+            kept=copy.copy(batch),
+        )
+
+    def resident_bytes(self) -> int:
+        """Bytes of all columns that are kept on the hosts, each counted once."""
+        return sum(column.nbytes for column in self._columns().values())
+
+    def _columns(self) -> dict[tuple[int, str], Column]:
+        found: dict[tuple[int, str], Column] = {}
+        for entry in self._entries.values():
+            batch = entry.handle() or entry.kept
+            if batch is not None and batch.run is None:
+                found |= {(id(column.location), name): column for name, column in batch.columns.items()}
+        return found
+
+    def trim(self, save: Callable[[Batch, Path], Path]) -> None:
+        """Let go of what is beyond the limit and not held; `save` writes a batch to a file and returns its name."""
+        excess = self.resident_bytes() - self.limit_bytes
+        for name, entry in list(self._entries.items()):
+            if excess <= 0:
+                return
+            if entry.kept is None or entry.handle() is not None:
+                continue
+            if not entry.by_loop and not self._held_by_later(name, entry.kept):
+                entry.file = save(entry.kept, self.folder / name.replace(" ", "-"))
+            entry.kept = None
+            if entry.by_loop and entry.file is None:
+                del self._entries[name]
+            excess = self.resident_bytes() - self.limit_bytes
+
+    def _held_by_later(self, name: str, batch: Batch) -> bool:
+        """Whether all columns of a batch are also in another that is kept: then nothing is lost without it."""
+        mine = {(id(column.location), column_name) for column_name, column in batch.columns.items()}
+        for other, entry in self._entries.items():
+            kept = entry.handle() or entry.kept
+            if other != name and kept is not None and kept.run is None:
+                theirs = {(id(column.location), column_name) for column_name, column in kept.columns.items()}
+                if mine <= theirs:
+                    return True
+        return False
+
+    def release(self, name: str) -> list[str]:
+        """Forget a batch, or all versions of one name; its memory is free when the notebook holds it no longer."""
+        gone = [full for full in self._entries if name in (full, full.rpartition(" ")[0])]
+        if not gone:
+            raise self._unknown(name)
+        for full in gone:
+            entry = self._entries.pop(full)
+            if entry.file is not None:
+                entry.file.unlink(missing_ok=True)
+        return gone
+
+    def get(self, name: str, load: Callable[[Path], Batch]) -> Batch:
+        """A batch by "name vversion", or the newest version of a name; read from its file where it was pushed out."""
+        full = (
+            name
+            if name in self._entries
+            else next((n for n in reversed(self._entries) if n.startswith(f"{name} v")), "")
+        )
+        if not full:
+            raise self._unknown(name)
+        entry = self._entries[full]
+        batch = entry.handle() or entry.kept
+        if batch is not None:
+            return batch
+        assert entry.file is not None
+        loaded = load(entry.file)
+        entry.handle, entry.kept = weakref.ref(loaded), copy.copy(loaded)
+        return loaded
+
+    def _unknown(self, name: str) -> NotFound:
+        known = ", ".join(list(self._entries)[-6:]) or "none"
+        return NotFound(f"no batch {name!r} in the store", f"the newest are: {known}", "see lab.batches()")
+
+    def kept(self, name: str) -> Batch | None:
+        """A batch that is on the hosts; None for one that is not."""
+        entry = self._entries.get(name)
+        batch = None if entry is None else entry.handle() or entry.kept
+        return batch if batch is not None and batch.run is None else None
+
+    def origin(self, name: str) -> Origin | None:
+        """Where a batch came from; None for one that is not known."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.origin
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a batch, in order: what made it, of what, its size, and where it is."""
+        import pandas as pd
+
+        rows = []
+        for name, entry in self._entries.items():
+            batch = entry.handle() or entry.kept
+            rows.append(
+                {
+                    "batch": name,
+                    "stage": entry.origin.stage,
+                    "inputs": ", ".join(entry.origin.inputs),
+                    "rows": entry.rows,
+                    "columns": len(entry.columns),
+                    "size_bytes": 0 if batch is None or batch.run is not None else batch.nbytes,
+                    "where": "hosts" if batch is not None else "file" if entry.file else "gone",
+                    "held": entry.handle() is not None,
+                    "weights_version": entry.origin.weights_version,
+                    "run": entry.origin.run,
+                    "code": entry.origin.code,
+                    "made_s": entry.made_s,
+                }
+            )
+        frame = pd.DataFrame(rows)
+        if rows:
+            frame[["weights_version", "run"]] = frame[["weights_version", "run"]].astype("Int64")
+        return frame
+
+    def lineage(self, name: str) -> pd.DataFrame:
+        """The batch and all that it was made of, newest first."""
+        frame = self.frame()
+        wanted, queue = [], [name]
+        while queue:
+            current = queue.pop(0)
+            if current not in wanted:
+                wanted.append(current)
+                origin = self.origin(current)
+                queue += origin.inputs if origin is not None else ()
+        columns = ["batch", "stage", "inputs", "weights_version", "code", "run"]
+        if not len(frame):
+            return frame
+        return frame[frame["batch"].isin(wanted)][columns].iloc[::-1].reset_index(drop=True)
