@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -39,7 +38,7 @@ from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.store import Origin, Store, Weights
 from workbench.description import Description
-from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted, WorkbenchError
+from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.prompt_stream import PromptStream
@@ -163,17 +162,23 @@ class Workbench:
         self.store.trim(lambda batch, path: batch.save(path))
         run = self._run(group, operation, args, kwargs)
         if self._overlapping:
-            self.scheduler.submit(run)
             self._overlapped.append(run)
+            self._submit(run)
             return run if run.batch is None else run.batch
         with run.progress() as bar:
             return run.start(self.scheduler, bar)
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """Run an operation in the background."""
+        """Run an operation in the background (on the inline backend: now)."""
         run = self._run(group, operation, args, kwargs)
-        self.scheduler.submit(run)
+        self._submit(run)
         return run
+
+    def _submit(self, run: Run) -> None:
+        try:
+            self.scheduler.submit(run)
+        except KeyboardInterrupt:  # inline; the run says what was interrupted
+            run.result()
 
     @contextlib.contextmanager
     def overlap(self) -> Iterator[None]:
@@ -214,7 +219,7 @@ class Workbench:
                 for other in runs:
                     other.cancel()
                 raise
-            except WorkbenchError as error:
+            except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -268,28 +273,33 @@ class Workbench:
         if batch is not None:
             batch.need(operation.needed(arguments), where)
 
+        # a role's stages come after its updates, and are not run when one of these failed
+        updates = [r for r in (*self.scheduler.open_runs(), *self._overlapped) if r.updates and r.group is group]
+        travels = () if batch is None else operation.travelling(operation.needed(arguments), batch)
+        metrics = self.last_metrics
+
         def plan() -> list[Call]:
             self._check_alive(group)
             self._release()
-            whole = None if batch is None else batch.repeat(samples)
-            return self._calls(run.number, group, operation, whole, args, kwargs, arguments)
+            return self._calls(run, operation, batch, samples, travels, args, kwargs, arguments)
 
         def finish(run: Run) -> Any:
-            return self._result(group, operation, None if batch is None else batch.repeat(samples), run)
+            return self._result(operation, batch, run, metrics)
 
         run = Run(
             number=self._next_run(),
             stage=operation.name,
             group=group,
-            inputs=[] if batch is None or batch.run is None else [batch.run],
+            inputs=[*dict.fromkeys([*updates, *([] if batch is None else batch.makers(travels))])],
             plan=plan,
             finish=finish,
             clean=self._clean_up,
         )
+        run.updates = operation.updates
         run.code = code
         if batch is not None and operation.protocol.joins and operation.writes:
             run.batch = batch.after(run, operation.writes, samples)
-            if self._reusing and batch.run is None and (not operation.samples or arguments["seed"] is not None):
+            if self._reusing and not batch.pending and (not operation.samples or arguments["seed"] is not None):
                 self._reuse(run, batch.repeat(samples), operation, arguments)
         return run
 
@@ -305,10 +315,10 @@ class Workbench:
             if found is not None and all(found.columns[c].location.same(batch.columns[c].location) for c in read):
                 assert run.batch is not None
                 columns = {c: found.columns[c] for c in found.columns if found.columns[c].made_with == run.code}
-                run.batch.fill(batch.with_columns(columns, found.meta, run.batch.version))
-                self._keep(run.batch, origin)
+                run.made, run.meta = columns, found.meta
                 print(f"{run.name}: from the store, as run {origin.run} made it")
                 run.settle(run.batch)
+                self._keep(run.batch, origin)
                 return
 
     def _clean_up(self, run: Run) -> None:
@@ -343,37 +353,40 @@ class Workbench:
 
     def _calls(
         self,
-        run: int,
-        group: WorkerGroup,
+        run: Run,
         operation: Operation,
         batch: Batch | None,
+        samples: int,
+        travels: tuple[str, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         arguments: dict[str, Any],
     ) -> list[Call]:
         """One call a rank: which rows it gets, and from whom it pulls them."""
+        group = run.group
         layout, size = group.pool.layout, len(group.hosts)
         common: dict[str, Any] = {
-            "run": run, "key": f"{self._id}-{run}", "stage": operation.name, "method": operation.name,
-            "role": group.role, "kwargs": kwargs, "submitted_s": time.time(),
+            "run": run.number, "key": f"{self._id}-{run.number}", "stage": operation.name, "method": operation.name,
+            "role": group.role, "kwargs": kwargs, "submitted_s": run.submitted_s,
         }  # fmt: skip
         if batch is None:
             if operation.protocol.values_per_rank:
                 return [Call(**common, args=tuple(values)) for values in self._per_rank(operation, args, size)]
             return [Call(**common, args=args) for _ in range(size)]
-        minibatches = self._minibatches(group, operation, batch)
+        columns, meta = (batch.repeat(samples) if samples > 1 else batch).part(travels)
+        rows = batch.rows * samples
+        minibatches = self._minibatches(group, operation, rows)
         where = f"{group.role}.{operation.name}"
         dealt = operation.protocol.deal(layout, minibatches, where)
-        collected = operation.protocol.gather(layout, dealt, where)
-        columns = operation.travelling(operation.needed(arguments), batch.columns)
-        sample = batch.columns["prompt_uid"].location.occurrences() if operation.samples else None
-        stage_seed = self._stage_seed(operation, batch, arguments)
+        collected = operation.protocol.gather(layout, dealt, rows, where)
+        sample = columns["prompt_uid"].location.occurrences() if operation.samples else None
+        stage_seed = self._stage_seed(operation, meta, arguments)
         calls = []
         for rank, chunks in enumerate(dealt):
-            rows = np.concatenate(chunks)
-            if not len(rows):
+            mine = np.concatenate(chunks)
+            if not all(map(len, chunks)):
                 raise BadInput(
-                    f"{batch.rows} rows for {where} on {size} ranks",
+                    f"{rows} rows for {where} on {size} ranks",
                     f"rank {rank} would have none",
                     f"use at least {len(collected) * len(minibatches)} rows",
                 )
@@ -381,22 +394,22 @@ class Workbench:
                 Call(
                     **common,
                     args=args,
-                    batch=f"{batch.name} v{batch.version}",
-                    pulls=_pulls(batch, columns, rows),
-                    rows=rows,
+                    batch=batch.id,
+                    pulls=tuple(_group_pulls(columns, travels, mine)),
+                    rows=mine,
                     minibatch_sizes=tuple(len(chunk) for chunk in chunks),
-                    sample=None if sample is None else sample[rows],
-                    meta={**batch.meta, "seed": stage_seed},
+                    sample=None if sample is None else sample[mine],
+                    meta={**meta, "seed": stage_seed},
                 )
             )
         return calls
 
     @staticmethod
-    def _minibatches(group: WorkerGroup, operation: Operation, batch: Batch) -> list[np.ndarray]:
+    def _minibatches(group: WorkerGroup, operation: Operation, rows: int) -> list[np.ndarray]:
         wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
         # only updates need equal minibatches; inference follows their cut where there is one, see Training
-        follows = batch.rows % wanted == 0 and batch.rows // wanted >= group.pool.layout.d
-        return minibatch_rows(batch.rows, wanted if operation.updates or follows else 1)
+        follows = rows % wanted == 0 and rows // wanted >= group.pool.layout.d
+        return minibatch_rows(rows, wanted if operation.updates or follows else 1)
 
     @staticmethod
     def _per_rank(operation: Operation, args: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
@@ -407,8 +420,10 @@ class Workbench:
                 )
         return list(zip(*args, strict=True)) if args else [()] * size
 
-    def _stage_seed(self, operation: Operation, batch: Batch, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        iteration = int(batch.meta.get("iteration", 0))
+    def _stage_seed(
+        self, operation: Operation, meta: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        iteration = int(meta.get("iteration", 0))
         if not operation.samples:
             return (self.seed, iteration)
         if arguments.get("seed") is not None:
@@ -416,44 +431,48 @@ class Workbench:
         draw = self._draws[iteration] = self._draws.get(iteration, -1) + 1
         return (self.seed, iteration, draw)
 
-    def _result(self, group: WorkerGroup, operation: Operation, batch: Batch | None, run: Run) -> Any:
-        calls, replies = run.calls, run.replies
+    def _result(
+        self, operation: Operation, batch: Batch | None, run: Run, last_metrics: dict[str, MetricValues]
+    ) -> Any:
+        calls, replies, group = run.calls, run.replies, run.group
         self._record(run)
         metrics: Metrics = {}
         for reply in replies:
             merge_metrics(metrics, reply.metrics)
         values = MetricValues({name: metric.value for name, metric in metrics.items()})
         if values:
-            iteration = int(batch.meta.get("iteration", self.iteration)) if batch is not None else self.iteration
-            self.telemetry.append_metrics(operation.name, calls[0].run, iteration, values)
-            self.last_metrics[operation.name] = values
-        ranks = operation.protocol.gather(group.pool.layout, [], f"{group.role}.{operation.name}")
-        if not operation.protocol.joins:
-            self._drop(group.hosts, calls[0].key)
-            return [replies[rank].value for rank in ranks]
-        role = group.role
+            iteration = int(calls[0].meta.get("iteration", self.iteration))
+            self.telemetry.append_metrics(operation.name, run.number, iteration, values)
+            last_metrics[operation.name] = values
         if operation.updates:
-            self.weights[role] = Weights(steps=int(values["optimizer_steps"]), state=secrets.token_hex(4))
-        if not replies[0].columns:
+            self.weights[group.role] = Weights(steps=int(values["optimizer_steps"]), state=secrets.token_hex(4))
+        ranks = operation.protocol.collect(group.pool.layout)
+        others = (
+            group.hosts if not operation.protocol.joins else [h for r, h in enumerate(group.hosts) if r not in ranks]
+        )
+        if any(reply.columns for reply in replies):
+            self._drop(others, calls[0].key)
+        if not operation.protocol.joins:
+            return [replies[rank].value for rank in ranks]
+        if not replies[ranks[0]].columns:
             return values
         assert batch is not None
         parts = [(ShardId(group.hosts[rank], calls[rank].key), calls[rank].rows) for rank in ranks]
         location = Location.of_parts([(shard, rows) for shard, rows in parts if rows is not None])
-        columns = {
+        self._counts.hold(location)
+        run.meta = replies[ranks[0]].meta
+        run.made = {
             name: Column(
                 dtype=summary.dtype,
                 row_shape=summary.row_shape,
                 nbytes=sum(replies[rank].columns[name].nbytes for rank in ranks),
-                owner=role,
+                owner=group.role,
                 location=location,
                 made_with=run.code,
             )
             for name, summary in replies[ranks[0]].columns.items()
         }
-        made = batch.with_columns(columns, replies[0].meta, None if run.batch is None else run.batch.version)
-        if run.batch is not None:
-            run.batch.fill(made)
-            made = run.batch
+        made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
         self._keep(made, self._origin(run, calls[0]))
         return made
 
@@ -674,7 +693,3 @@ def _group_pulls(columns: Mapping[str, Column], names: tuple[str, ...], rows: np
         location = columns[name].location
         together.setdefault(id(location), (location, []))[1].append(name)
     return [(tuple(group), tuple(location.pulls(rows))) for location, group in together.values()]
-
-
-def _pulls(batch: Batch, names: tuple[str, ...], rows: np.ndarray) -> tuple[tuple[Any, Any], ...]:
-    return tuple(_group_pulls(batch.columns, names, rows))

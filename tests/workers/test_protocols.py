@@ -41,7 +41,8 @@ def test_collect_after_distribute_is_the_identity(
 ) -> None:
     rows = minibatches * each
     dealt = protocol.deal(layout, minibatch_rows(rows, minibatches), "test")
-    collected = [row for rank in protocol.gather(layout, dealt, "test") for chunk in dealt[rank] for row in chunk]
+    ranks = protocol.gather(layout, dealt, rows, "test")
+    collected = [row for rank in ranks for chunk in dealt[rank] for row in chunk]
     assert sorted(collected) == list(range(rows))
 
 
@@ -51,7 +52,7 @@ def test_a_minibatch_holds_the_same_rows_on_any_layout(
 ) -> None:
     chunks = minibatch_rows(minibatches * each, minibatches)
     dealt = protocol.deal(layout, chunks, "test")
-    ranks = protocol.gather(layout, dealt, "test")
+    ranks = protocol.gather(layout, dealt, minibatches * each, "test")
     for number, whole in enumerate(chunks):
         assert sorted(np.concatenate([dealt[rank][number] for rank in ranks]).tolist()) == whole.tolist()
 
@@ -118,7 +119,7 @@ def test_a_protocol_of_ones_own() -> None:
     protocol = wb.protocol("ZIGZAG", distribute=zigzag)
     dealt = protocol.deal(Layout(d=3), minibatch_rows(7, 1), "test")
     assert [chunks[0].tolist() for chunks in dealt] == [[0, 3, 6], [1, 4], [2, 5]]
-    assert protocol.gather(Layout(d=3), dealt, "test") == [0, 1, 2]
+    assert protocol.gather(Layout(d=3), dealt, 7, "test") == [0, 1, 2]
     assert PROTOCOLS["ZIGZAG"] is protocol
     with pytest.raises(BadInput, match="these are the paper's"):
         wb.protocol("DP_PROTO")
@@ -134,6 +135,7 @@ def test_a_protocol_of_ones_own() -> None:
         ({"distribute": lambda layout, minibatches: [[rows + 1 for rows in minibatches]] * 2}, r"row 6.*rows 0 to 5"),
         ({"collect": lambda layout: [2]}, r"collect gave ranks \[2\]"),
         ({"collect": lambda layout: []}, r"collect gave ranks \[\]"),
+        ({"collect": lambda layout: [0], "distribute": DP_PROTO.distribute}, r"collects 4 rows of 6 from ranks"),
         ({}, r"collects 12 rows of 6 from ranks \[0, 1\].*exactly once"),
     ],
 )
@@ -141,7 +143,7 @@ def test_a_protocol_that_is_wrong_is_named(broken: dict[str, Any], message: str)
     parts: dict[str, Any] = {"distribute": ONE_TO_ALL.distribute, "collect": ONE_TO_ALL.collect, **broken}
     protocol = TransferProtocol(name="MINE", **parts)
     with pytest.raises(BadInput, match="actor.meet: MINE.*" + message):
-        protocol.gather(Layout(d=2), protocol.deal(Layout(d=2), minibatch_rows(6, 2), "actor.meet"), "actor.meet")
+        protocol.gather(Layout(d=2), protocol.deal(Layout(d=2), minibatch_rows(6, 2), "actor.meet"), 6, "actor.meet")
 
 
 def test_dp_proto_deals_over_all_ranks() -> None:

@@ -121,7 +121,8 @@ class Algorithm(ABC):
             )
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the newest iteration's stages, as {"stage/metric": value}."""
+        """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
+        self.lab.wait()
         return {
             f"{stage}/{name}": value
             for stage, values in self.lab.last_metrics.items()

@@ -99,8 +99,7 @@ class Batch:
         versions: Iterator[int] | None = None,
         meta: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._run: Run | None = None
-        self._promised: tuple[str, ...] = ()
+        self._open: dict[str, Run] = {}  # columns that are still being made
         lengths = {len(column.location) for column in columns.values()}
         if len(lengths) > 1:
             raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
@@ -113,11 +112,14 @@ class Batch:
             counts.hold(location)
 
     def after(self, run: Run, writes: Iterable[str], copies: int = 1) -> Batch:
-        """The next version, whose columns `run` is making: it can be given to a stage, and waits when it is read."""
-        batch = copy.copy(self)
-        batch._run, batch._promised = run, (*self._names, *writes)
-        batch._columns, batch._meta = MappingProxyType({}), MappingProxyType({})
+        """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read."""
+        batch = copy.copy(self if copies == 1 else self.repeat(copies))
+        promised = tuple(writes)
+        batch._columns = MappingProxyType({n: c for n, c in batch._columns.items() if n not in promised})
+        batch._open = {**batch._open, **dict.fromkeys(promised, run)}
         batch.version, batch.rows = next(self._versions), self.rows * copies
+        for waited in set(batch._open.values()):
+            waited.dependents.append(weakref.ref(batch))
         return batch
 
     @property
@@ -126,34 +128,58 @@ class Batch:
         return f"{self.name} v{self.version}"
 
     @property
-    def run(self) -> Run | None:
-        """The run that is still making its columns; None for a batch that is there."""
-        return self._run
+    def pending(self) -> bool:
+        """Whether some of its columns are still being made."""
+        return bool(self._open)
 
     @property
     def columns(self) -> Mapping[str, Column]:
         """Its columns by name."""
-        self._settle()
+        self.settle()
         return self._columns
 
     @property
     def meta(self) -> Mapping[str, Any]:
         """Plain values that travel along."""
-        self._settle()
+        self.settle()
         return self._meta
 
+    def makers(self, names: Iterable[str]) -> list[Run]:
+        """The runs that make some of these columns; none where all are there."""
+        being_made = self._open
+        return list(dict.fromkeys(being_made[name] for name in names if name in being_made))
+
+    def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+        """Columns whose makers are done, and what travels along with them, while others may still be made."""
+        columns, being_made, meta = self._columns, self._open, dict(self._meta)
+        for run in dict.fromkeys(being_made.values()):
+            if run.state == "done":
+                columns, meta = MappingProxyType({**columns, **run.made}), {**meta, **run.meta}
+        return {name: columns[name] for name in names}, meta
+
     @property
-    def _names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Its columns, as far as they are known without waiting."""
-        return self._promised if self._run is not None else tuple(self._columns)
+        return tuple(dict.fromkeys((*self._columns, *self._open)))
 
-    def fill(self, made: Batch) -> None:
-        """Take over what its run has made."""
-        self._columns, self._meta, self._run = made._columns, made._meta, None
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """Its columns of Python objects, as far as they are known without waiting."""
+        return tuple(name for name, column in self._columns.items() if column.dtype == "object")
 
-    def _settle(self) -> None:
-        if self._run is not None:
-            self._run.result()
+    def settle(self, *, wait: bool = True) -> None:
+        """Take over what its runs have made; not `wait`: only if all are done."""
+        runs = dict.fromkeys(self._open.values())
+        if not runs:
+            return
+        if wait:
+            for run in runs:
+                run.result()
+        if all(run.state == "done" for run in runs):
+            columns, meta = dict(self._columns), dict(self._meta)
+            for run in runs:
+                columns, meta = {**columns, **run.made}, {**meta, **run.meta}
+            self._columns, self._meta, self._open = MappingProxyType(columns), MappingProxyType(meta), {}
 
     def _derive(
         self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, version: int | None = None
@@ -200,7 +226,7 @@ class Batch:
 
     def need(self, columns: Iterable[str], reader: str) -> None:
         """Raise `UnknownColumn` unless all `columns` are here."""
-        missing = [name for name in columns if name not in self._names and name not in self.columns]
+        missing = [name for name in columns if name not in self.names and name not in self.columns]
         if missing:
             maker = {
                 "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
@@ -261,8 +287,9 @@ class Batch:
         return self.rows
 
     def __repr__(self) -> str:
-        if self._run is not None:
-            return f"<Batch {self.name} v{self.version}: {self.rows} rows; {self._run.name} is {self._run.state}>"[:79]
+        making = next((run for run in self._open.values() if run.state != "done"), None)
+        if making is not None:
+            return f"<Batch {self.name} v{self.version}: {self.rows} rows; {making.name} is {making.state}>"[:79]
         names = list(self.columns)
         shown = ", ".join(itertools.islice(names, 3)) + (f", +{len(names) - 3}" if len(names) > 3 else "")
         return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]
@@ -270,6 +297,8 @@ class Batch:
     def _repr_html_(self) -> str:
         from workbench.display.html import bytes_text, table
 
+        if self.pending:  # to look at it does not wait
+            return escape(repr(self))
         rows = [
             {
                 "column": name,

@@ -180,9 +180,11 @@ class Comparison:
         from workbench.display.compare import overlay
         from workbench.display.html import table
 
-        frame = self.df
-        names = [arm.name for arm in self.arms]
-        rows = [{"metric": metric, **{n: _number(frame[n][metric]) for n in names}} for metric in map(str, frame.index)]
+        metrics = dict.fromkeys(name for arm in self.arms for name in arm.metrics)
+        rows = [
+            {"metric": name, **{arm.name: f"{arm.metrics[name]:.6g}" for arm in self.arms if name in arm.metrics}}
+            for name in metrics
+        ]
         pictures = [
             overlay({a: v.tolist() for a, v in self.column(name).items()}, f"{name}, mean over each response, sorted")
             for name in NUMBERS
@@ -200,7 +202,3 @@ class Comparison:
             )
             + table(rows, caption="metrics", max_rows=60)
         )
-
-
-def _number(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.6g}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import CancelledError, Future, wait
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.display.progress import Progress
@@ -14,12 +16,12 @@ from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, Failure, Reply
 
 if TYPE_CHECKING:
-    from workbench.dataflow.batch import Batch
+    from workbench.dataflow.batch import Batch, Column
     from workbench.dataflow.scheduler import Scheduler
     from workbench.workers.group import WorkerGroup
 
 # A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
-# after a failure are taken to be stuck there; one that computes, or scores with a function, is waited for.
+# after a failure are taken to be stuck there; those that get on are waited for.
 GRACE_S = 60.0
 SHOW_S = 0.2
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
@@ -33,7 +35,8 @@ class Run:
     `result()` waits; `await run` waits without blocking the notebook.
 
     code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
-    given to the next stage at once, as the run itself can.
+    given to the next stage at once, as the run itself can. made, meta: the columns that it made, and what is to travel
+    along, once it is done. dependents: batches that wait for it.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
     forget what a run left that came to nothing.
     """
@@ -53,15 +56,21 @@ class Run:
         self.name = f"{group.role}.{stage}"
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
-        self.stuck = False
+        self.stuck = self.updates = False
         self.batch: Batch | None = None
         self.code = ""
+        self.submitted_s = time.time()
+        self.made: Mapping[str, Column] = {}
+        self.meta: Mapping[str, Any] = {}
+        self.dependents: list[weakref.ref[Batch]] = []
         self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
         self._future: Future[Any] = Future()
         self._pending: list[Pending] = []
         self._waiting_ranks: list[int] = []
         self._quiet_since = 0.0
-        self._seen: dict[str, Any] = {}
+        self._seen: dict[str, tuple[str, int, int, int]] = {}
+        self._asked: dict[str, Pending] = {}
+        self._asked_s: dict[str, float] = {}
         self._abandoned = ""
         self._report: Callable[[int, int, int], None] = lambda done, total, tokens: None
 
@@ -84,7 +93,8 @@ class Run:
     def start(self, scheduler: Scheduler, bar: Progress) -> Any:
         """Submit it and wait: the blocking form of a call."""
         self._report = bar.update
-        scheduler.submit(self)
+        with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
+            scheduler.submit(self)
         return self.wait(bar)
 
     def result(self) -> Any:
@@ -111,7 +121,7 @@ class Run:
         try:
             return self._future.result()
         except CancelledError:
-            raise UpstreamError(f"{self.name} was not run: it was cancelled") from None
+            raise self._not_run() from None
 
     def join(self) -> None:
         """Wait until it has ended, however."""
@@ -125,11 +135,24 @@ class Run:
         if self.done:
             return False
         self._abandoned = "it was cancelled"
-        self._future.cancel()
+        if self._future.cancel():
+            self._future.set_running_or_notify_cancel()  # wakes those who wait
+            self._forget()
         return True
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self._future).__await__()
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        # shielded: a task that is given up, or runs out of time, leaves the stage alone
+        with contextlib.suppress(CancelledError, asyncio.CancelledError):
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+        if self._future.cancelled():
+            raise self._not_run()
+        raise asyncio.CancelledError
+
+    def _not_run(self) -> UpstreamError:
+        return UpstreamError(f"{self.name} was not run: it was cancelled")
 
     def __repr__(self) -> str:
         return f"<Run {self.number}: {self.name}, {self.state}>"
@@ -184,10 +207,15 @@ class Run:
             for host, call in zip(self.group.hosts, self.calls, strict=True):
                 self._pending.append(backend.execute(host, call, self._report))
             self._waiting_ranks = list(range(len(self.calls)))
-        except KeyboardInterrupt:  # inline, the stage runs in here
-            stopped = f"{self.name} was interrupted"
-            self.fail(StageInterrupted(stopped, "it stopped where it was: optimizer steps that were taken stay taken"))
-        except Exception as error:
+        except BaseException as error:
+            # ranks that have their call would wait for those that have not
+            self.stuck = 0 < len(self._pending) < len(self.group.hosts)
+            if isinstance(error, KeyboardInterrupt):  # inline, the stage runs in here
+                rule = "it stopped where it was: optimizer steps that were taken stay taken"
+                self.fail(StageInterrupted(f"{self.name} was interrupted", rule))
+                raise
+            if not isinstance(error, Exception):
+                raise
             self.fail(error)
 
     def outstanding(self) -> list[Pending]:
@@ -202,20 +230,27 @@ class Run:
             return
         failed = any(_failed(pending) for pending in self._pending)
         now = time.monotonic()
-        if not failed and now - self._quiet_since < SHOW_S:
-            return
         hosts = [self.group.hosts[rank] for rank in self._waiting_ranks]
-        status = {host: _status(backend, host) for host in (hosts if failed else hosts[:1])}
-        if not failed or status != self._seen or not self._in_step:
-            self._seen, self._quiet_since = status, now
+        if self._ask(backend, hosts if failed else hosts[:1]) or not failed:
+            self._quiet_since = now
         elif now - self._quiet_since > GRACE_S:
             self.stuck = True
             self._end()
 
-    @property
-    def _in_step(self) -> bool:
-        """Whether a rank may wait for another: those that score with a function never do."""
-        return self.group.spec.name is not None and self.calls[0].kwargs.get("function") is None
+    def _ask(self, backend: Backend, hosts: Sequence[str]) -> bool:
+        """Ask hosts how far they are, without waiting for the answer; whether one of them has got on."""
+        got_on = False
+        for host in hosts:
+            asked = self._asked.get(host)
+            if asked is not None and asked.done():
+                del self._asked[host]
+                with contextlib.suppress(WorkbenchError):
+                    status = asked.result()
+                    got_on |= status != self._seen.get(host)
+                    self._seen[host] = status
+            elif asked is None and time.monotonic() - self._asked_s.get(host, 0.0) > SHOW_S:
+                self._asked[host], self._asked_s[host] = backend.ask(host, "status"), time.monotonic()
+        return got_on
 
     def _end(self) -> None:
         try:
@@ -229,22 +264,30 @@ class Run:
             self.settle(result)
 
     def settle(self, result: Any) -> None:
-        """End the run with a result that was there already."""
+        """End the run with a result."""
         self._forget()
         self._future.set_result(result)
+        for dependent in self.dependents:
+            batch = dependent()
+            if batch is not None:
+                batch.settle(wait=False)
+        self.dependents = []
 
     def fail(self, error: Exception) -> None:
-        """End the run with an error."""
-        if self.calls:
-            self._clean(self)
+        """End the run with an error; the first one counts."""
+        clean, self._clean = self._clean, lambda run: None
+        try:
+            if self.calls:
+                clean(self)
+        except Exception as second:
+            error.add_note(f"and while cleaning up: {second!r}")
         self._forget()
-        if not self._future.cancelled():
+        with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
 
     def _forget(self) -> None:
         """Let go of inputs, so that batches which nobody else holds are released."""
-        self._inputs = []
-        del self._plan, self._finish, self._clean
+        self._inputs, self._plan, self._finish, self._clean = [], list, lambda run: None, lambda run: None
 
     def _collect(self) -> None:
         failures: dict[int, Failure] = {}
@@ -296,16 +339,8 @@ def _failed(pending: Pending) -> bool:
         return False
     try:
         return pending.result().failure is not None
-    except HostDied:
+    except Exception:  # a host that is gone, an answer that cannot be read
         return True
-
-
-def _status(backend: Backend, host: str) -> tuple[str, int, int, int] | None:
-    try:
-        status: tuple[str, int, int, int] = backend.ask(host, "status").result()
-        return status
-    except WorkbenchError:
-        return None
 
 
 class MetricValues(dict[str, float]):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from workbench.dataflow.run import Run
+from workbench.errors import UpstreamError
 from workbench.workers.backends.base import Backend
 
 POLL_S = 0.05
@@ -47,10 +48,11 @@ class Scheduler:
                 run.join()
 
     def close(self) -> None:
-        """Give up what has not begun and stop listening for the rest."""
+        """Give up what has not ended: who waits for it is told."""
         with self._lock:
             for run in self._open:
                 run.cancel()
+                run.fail(UpstreamError(f"{run.name} was given up: the workbench was closed"))
             self._open = []
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -78,11 +80,14 @@ class Scheduler:
             busy: set[str] = set()
             for run in list(self._open):
                 pool = run.group.pool.name
-                if run.state == "waiting" and pool not in busy and not run.blocked():
-                    run.send(self._backend)
-                    changed = True
-                if run.state == "running":
-                    run.poll(self._backend)
+                try:
+                    if run.state == "waiting" and pool not in busy and not run.blocked():
+                        run.send(self._backend)
+                        changed = True
+                    if run.state == "running":
+                        run.poll(self._backend)
+                except Exception as error:  # whatever it was, it ends this run and no other
+                    run.fail(error)
                 if run.done:
                     if run in self._open:
                         self._open.remove(run)

@@ -73,7 +73,7 @@ class Store:
             origin=origin,
             made_s=time.time(),
             rows=batch.rows,
-            columns=tuple(batch.columns),
+            columns=batch.names,
             by_loop=by_loop,
             handle=weakref.ref(batch),
             kept=copy.copy(batch),
@@ -87,7 +87,7 @@ class Store:
         found: dict[tuple[int, str], Column] = {}
         for entry in self._entries.values():
             batch = entry.handle() or entry.kept
-            if batch is not None and batch.run is None:
+            if batch is not None and not batch.pending:
                 found |= {(id(column.location), name): column for name, column in batch.columns.items()}
         return found
 
@@ -111,7 +111,7 @@ class Store:
         mine = {(id(column.location), column_name) for column_name, column in batch.columns.items()}
         for other, entry in self._entries.items():
             kept = entry.handle() or entry.kept
-            if other != name and kept is not None and kept.run is None:
+            if other != name and kept is not None and not kept.pending:
                 theirs = {(id(column.location), column_name) for column_name, column in kept.columns.items()}
                 if mine <= theirs:
                     return True
@@ -154,7 +154,7 @@ class Store:
         """A batch that is on the hosts; None for one that is not."""
         entry = self._entries.get(name)
         batch = None if entry is None else entry.handle() or entry.kept
-        return batch if batch is not None and batch.run is None else None
+        return batch if batch is not None and not batch.pending else None
 
     def origin(self, name: str) -> Origin | None:
         """Where a batch came from; None for one that is not known."""
@@ -178,7 +178,7 @@ class Store:
                     "inputs": ", ".join(entry.origin.inputs),
                     "rows": entry.rows,
                     "columns": len(entry.columns),
-                    "size_bytes": 0 if batch is None or batch.run is not None else batch.nbytes,
+                    "size_bytes": 0 if batch is None or batch.pending else batch.nbytes,
                     "where": "hosts" if batch is not None else "file" if entry.file else "gone",
                     "held": entry.handle() is not None,
                     "weights_version": entry.origin.weights_version,

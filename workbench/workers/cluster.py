@@ -52,6 +52,7 @@ def _use_token(own_head: bool) -> None:
     started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call that comes too late must not join some cluster
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from workbench.engines.settings import one_of
 from workbench.errors import BadInput
@@ -14,6 +14,15 @@ from workbench.workers.protocols import PROTOCOLS, TransferProtocol
 Reads = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Check = Callable[[Mapping[str, Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Travelling(Protocol):
+    """What is asked of a batch to say which of its columns go to the ranks."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def text_names(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +59,12 @@ class Operation:
         """The columns that it reads with these arguments."""
         return self.reads(arguments) if callable(self.reads) else self.reads
 
-    def travelling(self, needed: tuple[str, ...], there: Mapping[str, Any]) -> tuple[str, ...]:
-        """All columns that go to the ranks, of those that are `there` (by name, with a `dtype`)."""
+    def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+        """All columns of a batch that go to the ranks."""
         if self.optional == "all text":
-            more = tuple(name for name, column in there.items() if column.dtype == "object")
+            more = batch.text_names
         else:
-            more = tuple(name for name in self.optional if name in there)
+            more = tuple(name for name in self.optional if name in batch.names)
         return tuple(dict.fromkeys((*needed, *more)))
 
 

@@ -58,19 +58,18 @@ class TransferProtocol:
                     )
         return dealt
 
-    def gather(self, layout: Layout, dealt: list[Chunks], operation: str) -> list[int]:
-        """What `collect` gives, checked: ranks of the layout that, where rows are joined, hold each row once."""
+    def gather(self, layout: Layout, dealt: list[Chunks], rows: int, operation: str) -> list[int]:
+        """What `collect` gives, checked: ranks of the layout that, where they are joined, hold each of `rows` once."""
         ranks = list(self.collect(layout))
         if not ranks or not all(0 <= rank < layout.size for rank in ranks):
             raise BadInput(
                 f"{operation}: {self.name}.collect gave ranks {ranks}", f"layout {layout} has 0 to {layout.size - 1}"
             )
-        if self.joins and dealt:
-            rows = np.sort(np.concatenate([chunk for rank in ranks for chunk in dealt[rank]]))
-            whole = 1 + max(int(chunk.max()) for chunks in dealt for chunk in chunks if len(chunk))
-            if not np.array_equal(rows, np.arange(whole)):
+        if self.joins:
+            held = np.sort(np.concatenate([chunk for rank in ranks for chunk in dealt[rank]]))
+            if not np.array_equal(held, np.arange(rows)):
                 raise BadInput(
-                    f"{operation}: {self.name} collects {len(rows)} rows of {whole} from ranks {ranks}",
+                    f"{operation}: {self.name} collects {len(held)} rows of {rows} from ranks {ranks}",
                     "together the collected ranks hold every row of the batch exactly once",
                     "change its distribute or its collect, or give joins=False",
                 )
