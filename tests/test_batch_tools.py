@@ -1,4 +1,4 @@
-"""Rows and columns of a batch chosen, ordered, joined, balanced, and carried from one workbench to another in a file."""
+"""Rows and columns of a batch chosen, ordered, joined, balanced, and carried to another workbench in a file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from safetensors.torch import load_file, save_file
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.dataflow import files
-from workbench.dataflow.columns import Ragged, Table
+from workbench.dataflow.columns import Ragged, Table, to_wire
+from workbench.dataflow.location import Location, ShardId
 from workbench.errors import BadInput, NotFound, UnknownColumn
+from workbench.workers.calls import Call, HostInfo, Output, Shard
+from workbench.workers.host import Host
+from workbench.workers.worker import Worker
 
 MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
 
@@ -65,7 +69,7 @@ def asked(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     return questions
 
 
-# --- rows and columns ---------------------------------------------------------------------------------------------------
+# --- rows and columns -------------------------------------------------------------------------------------------------
 
 
 steps = st.lists(
@@ -80,6 +84,7 @@ steps = st.lists(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 7), steps=steps)
 def test_any_sequence_of_tools_is_the_same_on_plain_lists(lab: wb.Workbench, rows: int, steps: list[Any]) -> None:
+    """Every tool beside its meaning in plain Python, in any order, each on what the last one gave."""
     batch = lab.put(table_of(rows))
     expected = {name: as_lists(column) for name, column in table_of(rows).items()}
 
@@ -107,9 +112,12 @@ def test_any_sequence_of_tools_is_the_same_on_plain_lists(lab: wb.Workbench, row
         elif step == "concat":
             other = lab.put(table_of(3, start=50))
             more = {name: as_lists(column) for name, column in table_of(3, start=50).items()}
-            if set(expected) == set(more):  # columns of one kind: the renamed ones are not
+            if set(expected) == set(more):
                 batch = wb.Batch.concat([batch, other, batch])
-                expected = {name: column + more[name] + column for name, column in expected.items()}
+                expected = {name: values + more[name] + values for name, values in expected.items()}
+            else:
+                batch = wb.Batch.concat([batch, batch.take([n - 1])])
+                expected = {name: [*values, values[-1]] for name, values in expected.items()}
         elif step == "rename":
             new = f"renamed{number}"
             batch = batch.rename(**{column: new})
@@ -153,6 +161,45 @@ def test_a_stage_reads_renamed_and_concatenated_columns(lab: wb.Workbench) -> No
     again = lab.actor.generate_sequences(twice, seed=3, max_new_tokens=6).fetch(["response_ids"])["response_ids"]
     expected = as_lists(rollouts.fetch(["response_ids"])["response_ids"])
     assert as_lists(again) == [expected[i] for i in (0, 2, 1, 3)]
+
+
+class Reader(Worker):
+    """Gives back what it was handed."""
+
+    def read(self, batch: Shard) -> Output:
+        return Output(value=batch.columns)
+
+
+def test_a_host_pulls_renamed_columns_from_another() -> None:
+    """Between two hosts of their own: the name in the shard is asked for, the name of today is handed to the worker."""
+    hosts: dict[str, Host] = {}
+
+    class Neighbours:
+        def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
+            return hosts[shard.host].fetch(shard.key, columns, positions)
+
+    for rank in range(2):
+        info = HostInfo(lab="", pool="p", rank=rank, world_size=2, device="cpu", threads=1, log_path=None)
+        hosts[info.name] = Host(info, Neighbours())
+        hosts[info.name].workers["reader"] = object.__new__(Reader)
+        hosts[info.name].put(
+            "k", to_wire({"old": torch.arange(3) + 10 * rank, "ids": Ragged.of([[rank]] * 3, torch.int64)})
+        )
+    rows = [(ShardId("p-0", "k"), np.array([0, 2, 4])), (ShardId("p-1", "k"), np.array([1, 3, 5]))]
+    location = Location.of_parts(rows)
+    call = Call(
+        run=1, key="out", stage="read", role="reader", method="read", rows=np.array([4, 1, 0]),
+        pulls=tuple(
+            (names, tuple(place.pulls(np.array([4, 1, 0]))))
+            for names, place in ((("new", "newer"), location.kept_as("old")), (("ids",), location))
+        ),
+    )  # fmt: skip
+    reply = hosts["p-1"].execute(call)
+    assert reply.failure is None
+    assert {name: as_lists(column) for name, column in reply.value.items()} == {
+        "new": [2, 10, 0], "newer": [2, 10, 0], "ids": [[0], [1], [0]],
+    }  # fmt: skip
+    assert hosts["p-0"].lengths("k", "ids", np.array([2, 0])).tolist() == [1, 1]
 
 
 def test_nothing_is_asked_of_hosts_by_index_arithmetic(lab: wb.Workbench, asked: list[Any]) -> None:
@@ -201,10 +248,10 @@ def test_a_batch_that_is_being_made_is_waited_for(lab: wb.Workbench) -> None:
     )
 
 
-# --- balance ------------------------------------------------------------------------------------------------------------
+# --- balance ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "ranks", "minibatches"), [(64, 4, 1), (64, 4, 2), (60, 4, 4)])
+@pytest.mark.parametrize(("rows", "ranks", "minibatches"), [(64, 4, 1), (64, 4, 2), (62, 4, 2)])
 def test_ranks_of_a_minibatch_get_equal_tokens(lab: wb.Workbench, rows: int, ranks: int, minibatches: int) -> None:
     """As an update's own protocol deals the rows out; no minibatch gets another row than before."""
     random = np.random.default_rng(5)
@@ -229,10 +276,10 @@ def test_ranks_of_a_minibatch_get_equal_tokens(lab: wb.Workbench, rows: int, ran
     for before, after in zip(np.split(np.arange(rows), minibatches), np.split(order, minibatches), strict=True):
         assert set(before) == set(after)
     assert worst(np.arange(rows)) > 1.2
-    assert worst(order) < (1.02 if minibatches == 1 else 1.12)
+    assert worst(order) < 1.06
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 ODD: Table = {
@@ -262,7 +309,9 @@ def same_bits(one: Table, two: Table) -> None:
             assert isinstance(a, torch.Tensor)
             assert isinstance(b, torch.Tensor)
             assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-            assert a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8)), name
+            if a.dtype == torch.bfloat16:  # numpy has none
+                a, b = a.view(torch.int16), b.view(torch.int16)
+            assert a.numpy().tobytes() == b.numpy().tobytes(), name
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 2**26])
@@ -338,7 +387,7 @@ def test_a_save_that_fails_leaves_what_was_there(lab: wb.Workbench, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,7 +397,7 @@ def test_a_save_that_fails_leaves_what_was_there(lab: wb.Workbench, tmp_path: Pa
         (lambda b: b.filter([1, 0, 1, 0, 1, 0]), "dtype int64"),
         (lambda b: b.filter([False] * 6), "keeps none"),
         (lambda b: b.filter(lambda rows: rows.rewards > 0), "without columns"),
-        (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float32"),
+        (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float64"),
         (lambda b: b.split(0), "n=0"),
         (lambda b: b.split(7), r"split\(7\) of 6 rows"),
         (lambda b: b.split_by("prompt_ids"), r"reads one value a row.*\['\*'\]"),
@@ -383,7 +432,7 @@ def test_columns_that_are_not_there(lab: wb.Workbench) -> None:
     batch = lab.put(table_of(2))
     for use in (batch.select, batch.drop, batch.split_by, batch.sort_by, batch.lengths):
         with pytest.raises(UnknownColumn, match="'reward'"):
-            use("reward")  # type: ignore[operator]
+            use("reward")
     with pytest.raises(UnknownColumn, match="rename reads column 'reward'"):
         batch.rename(reward="score")
     with pytest.raises(BadInput, match=r"temperatures 0.5, 1.0"):

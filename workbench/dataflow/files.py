@@ -109,7 +109,8 @@ def _spool(batch: Batch, name: str, column: Column, file: Path) -> list[_Entry]:
                 lengths.append(part.lengths)
                 part = part.values
             shape = (shape[0] + len(part), *part.shape[1:])
-            out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            if part.numel():  # torch gives no view of nothing
+                out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     entries = [_Entry(key=f"{name}.values", dtype=dtype, shape=shape, file=file)]
     if kind != "tensor":
         beside = file.with_suffix(".lengths")
