@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 
 from workbench import registry
+from workbench.dataflow import files
 from workbench.dataflow.batch import Batch, Column, ShardCounts
 from workbench.dataflow.branch import Comparison, compare, kept
 from workbench.dataflow.columns import Table, concatenate, describe, from_wire, nbytes, take, to_wire
@@ -552,19 +553,38 @@ class Workbench:
         self._keep(batch, Origin(stage="put" if owner == "notebook" else owner))
         return batch
 
+    def load(self, path: str | Path) -> Batch:
+        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
+
+        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch.
+        """
+        meta, tables = files.read(path)
+        parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
+        return Batch.concat(parts)
+
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
         self._check_open()
         table: Table = {}
         for names, pulls in _group_pulls(columns, tuple(columns), rows):
-            pieces = [
-                from_wire(self._backend.ask(p.shard.host, "fetch", p.shard.key, names, p.positions).result())
-                for p in pulls
-            ]
+            pieces = []
+            for p in pulls:
+                wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
+                pieces.append(p.renamed(from_wire(wire), names))
             order = np.argsort(np.concatenate([p.destinations for p in pulls]))
             for name in names:
                 table[name] = take(concatenate([piece[name] for piece in pieces]), order)
         return {name: table[name] for name in columns}
+
+    def lengths(self, name: str, location: Location) -> np.ndarray:
+        """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
+        self._check_open()
+        lengths = np.empty(len(location), dtype=np.int64)
+        pulls = location.pulls(np.arange(len(location)))
+        asked = [self._backend.ask(p.shard.host, "lengths", p.shard.key, p.name or name, p.positions) for p in pulls]
+        for pull, pending in zip(pulls, asked, strict=True):
+            lengths[pull.destinations] = pending.result()
+        return lengths
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""

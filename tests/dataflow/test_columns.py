@@ -29,6 +29,19 @@ def test_taking_rows_is_indexing(rows: list[list[int]], data: st.DataObject) -> 
     assert plain(take(firsts, positions)) == [len(row) for row in expected]
 
 
+@given(row_lists, st.data())
+def test_rows_side_by_side_are_a_view(rows: list[list[int]], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(rows) - 1))
+    last = data.draw(st.integers(first + 1, len(rows)))
+    ragged, positions = Ragged.of(rows, torch.int64), np.arange(first, last)
+    part = take(ragged, positions)
+    assert isinstance(part, Ragged)
+    assert plain(part) == rows[first:last]
+    assert part.values.untyped_storage().data_ptr() == ragged.values.untyped_storage().data_ptr()
+    assert plain(take([str(row) for row in rows], positions)) == [str(row) for row in rows[first:last]]
+    assert plain(take(ragged.lengths, positions)) == [len(row) for row in rows[first:last]]
+
+
 @given(row_lists, row_lists)
 def test_concatenation_joins_rows(one: list[list[int]], two: list[list[int]]) -> None:
     joined = concatenate([Ragged.of(one, torch.int64), Ragged.of(two, torch.int64)])

@@ -50,3 +50,38 @@ def test_occurrences_count_earlier_copies(rows: list[int]) -> None:
     parts = [(ShardId("a", "1"), np.array([0, 2, 4])), (ShardId("b", "1"), np.array([5, 3, 1]))]
     taken = Location.of_parts(parts).take(np.array(rows))
     assert taken.occurrences().tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]
+
+
+parts_of_location = st.lists(
+    st.tuples(
+        st.sampled_from("abc"), st.lists(st.integers(0, 4), min_size=1, max_size=6), st.sampled_from(["", "x", "y"])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(parts_of_location, st.data())
+def test_concatenation_keeps_every_place_and_name(parts: list[tuple[str, list[int], str]], data: st.DataObject) -> None:
+    """Against plain lists of (host, name in the shard, row), also after a choice of rows."""
+    locations = []
+    for host, rows, name in parts:
+        location = Location.of_parts([(ShardId(host, "1"), np.arange(5))]).take(np.array(rows))
+        locations.append(location.kept_as(name) if name else location)
+    whole = Location.concat(locations)
+    places = [(host, name, row) for host, rows, name in parts for row in rows]
+    wanted = data.draw(st.lists(st.integers(0, len(places) - 1), min_size=1))
+    pulled: dict[int, tuple[str, str, int]] = {}
+    for pull in whole.pulls(np.array(wanted)):
+        for position, destination in zip(pull.positions, pull.destinations, strict=True):
+            assert destination not in pulled
+            pulled[destination] = (pull.shard.host, pull.name, position)
+    assert [pulled[i] for i in range(len(wanted))] == [places[i] for i in wanted]
+    assert whole.occurrences().tolist() == [places[:i].count(place) for i, place in enumerate(places)]
+
+
+def test_a_column_renamed_twice_is_kept_under_its_first_name() -> None:
+    location = Location.of_parts([(ShardId("a", "1"), np.arange(2))]).kept_as("first").kept_as("second")
+    (pull,) = location.pulls(np.arange(2))
+    assert pull.kept(("third", "fourth")) == ("first",)
+    assert pull.renamed({"first": 1}, ("third", "fourth")) == {"third": 1, "fourth": 1}

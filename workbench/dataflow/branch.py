@@ -186,7 +186,7 @@ class Comparison:
             for name in metrics
         ]
         pictures = [
-            overlay({a: v.tolist() for a, v in self.column(name).items()}, f"{name}, mean over each response, sorted")
+            overlay({str(a): v.tolist() for a, v in self.column(name).items()}, f"{name}, mean over each response, sorted")
             for name in NUMBERS
             if any(name in arm.batch.columns for arm in self.arms)
         ]

@@ -60,9 +60,15 @@ Table = dict[str, Column]
 
 
 def take(column: Column, positions: np.ndarray) -> Column:
-    """The rows at `positions`, in that order; a whole column in its own order is returned as it is."""
-    if len(positions) == len(column) and np.array_equal(positions, np.arange(len(column))):
-        return column
+    """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
+    if len(positions) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
+        first, last = int(positions[0]), int(positions[0]) + len(positions)
+        if len(positions) == len(column):
+            return column
+        if not isinstance(column, Ragged):
+            return column[first:last]
+        begin, end = int(column.lengths[:first].sum()), int(column.lengths[:last].sum())
+        return Ragged(column.values[begin:end], column.lengths[first:last])
     if isinstance(column, list):
         return [column[i] for i in positions]
     index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64))

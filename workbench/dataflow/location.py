@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 class ShardId(NamedTuple):
@@ -17,11 +19,23 @@ class ShardId(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Rows `positions` of `shard` become rows `destinations` of the puller's table."""
+    """Rows `positions` of `shard` become rows `destinations` of the puller's table.
+
+    name: of the column in that shard, where it was renamed since.
+    """
 
     shard: ShardId
     positions: np.ndarray
     destinations: np.ndarray
+    name: str = ""
+
+    def kept(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """The names under which the shard keeps these columns."""
+        return (self.name,) if self.name else columns
+
+    def renamed(self, kept: Mapping[str, T], columns: tuple[str, ...]) -> dict[str, T]:
+        """What the shard gave for `kept(columns)`, under the names of today."""
+        return {name: kept[self.name or name] for name in columns}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +43,14 @@ class Location:
     """Row i of the column is row `position[i]` of `shards[shard[i]]`.
 
     Selecting, repeating and reordering rows change only these two arrays: no tensor moves.
+
+    names: of the column in each of the shards, where it was renamed; else empty, and it has its own name there.
     """
 
     shards: tuple[ShardId, ...]
     shard: np.ndarray
     position: np.ndarray
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[ShardId, np.ndarray]]) -> Location:
@@ -53,14 +70,36 @@ class Location:
 
     def take(self, rows: np.ndarray) -> Location:
         """The location of a choice of rows."""
-        return Location(self.shards, self.shard[rows], self.position[rows])
+        return replace(self, shard=self.shard[rows], position=self.position[rows])
+
+    def kept_as(self, name: str) -> Location:
+        """For a column about to be renamed: its shards keep it under `name`, or the name before that."""
+        return self if self.names else replace(self, names=(name,) * len(self.shards))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Location]) -> Location:
+        """Rows of several locations, end to end. A shard of several of them stands in the result once, so that copies
+        of a row stay known as copies."""
+        numbers: dict[tuple[ShardId, str], int] = {}
+        shard = []
+        for part in parts:
+            entries = zip(part.shards, part.names or ("",) * len(part.shards), strict=True)
+            renumbered = np.array([numbers.setdefault(entry, len(numbers)) for entry in entries], dtype=np.int32)
+            shard.append(renumbered[part.shard])
+        names = tuple(name for _, name in numbers)
+        return cls(
+            tuple(shard_id for shard_id, _ in numbers),
+            np.concatenate(shard),
+            np.concatenate([part.position for part in parts]),
+            names if any(names) else (),
+        )
 
     def same(self, other: Location) -> bool:
         """Whether both say that the same stored rows stand in the same order."""
         if self is other:
             return True
         equal = np.array_equal(self.shard, other.shard) and np.array_equal(self.position, other.position)
-        return self.shards == other.shards and equal
+        return equal and (self.shards, self.names) == (other.shards, other.names)
 
     def occurrences(self) -> np.ndarray:
         """For each row, how many earlier rows are the same stored row: copies made by taking a row twice."""
@@ -76,6 +115,10 @@ class Location:
         shard, position = self.shard[rows], self.position[rows]
         order = np.argsort(shard, kind="stable")
         cuts = np.flatnonzero(np.diff(shard[order])) + 1
-        return [
-            Pull(self.shards[shard[group[0]]], position[group], group) for group in np.split(order, cuts) if len(group)
-        ]
+        pulls = []
+        for group in np.split(order, cuts):
+            if len(group):
+                number = shard[group[0]]
+                name = self.names[number] if self.names else ""
+                pulls.append(Pull(self.shards[number], position[group], group, name))
+        return pulls

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from workbench.dataflow.columns import Column, Table, concatenate, from_wire, nbytes, take, to_wire
+from workbench.dataflow.columns import Column, Ragged, Table, concatenate, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Pull, ShardId
 from workbench.errors import BadInput, NotFound
 from workbench.models.spec import Model
@@ -180,13 +180,14 @@ class Host:
 
     def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> Table:
         if self._is_here(pull):
-            return {name: take(column, pull.positions) for name, column in self._columns(pull.shard.key, names).items()}
+            kept = self._columns(pull.shard.key, pull.kept(names))
+            return pull.renamed({name: take(column, pull.positions) for name, column in kept.items()}, names)
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
-            part = from_wire(self._peers.fetch(pull.shard, names, pull.positions))
+            part = from_wire(self._peers.fetch(pull.shard, pull.kept(names), pull.positions))
             moved.bytes = sum(nbytes(column) for column in part.values())
-        return part
+        return pull.renamed(part, names)
 
     def _columns(self, key: str, names: Iterable[str]) -> Table:
         with self._lock:
@@ -200,6 +201,13 @@ class Host:
     def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
         """Cut rows of a shard for another process."""
         return to_wire({name: take(c, positions) for name, c in self._columns(key, columns).items()})
+
+    def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
+        """Lengths of rows of a ragged column: what a controller needs to balance rows, without their tokens."""
+        ragged = self._columns(key, (column,))[column]
+        assert isinstance(ragged, Ragged), column
+        lengths: np.ndarray = ragged.lengths.numpy()[positions]
+        return lengths
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller made (prompts)."""

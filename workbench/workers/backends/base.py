@@ -44,7 +44,7 @@ class Backend(ABC):
 
     @abstractmethod
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """A short question, answered while a stage computes (status, describe, fetch, put, release)."""
+        """A short question, answered while a stage computes (status, describe, fetch, lengths, put, release)."""
 
     @abstractmethod
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
