@@ -39,6 +39,7 @@ from workbench.engines.settings import at_least
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted, WorkbenchError
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
+from workbench.placement import TRAINED_ROLES
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
@@ -230,7 +231,7 @@ class Workbench:
             clean=self._clean_up,
         )
         if batch is not None and operation.protocol.joins and operation.writes:
-            run.batch = batch.after(run, operation.writes, samples)
+            run.batch = batch.after(run, operation.written(arguments), samples)
         return run
 
     def _clean_up(self, run: Run) -> None:
@@ -537,7 +538,7 @@ class Workbench:
         for pool in self.placement.pools:
             for role in pool.roles:
                 spec = self.groups[role].spec
-                trained = role in ("actor", "critic")
+                trained = role in TRAINED_ROLES
                 engine: str = spec.training.engine if spec.training and trained else ""
                 if role == "actor" and spec.generation:
                     engine += f" + {spec.generation.engine}"

@@ -191,7 +191,9 @@ class Batch:
                 "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
                 "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
                 "rewards": "reward.compute_reward", "advantages": "compute_advantages",
-                "returns": "compute_advantages",
+                "returns": "compute_advantages", "costs": "cost.compute_cost",
+                "cost_values": "cost_critic.compute_cost_values",
+                "cost_returns": "compute_advantages(multiplier=...)", "pretrain_ids": "actor.compute_loss",
             }.get(missing[0])  # fmt: skip
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
@@ -268,3 +270,19 @@ class Batch:
         meta = ", ".join(f"{key}={value}" for key, value in self.meta.items())
         caption = f"Batch {self.name}, version {self.version}: {self.rows} rows, {bytes_text(self.nbytes)}"
         return table(rows, caption=caption) + (f"<small>{escape(meta)}</small>" if meta else "")
+
+    def select(self, *names: str) -> Batch:
+        """These columns only; no tensor moves."""
+        self.need(names, "select")
+        return self._derive({name: self.columns[name] for name in names})
+
+    def rename(self, **new: str) -> Batch:
+        """Columns under other names, `rename(rewards="baseline_rewards")`."""
+        self.need(new, "rename")
+        table = {new.get(name, name): column for name, column in self.fetch().items()}
+        made: Batch = self._source.put(table, meta=self.meta)  # type: ignore[attr-defined]
+        return made
+
+    def join(self, other: Batch) -> Batch:
+        """The columns of `other`, row by row, beside these; no tensor moves."""
+        return self.with_columns(other.columns)
