@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.algorithms.grpo import GRPO as GRPO
     from workbench.algorithms.ppo import PPO as PPO
+    from workbench.algorithms.remax import ReMax as ReMax
+    from workbench.algorithms.safe_rlhf import SafeRLHF as SafeRLHF
     from workbench.controller import Workbench as Workbench
     from workbench.dataflow import verifiers as verifiers
     from workbench.dataflow.batch import Batch as Batch
@@ -37,6 +39,8 @@ _PUBLIC = {
     "PPO": "workbench.algorithms.ppo",
     "PROTOCOLS": "workbench.workers.protocols",
     "Placement": "workbench.placement",
+    "ReMax": "workbench.algorithms.remax",
+    "SafeRLHF": "workbench.algorithms.safe_rlhf",
     "Sampling": "workbench.engines.settings",
     "Training": "workbench.engines.settings",
     "Workbench": "workbench.controller",

@@ -42,6 +42,7 @@ from workbench.description import Description
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
+from workbench.placement import TRAINED_ROLES
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
@@ -79,7 +80,7 @@ class Workbench:
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = False
-        trained = [role for role in description.models if role in ("actor", "critic")]
+        trained = [role for role in description.models if role in TRAINED_ROLES]
         self.weights = {role: Weights(steps=0, state="") for role in trained}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
@@ -299,7 +300,7 @@ class Workbench:
         run.updates = operation.updates
         run.code = code
         if batch is not None and operation.protocol.joins and operation.writes:
-            run.batch = batch.after(run, operation.writes, samples)
+            run.batch = batch.after(run, operation.written(arguments), samples)
             if self._reusing and not batch.pending and (not operation.samples or arguments["seed"] is not None):
                 self._reuse(run, batch.repeat(samples), operation, arguments)
         return run
@@ -681,7 +682,7 @@ class Workbench:
         for pool in self.placement.pools:
             for role in pool.roles:
                 spec = self.groups[role].spec
-                trained = role in ("actor", "critic")
+                trained = role in TRAINED_ROLES
                 engine: str = spec.training.engine if spec.training and trained else ""
                 if role == "actor" and spec.generation:
                     engine += f" + {spec.generation.engine}"

@@ -14,7 +14,7 @@ from workbench.fingerprint import fingerprint
 from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model
-from workbench.placement import ROLES, Placement, check_role
+from workbench.placement import ROLES, TRAINED_ROLES, Placement, check_role
 from workbench.workers.calls import HostInfo
 
 BACKENDS = ("ray", "inline")
@@ -118,7 +118,7 @@ class Description:
         self._check_models()
 
     def _check_installed(self) -> None:
-        actor, trained = self.models["actor"], [m for r, m in self.models.items() if r in ("actor", "critic")]
+        actor, trained = self.models["actor"], [m for r, m in self.models.items() if r in TRAINED_ROLES]
         wanted = {str(m.training.engine) for m in trained if m.training} - {"torch"}
         if actor.generation and actor.generation.engine != "transformers":
             wanted.add(actor.generation.engine)

@@ -6,12 +6,17 @@ ranks by the caller, `grpo` and `rloo` take the scores of all samples. Variances
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from workbench.algorithms.arguments import full, one_per_row, same_shape, tokenwise, within
 from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.errors import BadInput
+
+# Far past what can be told from infinity in fp32, and still a number to divide by.
+MAX_MULTIPLIER = 1e9
 
 
 @torch.no_grad()
@@ -107,6 +112,68 @@ def discounted_returns(token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float) 
     # With V = 0 and lambda = 1 the advantage is the return.
     advantages_BT, _ = gae(token_rewards_BT, torch.zeros_like(token_rewards_BT), mask_BT, gamma, 1.0)
     return advantages_BT
+
+
+@torch.no_grad()
+def remax(token_rewards_BT: Tensor, greedy_score_B: Tensor, mask_BT: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """ReMax's advantages and returns, both [B, T]; 0 outside the mask.
+
+        A_t = G_t - R(greedy response to the same prompt)
+
+    Source: Li et al. 2023, https://arxiv.org/abs/2310.10505. With one score a response and gamma = 1, A is
+    R(sampled) - R(greedy) on every token. A penalty in the token rewards counts from where it stands, and is none of
+    the baseline, which is the plain score.
+
+    greedy_score_B: one number a row. It does not depend on the sampled tokens, so the policy gradient stays unbiased.
+
+    Raises `BadInput` on shapes that do not fit, or gamma outside [0, 1].
+    """
+    returns_BT = discounted_returns(token_rewards_BT, mask_BT, gamma)
+    one_per_row("greedy_score_B", greedy_score_B, mask_BT)
+    return torch.where(mask_BT.bool(), returns_BT - full(greedy_score_B)[:, None], 0.0), returns_BT
+
+
+@torch.no_grad()
+def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: float) -> Tensor:
+    """Safe-RLHF's advantages for reward and cost in one, [B, T].
+
+        A = (A_r - lambda A_c) / (1 + lambda)
+
+    Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773. Its policy gradient is that of the
+    Lagrangian J_r - lambda (J_c - limit), divided by 1 + lambda so that a large multiplier makes no large steps.
+    At lambda = 0 it is A_r; as lambda grows it goes to -A_c.
+
+    Raises `BadInput` on unequal shapes or a multiplier that is negative or infinite.
+    """
+    same_shape(advantages_BT=advantages_BT, cost_advantages_BT=cost_advantages_BT)
+    within("multiplier", multiplier, 0.0, MAX_MULTIPLIER)
+    return (full(advantages_BT) - multiplier * full(cost_advantages_BT)) / (1 + multiplier)
+
+
+def dual_step(
+    multiplier: float, mean_cost: float, limit: float, learning_rate: float, bounds: tuple[float, float]
+) -> float:
+    """The multiplier after one step of gradient ascent on its logarithm; it never leaves `bounds`.
+
+        ln lambda' = ln lambda + learning_rate * lambda * (J_c - limit)
+
+    Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773, equation 31: d/d(ln lambda) of lambda (J_c - limit).
+    The step is proportional to lambda itself, so the lower bound also says how fast a multiplier that was not needed
+    for long comes back. mean_cost: of one response, over the rollouts of the policy as it is now.
+
+    Raises `BadInput` on a cost that is not finite, a multiplier outside the bounds, or bounds that are not
+    0 < low <= high.
+    """
+    low, high = bounds
+    within("bounds[1]", high, low, MAX_MULTIPLIER)
+    if not low > 0:
+        raise BadInput(f"bounds={bounds!r}", "the logarithm is stepped, so the lower bound must be more than 0")
+    within("multiplier", multiplier, low, high)
+    if not math.isfinite(mean_cost):
+        raise BadInput(f"mean_cost={mean_cost!r}", "must be a finite number")
+    log = math.log(multiplier) + learning_rate * multiplier * (mean_cost - limit)
+    # exp(log(bound)) need not be the bound to the last bit
+    return low if log <= math.log(low) else high if log >= math.log(high) else math.exp(log)
 
 
 @torch.no_grad()

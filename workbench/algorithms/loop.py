@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.graph import Graph, Stage, trace
@@ -88,7 +88,12 @@ class Algorithm(ABC):
         if stage.name in self.made:
             self.made.clear()
         self.made[stage.name] = made = stage.call(self.lab, self.made)
+        if all(name in self.made for name in graph.names):
+            self.finish(self.metrics())
         return made
+
+    def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (most algorithms have nothing to do here)
+        """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
 
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
@@ -106,8 +111,8 @@ class Algorithm(ABC):
         for _ in range(iterations):
             self.made.clear()
             with self.lab.overlap():
-                self.iterate()
-            rows.append({"iteration": self.lab.iteration, **self.metrics()})
+                metrics = self.iterate()
+            rows.append({"iteration": self.lab.iteration, **metrics})
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:

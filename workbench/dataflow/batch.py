@@ -456,7 +456,9 @@ class Batch:
                 "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
                 "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
                 "rewards": "reward.compute_reward", "advantages": "compute_advantages",
-                "returns": "compute_advantages",
+                "returns": "compute_advantages", "costs": "cost.compute_cost",
+                "cost_values": "cost_critic.compute_cost_values",
+                "cost_returns": "compute_advantages(multiplier=...)", "pretrain_ids": "actor.compute_loss",
             }.get(missing[0])  # fmt: skip
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",

@@ -185,10 +185,13 @@ class Comparison:
             {"metric": name, **{arm.name: f"{arm.metrics[name]:.6g}" for arm in self.arms if name in arm.metrics}}
             for name in metrics
         ]
+        shown = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
         pictures = [
-            overlay({str(a): v.tolist() for a, v in self.column(name).items()}, f"{name}, mean over each response, sorted")
-            for name in NUMBERS
-            if any(name in arm.batch.columns for arm in self.arms)
+            overlay(
+                {str(arm): values.tolist() for arm, values in self.column(name).items()},
+                f"{name}, mean over each response, sorted",
+            )
+            for name in shown
         ]
         stages = [
             {"arm": arm.name, "taken from the batch": ", ".join(arm.taken), "run": ", ".join(arm.ran)}

@@ -190,7 +190,7 @@ def _stage_of(
             args=args,
             kwargs=dict(kwargs),
             reads=operation.needed(arguments) if operation.takes_batch else (),
-            writes=operation.writes,
+            writes=operation.written(arguments),
             updates=operation.updates,
             samples=operation.samples,
             function=function,
@@ -247,7 +247,7 @@ class Tracer:
     def __init__(self, lab: Workbench, title: str) -> None:
         self.title, self._lab = title, lab
         self.stages: list[Stage] = []
-        self.prompts = _TracedPrompts(self)
+        self.prompts = _TracedPrompts(self, lab)
 
     def __getattr__(self, name: str) -> Any:
         lab = self._lab
@@ -295,13 +295,13 @@ def _columns_after(stage: Stage, known: Mapping[str, tuple[str, ...] | None]) ->
 
 
 class _TracedPrompts:
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, lab: Workbench) -> None:
         self._tracer = tracer
+        self._extra = lab.prompts.source.extra_columns if lab.prompts.source is not None else ()
 
     def next(self, n: int) -> TracedBatch:
-        return self._tracer.note(
-            Stage(name="prompts", role="prompts", operation="prompts", args=(n,), writes=PROMPT_COLUMNS)
-        )
+        columns = (*PROMPT_COLUMNS, *self._extra)
+        return self._tracer.note(Stage(name="prompts", role="prompts", operation="prompts", args=(n,), writes=columns))
 
 
 class _TracedGroup:

@@ -144,6 +144,11 @@ class Prompts:
             raise BadInput(f"position={position!r}", "a position counts rows, from 0", "load what state_dict() gave")
         self._position = position
 
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """The data set's columns beside the prompt, in order of appearance."""
+        return tuple(dict.fromkeys(name for row in self._rows for name in row.extra))
+
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return len(self._rows)

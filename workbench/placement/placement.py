@@ -9,7 +9,8 @@ from workbench.engines.settings import at_least
 from workbench.errors import BadInput
 from workbench.placement.layout import Layout
 
-ROLES = ("actor", "critic", "reference", "reward", "cost")
+ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+TRAINED_ROLES = ("actor", "critic", "cost_critic")
 
 
 def check_role(role: str) -> str:
@@ -77,7 +78,9 @@ class Placement:
                 "use Placement.of({...}) for uneven pools",
             )
         half = devices // 2
-        return cls.of({"policy": (half, ("actor", "reference")), "scorers": (half, ("critic", "reward", "cost"))})
+        return cls.of(
+            {"policy": (half, ("actor", "reference")), "scorers": (half, ("critic", "reward", "cost", "cost_critic"))}
+        )
 
     @classmethod
     def standalone(cls, **devices: int) -> Placement:

@@ -101,7 +101,7 @@ class WorkerGroup:
             {
                 "operation": name,
                 "reads": "by arguments" if callable(o.operation.reads) else ", ".join(o.operation.reads),
-                "writes": ", ".join(o.operation.writes),
+                "writes": "by arguments" if callable(o.operation.writes) else ", ".join(o.operation.writes),
                 "protocol": o.operation.protocol.name,
             }
             for name, o in self.operations.items()

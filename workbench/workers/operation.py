@@ -11,7 +11,7 @@ from workbench.engines.settings import one_of
 from workbench.errors import BadInput
 from workbench.workers.protocols import PROTOCOLS, TransferProtocol
 
-Reads = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Check = Callable[[Mapping[str, Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,17 +31,18 @@ class Operation:
 
     reads: columns that it needs (and that travel), or a function of the arguments that names them.
     optional: columns that travel if they are there; "all text": every column of Python objects.
-    writes: columns that it adds. minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
+    writes: columns that it adds, or such a function.
+    minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
     updates: takes optimizer steps, so its minibatches must be equally large.
     samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
-    range; both `reads` and `check` are given all arguments by name, defaults filled in.
+    range; `reads`, `writes` and `check` are given all arguments by name, defaults filled in.
     """
 
     name: str
     protocol: TransferProtocol
-    reads: Reads = ()
+    reads: Columns = ()
     optional: tuple[str, ...] | Literal["all text"] = ()
-    writes: tuple[str, ...] = ()
+    writes: Columns = ()
     minibatched: bool = False
     updates: bool = False
     samples: bool = False
@@ -59,6 +60,10 @@ class Operation:
         """The columns that it reads with these arguments."""
         return self.reads(arguments) if callable(self.reads) else self.reads
 
+    def written(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """The columns that it adds with these arguments."""
+        return self.writes(arguments) if callable(self.writes) else self.writes
+
     def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
         """All columns of a batch that go to the ranks."""
         if self.optional == "all text":
@@ -71,9 +76,9 @@ class Operation:
 def register(
     protocol: TransferProtocol | str,
     *,
-    reads: Reads = (),
+    reads: Columns = (),
     optional: tuple[str, ...] | Literal["all text"] = (),
-    writes: tuple[str, ...] = (),
+    writes: Columns = (),
     minibatched: bool = False,
     updates: bool = False,
     samples: bool = False,

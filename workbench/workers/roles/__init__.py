@@ -1,7 +1,7 @@
 """The roles. A new role is one file here and one line in ROLE_WORKERS."""
 
 from workbench.workers.roles.actor import ActorWorker
-from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.roles.critic import CostCriticWorker, CriticWorker
 from workbench.workers.roles.numeric import NumericWorker
 from workbench.workers.roles.reference import ReferenceWorker
 from workbench.workers.roles.reward import CostWorker, RewardWorker
@@ -12,12 +12,14 @@ ROLE_WORKERS = {
     "reference": ReferenceWorker,
     "reward": RewardWorker,
     "cost": CostWorker,
+    "cost_critic": CostCriticWorker,
     "numeric": NumericWorker,
 }
 
 __all__ = [
     "ROLE_WORKERS",
     "ActorWorker",
+    "CostCriticWorker",
     "CostWorker",
     "CriticWorker",
     "NumericWorker",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.algorithms.losses import policy_loss
-from workbench.dataflow.columns import Ragged
+from workbench.dataflow.columns import Column, Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
 from workbench.engines.settings import Sampling, at_least
-from workbench.errors import SyncError
+from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
@@ -24,7 +25,7 @@ from workbench.workers.inference import check_temperature, each_response_token, 
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO, ONE_TO_ALL
-from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.worker import Context
 
 # Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. A stale output head
@@ -39,17 +40,29 @@ def _sampling(*, stop: Sequence[str], **settings: Any) -> Sampling:
 
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    columns = ("prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages")
-    return (*columns, "ref_log_prob") if arguments["kl_coefficient"] else columns
+    columns = ["prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages"]
+    columns += ["ref_log_prob"] if arguments["kl_coefficient"] else []
+    columns += ["pretrain_ids"] if arguments["pretrain_coefficient"] else []
+    return tuple(columns)
 
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     check_temperature(arguments)
     at_least("clip", arguments["clip"], 0)
+    at_least("pretrain_coefficient", arguments["pretrain_coefficient"], 0)
     for name in ("clip_high", "dual_clip"):
         if arguments[name] is not None:
             at_least(name, arguments[name], 0 if name == "clip_high" else 1)
+
+
+def _as_responses(batch: Shard, documents: Ragged) -> Shard:
+    """Documents as rows whose prompt is the first token and whose response is all that follows."""
+    rows = documents.rows()
+    rest = Ragged.of([row[1:].tolist() for row in rows], torch.int64)
+    first = Ragged.of([row[:1].tolist() for row in rows], torch.int64)
+    mask = rest.like(torch.ones(len(rest.values), dtype=torch.bool))
+    return replace(batch, columns={"prompt_ids": first, "response_ids": rest, "response_mask": mask})
 
 
 class ActorWorker(TrainedWorker):
@@ -208,6 +221,7 @@ class ActorWorker(TrainedWorker):
         entropy_coefficient: float = 0.0,
         kl_coefficient: float = 0.0,
         kl: KLKind = "k3",
+        pretrain_coefficient: float = 0.0,
         temperature: float | None = None,
     ) -> Output:
         """PPO's clipped policy update, one optimizer step a minibatch and epoch.
@@ -215,6 +229,8 @@ class ActorWorker(TrainedWorker):
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
         dual_clip: bound of the objective for negative advantages. aggregation: how token losses become one.
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its estimator.
+        pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:
+        its gradient is part of the same optimizer step.
         """
         scale = sampling_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
@@ -254,7 +270,67 @@ class ActorWorker(TrainedWorker):
                 metrics["reference_kl"] = mean(kl_BR)
             return loss_BR, metrics
 
-        return self.update(batch, loss, epochs=epochs, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        terms = [Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)]
+        if pretrain_coefficient:
+            terms.append(self._pretraining(batch, pretrain_coefficient))
+        return self.update(*terms, epochs=epochs)
+
+    def _pretraining(self, batch: Shard, coefficient: float) -> Term:
+        texts = _as_responses(batch, batch.ragged("pretrain_ids"))
+        mask = texts.ragged("response_mask")
+
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            log_probs_N, _ = self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
+            loss_BR, mask_BR = -micro.to_BR(log_probs_N), micro.mask_BR(mask)
+            total = float((loss_BR.detach() * mask_BR).sum())
+            return coefficient * loss_BR, {"pretrain_loss": Mean(total=total, count=float(mask_BR.sum()))}
+
+        return Term(shard=texts, loss=loss)
+
+    @register(
+        DP_PROTO,
+        reads=lambda arguments: (arguments["text"],),
+        writes=("pretrain_ids", "pretrain_loss"),
+        minibatched=True,
+        check=lambda arguments: at_least("max_tokens", arguments["max_tokens"], 1),
+    )
+    def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: int = 512) -> Output:
+        """The pretraining loss: mean of -log pi of each token of a text given those before it, nats.
+
+        text: the column of texts, one a row; they need have nothing to do with the row's prompt. max_tokens: longer
+        texts are cut. A text begins as a document does, with BOS (EOS where there is none), and ends, if it was not
+        cut, with EOS.
+        Columns: `pretrain_ids`, the tokens that `update_actor(pretrain_coefficient=...)` learns from, and
+        `pretrain_loss` [rows]. A loss that came from another process has no gradient: the update computes it anew.
+        Source: InstructGPT's PPO-ptx, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2.
+        """
+        ids = self._documents(batch.columns[text], text, max_tokens)
+        texts = _as_responses(batch, ids)
+
+        def forward(micro: MicroBatch) -> Tensor:
+            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)[0]
+
+        log_probs = each_response_token(texts, forward, self.training.micro_batch_tokens, self.context)
+        losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
+        token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
+        return Output(
+            columns={"pretrain_ids": ids, "pretrain_loss": losses}, metrics={"pretrain_loss/mean": token_mean}
+        )
+
+    def _documents(self, texts: Column, name: str, max_tokens: int) -> Ragged:
+        rows = texts if isinstance(texts, list) else [texts]
+        wrong = [row for row in rows if not isinstance(row, str)]
+        # every rank raises, or none: one that went on would wait for the others
+        if self.context.communicator.all_reduce_max(torch.tensor([len(wrong)])).item():
+            raise BadInput(
+                f"column {name!r}" + (f" with {wrong[0]!r:.60}" if wrong else " with something else on another rank"),
+                "compute_loss reads a text in each row",
+                "name a column of strings with text=",
+            )
+        start = self.tokenizer.bos_token_id
+        start = self.tokenizer.eos_token_id if start is None else start
+        tokens = [[*self.tokenizer.encode(row, add_special_tokens=False), self.tokenizer.eos_token_id] for row in rows]
+        return Ragged.of([[start, *row[:max_tokens]] for row in tokens], torch.int64)
 
     @register(ONE_TO_ALL)
     def sync_weights(self) -> dict[str, float]:

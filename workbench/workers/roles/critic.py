@@ -18,7 +18,7 @@ from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
-from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.worker import Context
 
 
@@ -39,10 +39,7 @@ class CriticWorker(TrainedWorker):
     @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
     def compute_values(self, batch: Shard) -> Output:
         """Column `values` [rows, response tokens]."""
-        column = each_response_token(
-            batch, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
-        )
-        return Output(columns={"values": column}, metrics={"values/mean": mean_of(column)})
+        return self._values(batch, "values")
 
     @register(
         DP_PROTO,
@@ -65,7 +62,25 @@ class CriticWorker(TrainedWorker):
         clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
         aggregation: how token losses become one, see `workbench.algorithms.aggregation`.
         """
-        old, returns, mask = batch.ragged("values"), batch.ragged("returns"), batch.ragged("response_mask")
+        return self._regress(batch, "values", "returns", clip, epochs, aggregation, max_response_tokens)
+
+    def _values(self, batch: Shard, column: str) -> Output:
+        values = each_response_token(
+            batch, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
+        )
+        return Output(columns={column: values}, metrics={f"{column}/mean": mean_of(values)})
+
+    def _regress(
+        self,
+        batch: Shard,
+        values_column: str,
+        returns_column: str,
+        clip: float | None,
+        epochs: int,
+        aggregation: Aggregation,
+        max_response_tokens: int | None,
+    ) -> Output:
+        old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
 
         def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
             values_BR = micro.to_BR(self.engine.forward(**micro.inputs))
@@ -79,8 +94,40 @@ class CriticWorker(TrainedWorker):
             return loss_BR, {
                 "value_error": mean((new_BR - returns_BR) ** 2),
                 "value_clip_fraction": mean(stats.clipped_BT.float()),
-                "values/mean": mean(new_BR),
-                "returns/mean": mean(returns_BR),
+                f"{values_column}/mean": mean(new_BR),
+                f"{returns_column}/mean": mean(returns_BR),
             }
 
-        return self.update(batch, loss, epochs=epochs, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        term = Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        return self.update(term, epochs=epochs)
+
+
+class CostCriticWorker(CriticWorker):
+    """The second critic of Safe-RLHF, of the cost to come: a model, an optimizer and a place of its own."""
+
+    compute_values = None  # type: ignore[assignment]
+    update_critic = None  # type: ignore[assignment]
+
+    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("cost_values",), minibatched=True)
+    def compute_cost_values(self, batch: Shard) -> Output:
+        """Column `cost_values` [rows, response tokens]."""
+        return self._values(batch, "cost_values")
+
+    @register(
+        DP_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"),
+        minibatched=True,
+        updates=True,
+        check=_check_update,
+    )
+    def update_cost_critic(
+        self,
+        batch: Shard,
+        *,
+        clip: float | None = 0.2,
+        epochs: int = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: int | None = None,
+    ) -> Output:
+        """Regress cost values on `cost_returns`, as `update_critic` does values on `returns`."""
+        return self._regress(batch, "cost_values", "cost_returns", clip, epochs, aggregation, max_response_tokens)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
-from workbench.dataflow.columns import Ragged
 from workbench.engines.settings import at_least
 from workbench.engines.training import make_training_engine
 from workbench.errors import BadInput
@@ -34,11 +33,24 @@ def check_update(arguments: Mapping[str, Any]) -> None:
         raise BadInput("aggregation='fixed-length'", "divides by max_response_tokens", "give max_response_tokens")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One summand of what is minimised: `loss` over the tokens of a shard, aggregated over each minibatch.
+
+    loss: from a micro-batch to a loss a response token [B, R], and metrics. The shard's minibatches are in step with
+    those of the other terms.
+    """
+
+    shard: Shard
+    loss: TokenLoss
+    aggregation: Aggregation = "token-mean"
+    max_response_tokens: int | None = None
+
+
 @dataclass
 class Minibatch:
-    """One optimizer step in the making: its denominator over all ranks, and the metrics of its micro-batches."""
+    """One optimizer step in the making: this rank's share of its loss, and the metrics of its micro-batches."""
 
-    divisor: Tensor
     share: float = 0.0
     metrics: Metrics = field(default_factory=dict)
 
@@ -68,33 +80,43 @@ class TrainedWorker(Worker):
         """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
         return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
 
-    def update(
-        self, shard: Shard, loss: TokenLoss, *, epochs: int, aggregation: Aggregation, max_response_tokens: int | None
-    ) -> Output:
-        """One optimizer step a minibatch and epoch. `loss(micro_batch)`: a loss a response token [B, R], and metrics.
+    def update(self, *terms: Term, epochs: int) -> Output:
+        """One optimizer step a minibatch and epoch, on the sum of the terms.
 
-        The token losses are aggregated with the denominator of the whole minibatch, over all ranks and micro-batches.
+        The token losses of a term are aggregated with the denominator of its whole minibatch, over all ranks and
+        micro-batches.
         """
-        mask = shard.ragged("response_mask")
         context, metrics, done_tokens, done = self.context, Metrics(), 0, 0
-        minibatches = each_minibatch(shard, self.training.micro_batch_tokens, context.communicator, context.device)
-        total = epochs * sum(map(len, minibatches))
+        budget = self.training.micro_batch_tokens
+        # for each minibatch, the micro-batches of each term
+        minibatches = list(
+            zip(
+                *(each_minibatch(term.shard, budget, context.communicator, context.device) for term in terms),
+                strict=True,
+            )
+        )
+        total = epochs * sum(len(micros) for minibatch in minibatches for micros in minibatch)
 
-        def share(micro: MicroBatch, step: Minibatch) -> Tensor:
+        def share(term: Term, divisor: Tensor, micro: MicroBatch, step: Minibatch) -> Tensor:
             nonlocal done, done_tokens
             context.progress(done, total, done_tokens)
             with context.recorder.span("forward", tokens=tokens_of(micro)):
-                loss_BR, more = loss(micro)
-                scalar = aggregate(loss_BR, micro.mask_BR(mask), aggregation, step.divisor)
+                loss_BR, more = term.loss(micro)
+                mask_BR = micro.mask_BR(term.shard.ragged("response_mask"))
+                scalar = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
             step.share += float(scalar.detach())
             merge_metrics(step.metrics, more)
             done, done_tokens = done + 1, done_tokens + tokens_of(micro)
             return scalar
 
         for epoch in range(epochs):
-            for number, micros in enumerate(minibatches):
-                step = Minibatch(self._divisor(micros, mask, aggregation, max_response_tokens))
-                report = self.engine.step([partial(share, micro, step) for micro in micros])
+            for number, minibatch in enumerate(minibatches):
+                step = Minibatch()
+                losses = []
+                for term, micros in zip(terms, minibatch, strict=True):
+                    divisor = self._divisor(term, micros)
+                    losses += [partial(share, term, divisor, micro, step) for micro in micros]
+                report = self.engine.step(losses)
                 # each rank holds its share of one global loss: the shares add up, the count is one a step
                 step.metrics["loss"] = Mean(total=step.share, count=1 / context.communicator.world_size)
                 step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)
@@ -106,8 +128,7 @@ class TrainedWorker(Worker):
         metrics["optimizer_steps"] = Max(value=self.engine.steps)
         return Output(metrics=metrics)
 
-    def _divisor(
-        self, micros: list[MicroBatch], mask: Ragged, aggregation: Aggregation, max_response_tokens: int | None
-    ) -> Tensor:
-        parts = [denominator(micro.mask_BR(mask), aggregation, max_response_tokens) for micro in micros]
+    def _divisor(self, term: Term, micros: list[MicroBatch]) -> Tensor:
+        mask = term.shard.ragged("response_mask")
+        parts = [denominator(micro.mask_BR(mask), term.aggregation, term.max_response_tokens) for micro in micros]
         return self.context.communicator.all_reduce(torch.stack(parts).sum())

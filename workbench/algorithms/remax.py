@@ -1,0 +1,51 @@
+"""ReMax (Li et al. 2023, arXiv:2310.10505): the reward of the greedy response is the baseline, no critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from workbench.algorithms.loop import Algorithm
+from workbench.engines.settings import Sampling
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+@dataclass
+class ReMax(Algorithm):
+    """`ReMax(lab).run(n)`: n iterations of the lines in `define`.
+
+    Against PPO: one greedy generation and its rewards more, and no line of a critic (HybridFlow, figure 6).
+
+    prompts: prompts an iteration; samples: responses a prompt, all against the one greedy response.
+    kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed.
+    """
+
+    lab: Workbench
+    prompts: int = 16
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    reward: Callable[..., Any] | None = None
+    kl_coefficient: float = 0.05
+    kl: str = "k1"
+    clip: float = 0.2
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        self.need("reward", *(["reference"] if self.kl_coefficient else []))
+
+    def define(self, lab: Workbench) -> None:
+        prompts = lab.prompts.next(self.prompts)
+        greedy = lab.actor.generate_sequences(prompts, **asdict(replace(self.sampling, temperature=0.0)))
+        greedy = lab.reward.compute_reward(greedy, function=self.reward)
+        baseline = greedy.select("rewards").rename(rewards="baseline_rewards").repeat(self.samples)
+        batch = lab.actor.generate_sequences(prompts, samples=self.samples, **asdict(self.sampling))
+        batch = lab.actor.compute_log_prob(batch)
+        if self.kl_coefficient:
+            batch = lab.reference.compute_ref_log_prob(batch)
+        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = batch.join(baseline)
+        batch = lab.compute_advantages(batch, estimator="remax", kl_coefficient=self.kl_coefficient, kl=self.kl)
+        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs)

@@ -1,0 +1,90 @@
+"""Safe-RLHF (Dai et al. 2023, arXiv:2310.12773): the most reward at a bounded mean cost, by PPO with a multiplier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.algorithms.estimators import dual_step
+from workbench.algorithms.loop import Algorithm
+from workbench.engines.settings import Sampling
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+@dataclass
+class SafeRLHF(Algorithm):
+    """`SafeRLHF(lab, limit=...).run(n)`: n iterations of the lines in `define`.
+
+    Against PPO: scores and values of costs, a multiplier that weighs cost against reward, and a pretraining loss
+    (HybridFlow, figure 6, whose listing leaves out the critic of costs that Safe-RLHF has; here it is two lines).
+
+    prompts, samples, sampling, reward, gamma, lam, kl_coefficient, kl, clip, value_clip, epochs: as in `PPO`.
+    cost: a function in place of the cost role's own. limit: the mean cost of a response that is allowed.
+    multiplier: its value now, moved after each iteration by `dual_step`, up while the mean cost is above the limit.
+    It is all the state there is: read it, keep it, set it. multiplier_rate, multiplier_bounds: of that step.
+    pretrain: a column of the prompts' data set with texts (each iteration's rows bring their own), for a language-model
+    loss of weight pretrain_coefficient in the actor's update; None: without.
+    """
+
+    lab: Workbench
+    prompts: int = 16
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    reward: Callable[..., Any] | None = None
+    cost: Callable[..., Any] | None = None
+    limit: float = 0.0
+    multiplier: float = 1.0
+    multiplier_rate: float = 0.1
+    multiplier_bounds: tuple[float, float] = (0.01, 10.0)
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coefficient: float = 0.05
+    kl: str = "k1"
+    clip: float = 0.2
+    value_clip: float | None = 0.2
+    epochs: int = 1
+    pretrain: str | None = None
+    pretrain_coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.need("critic", "reference", "reward", "cost", "cost_critic")
+        # a setting that the step would refuse is refused now
+        dual_step(self.multiplier, self.limit, self.limit, self.multiplier_rate, self.multiplier_bounds)
+
+    def define(self, lab: Workbench) -> None:
+        batch = lab.prompts.next(self.prompts)
+        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
+        batch = lab.actor.compute_log_prob(batch)
+        batch = lab.reference.compute_ref_log_prob(batch)
+        batch = lab.critic.compute_values(batch)
+        batch = lab.cost_critic.compute_cost_values(batch)
+        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.cost.compute_cost(batch, function=self.cost)
+        batch = lab.compute_advantages(
+            batch,
+            gamma=self.gamma,
+            lam=self.lam,
+            kl_coefficient=self.kl_coefficient,
+            kl=self.kl,
+            multiplier=self.multiplier,
+        )
+        lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.epochs)
+        lab.cost_critic.update_cost_critic(batch, clip=self.value_clip, epochs=self.epochs)
+        if self.pretrain is not None:
+            batch = lab.actor.compute_loss(batch, text=self.pretrain)
+        lab.actor.update_actor(
+            batch,
+            clip=self.clip,
+            epochs=self.epochs,
+            pretrain_coefficient=0.0 if self.pretrain is None else self.pretrain_coefficient,
+        )
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """After an iteration, with its metrics: move the multiplier for the next one."""
+        mean_cost = metrics["compute_advantages/costs/mean"]
+        self.multiplier = dual_step(
+            self.multiplier, mean_cost, self.limit, self.multiplier_rate, self.multiplier_bounds
+        )
