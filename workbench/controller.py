@@ -39,11 +39,12 @@ from workbench.engines.settings import at_least
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted, WorkbenchError
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
+from workbench.placement import Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
-from workbench.workers.calls import Call, Metrics, merge_metrics
+from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.logs import tail
@@ -91,7 +92,9 @@ class Workbench:
         pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
         hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-        group = WorkerGroup(role, pool, hosts, model, operations(worker_class), self)
+        # the numbers of advantages are reductions over the whole batch: no model that could be cut
+        layout = Layout(d=pool.devices) if role == "numeric" else self.placement.layout_of(role)
+        group = WorkerGroup(role, pool, hosts, layout, model, operations(worker_class), self)
         if role != "numeric":
             self.groups[role] = group
             setattr(self, role, group)
@@ -274,7 +277,7 @@ class Workbench:
         arguments: dict[str, Any],
     ) -> list[Call]:
         """One call a rank: which rows it gets, and from whom it pulls them."""
-        layout, size = group.pool.layout, len(group.hosts)
+        layout, size = group.layout, len(group.hosts)
         common: dict[str, Any] = {
             "run": run, "key": f"{self._id}-{run}", "stage": operation.name, "method": operation.name,
             "role": group.role, "kwargs": kwargs, "submitted_s": time.time(),
@@ -303,6 +306,7 @@ class Workbench:
                 Call(
                     **common,
                     args=args,
+                    keep=operation.protocol.joins and rank in collected,
                     batch=f"{batch.name} v{batch.version}",
                     pulls=_pulls(batch, columns, rows),
                     rows=rows,
@@ -317,7 +321,8 @@ class Workbench:
     def _minibatches(group: WorkerGroup, operation: Operation, batch: Batch) -> list[np.ndarray]:
         wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
         # only updates need equal minibatches; inference follows their cut where there is one, see Training
-        follows = batch.rows % wanted == 0 and batch.rows // wanted >= group.pool.layout.d
+        parts = len(operation.protocol.collect(group.layout))
+        follows = batch.rows % wanted == 0 and batch.rows // wanted >= parts
         return minibatch_rows(batch.rows, wanted if operation.updates or follows else 1)
 
     @staticmethod
@@ -341,19 +346,21 @@ class Workbench:
     def _result(self, group: WorkerGroup, operation: Operation, batch: Batch | None, run: Run) -> Any:
         calls, replies = run.calls, run.replies
         self._record(run)
+        where = f"{group.role}.{operation.name}"
+        ranks = operation.protocol.gather(group.layout, [], where)
         metrics: Metrics = {}
-        for reply in replies:
-            merge_metrics(metrics, reply.metrics)
+        for rank in ranks:
+            merge_metrics(metrics, replies[rank].metrics)
         values = MetricValues({name: metric.value for name, metric in metrics.items()})
         if values:
             iteration = int(batch.meta.get("iteration", self.iteration)) if batch is not None else self.iteration
             self.telemetry.append_metrics(operation.name, calls[0].run, iteration, values)
             self.last_metrics[operation.name] = values
-        ranks = operation.protocol.gather(group.pool.layout, [], f"{group.role}.{operation.name}")
         if not operation.protocol.joins:
-            self._drop(group.hosts, calls[0].key)
             return [replies[rank].value for rank in ranks]
-        if not replies[0].columns:
+        collected = [replies[rank] for rank in ranks]
+        summaries = agreed_columns(collected, operation.writes, where)
+        if not summaries:
             return values
         assert batch is not None
         parts = [(ShardId(group.hosts[rank], calls[rank].key), calls[rank].rows) for rank in ranks]
@@ -362,13 +369,13 @@ class Workbench:
             name: Column(
                 dtype=summary.dtype,
                 row_shape=summary.row_shape,
-                nbytes=sum(replies[rank].columns[name].nbytes for rank in ranks),
+                nbytes=summary.nbytes,
                 owner=group.role,
                 location=location,
             )
-            for name, summary in replies[ranks[0]].columns.items()
+            for name, summary in summaries.items()
         }
-        return batch.with_columns(columns, replies[0].meta)
+        return batch.with_columns(columns, collected[0].meta)
 
     def _next_run(self) -> int:
         self._run_number += 1

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.run import Run
 from workbench.models.spec import Model
-from workbench.placement import Pool
+from workbench.placement import Layout, Pool
 from workbench.workers.operation import Operation
 
 
@@ -54,18 +54,22 @@ class GroupOperation:
 
 
 class WorkerGroup:
-    """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`."""
+    """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
+
+    layout: how its ranks stand; what the protocols of its operations are given.
+    """
 
     def __init__(
         self,
         role: str,
         pool: Pool,
         hosts: tuple[str, ...],
+        layout: Layout,
         spec: Model,
         operations: dict[str, Operation],
         caller: Caller,
     ) -> None:
-        self.role, self.pool, self.hosts, self.spec = role, pool, hosts, spec
+        self.role, self.pool, self.hosts, self.layout, self.spec = role, pool, hosts, layout, spec
         self.operations = {name: GroupOperation(self, operation, caller) for name, operation in operations.items()}
         for name, operation in self.operations.items():
             setattr(self, name, operation)
@@ -75,7 +79,8 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         model = self.spec.name or getattr(self.spec.function, "__name__", "function")
-        return f"<{self.role}: {model} on pool {self.pool.name}, {len(self.hosts)} rank(s)>"
+        layout = f" {self.layout}" if self.layout.p * self.layout.t > 1 else ""
+        return f"<{self.role}: {model} on pool {self.pool.name}, {len(self.hosts)} rank(s){layout}>"
 
     def _repr_html_(self) -> str:
         from workbench.display.html import table

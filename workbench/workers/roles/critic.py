@@ -17,7 +17,7 @@ from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
-from workbench.workers.protocols import DP_PROTO
+from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.roles.trained import TrainedWorker, check_update
 from workbench.workers.worker import Context
 
@@ -36,7 +36,7 @@ class CriticWorker(TrainedWorker):
         module = load_token_values(spec.name, dtype=torch.float32, device=context.device, seed=spec.seed, init="zero")
         super().__init__(spec, context, module)
 
-    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
     def compute_values(self, batch: Shard) -> Output:
         """Column `values` [rows, response tokens]."""
         column = each_response_token(
@@ -45,7 +45,7 @@ class CriticWorker(TrainedWorker):
         return Output(columns={"values": column}, metrics={"values/mean": mean_of(column)})
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
         minibatched=True,
         updates=True,
