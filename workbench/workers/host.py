@@ -153,29 +153,29 @@ class Host:
         return columns
 
     def _check_column(self, name: str, column: Any, call: Call) -> None:
-        where = f"on rank {self.info.rank}"  # the stage is named where the ranks' failures are put together
+        # operation and rank are named where the failures of all ranks are put together
         if isinstance(column, torch.Tensor) and column.ndim == 0:
             raise StageError(
-                f"column {name!r} {where} is a tensor without axes",
+                f"column {name!r} is a tensor without axes",
                 "its first axis is the rows",
                 "return one value a row",
             )
         if not isinstance(column, torch.Tensor | Ragged | list):
             raise StageError(
-                f"column {name!r} {where} is a {type(column).__name__}",
+                f"column {name!r} is a {type(column).__name__}",
                 "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
                 "turn arrays into tensors with torch.from_numpy(array)",
             )
         if isinstance(column, Ragged) and int(column.lengths.sum()) != len(column.values):
             raise StageError(
-                f"column {name!r} {where} has {len(column.values)} values for lengths that add up to "
+                f"column {name!r} has {len(column.values)} values for lengths that add up to "
                 f"{int(column.lengths.sum())}",
                 "a Ragged holds its rows end to end",
             )
         rows = 0 if call.rows is None else len(call.rows)
         if len(column) != rows:
             raise StageError(
-                f"column {name!r} {where} has {len(column)} rows",
+                f"column {name!r} has {len(column)} rows",
                 f"that rank was given {rows}, and an operation returns one row for each, in the same order",
             )
 
