@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format peers bench clean help
+.PHONY: setup demo test lab check format peers bench bench-control clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -40,8 +40,11 @@ peers: $(READY) ## what speed is measured against, into .peers/; never imported 
 bench: $(READY) ## measure speed: one GRPO-like iteration against TRL (after `make peers`)
 	$(BIN)/python tests/benchmarks/grpo_against_trl.py
 
+bench-control: $(READY) ## measure what the controller adds to a stage, by ranks and by rows
+	$(BIN)/python tests/benchmarks/control_cost.py
+
 clean: ## remove .venv/ and what tools left behind; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 help: ## list these targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from workbench.home import home
+
+# how long one example takes says more about the machine than about the code
+settings.register_profile("workbench", deadline=None)
+settings.load_profile("workbench")
 
 
 @pytest.fixture(scope="session", autouse=True)

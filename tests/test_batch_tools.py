@@ -20,6 +20,7 @@ from workbench.dataflow import files
 from workbench.dataflow.columns import Ragged, Table, to_wire
 from workbench.dataflow.location import Location, ShardId
 from workbench.errors import BadInput, NotFound, UnknownColumn
+from workbench.placement import Layout
 from workbench.workers.calls import Call, HostInfo, Output, Shard
 from workbench.workers.host import Host
 from workbench.workers.worker import Worker
@@ -266,7 +267,7 @@ def test_ranks_of_a_minibatch_get_equal_tokens(lab: wb.Workbench, rows: int, ran
     order = np.array(as_lists(batch.balance(ranks, minibatches).fetch(["row"])["row"]))
 
     def worst(order: np.ndarray) -> float:
-        layout = wb.Placement.colocate(ranks).pools[0].layout
+        layout = Layout(d=ranks)
         cut = np.split(np.arange(rows), minibatches)
         dealt = wb.PROTOCOLS["3D_PROTO"].deal(layout, cut, "here")
         tokens = np.array([[(prompts + responses)[order[chunk]].sum() for chunk in chunks] for chunks in dealt])

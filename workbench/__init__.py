@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workbench.opening import ls as ls
     from workbench.opening import open as open
     from workbench.opening import stop as stop
+    from workbench.placement import Layout as Layout
     from workbench.placement import Placement as Placement
     from workbench.workers.operation import register as register
     from workbench.workers.protocols import PROTOCOLS as PROTOCOLS
@@ -35,6 +36,7 @@ _PUBLIC = {
     "Batch": "workbench.dataflow.batch",
     "GRPO": "workbench.algorithms.grpo",
     "Generation": "workbench.engines.settings",
+    "Layout": "workbench.placement",
     "Model": "workbench.models.spec",
     "PPO": "workbench.algorithms.ppo",
     "PROTOCOLS": "workbench.workers.protocols",

@@ -42,12 +42,12 @@ from workbench.description import Description
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.placement import TRAINED_ROLES
+from workbench.placement import TRAINED_ROLES, Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
-from workbench.workers.calls import Call, Metrics, merge_metrics
+from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.logs import tail
@@ -100,7 +100,9 @@ class Workbench:
         pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
         hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-        group = WorkerGroup(role, pool, hosts, model, worker_class, self)
+        # the numbers of advantages are reductions over the whole batch: no model that could be cut
+        layout = Layout(d=pool.devices) if role == "numeric" else self.placement.layout_of(role)
+        group = WorkerGroup(role, pool, hosts, layout, model, worker_class, self)
         if role != "numeric":
             self.groups[role] = group
             setattr(self, role, group)
@@ -297,10 +299,10 @@ class Workbench:
             finish=finish,
             clean=self._clean_up,
         )
-        run.updates = operation.updates
+        run.updates, run.writes = operation.updates, operation.written(arguments)
         run.code = code
-        if batch is not None and operation.protocol.joins and operation.writes:
-            run.batch = batch.after(run, operation.written(arguments), samples)
+        if batch is not None and operation.protocol.joins and run.writes:
+            run.batch = batch.after(run, run.writes, samples)
             if self._reusing and not batch.pending and (not operation.samples or arguments["seed"] is not None):
                 self._reuse(run, batch.repeat(samples), operation, arguments)
         return run
@@ -366,7 +368,7 @@ class Workbench:
     ) -> list[Call]:
         """One call a rank: which rows it gets, and from whom it pulls them."""
         group = run.group
-        layout, size = group.pool.layout, len(group.hosts)
+        layout, size = group.layout, len(group.hosts)
         common: dict[str, Any] = {
             "run": run.number, "key": f"{self._id}-{run.number}", "stage": operation.name, "method": operation.name,
             "role": group.role, "kwargs": kwargs, "submitted_s": run.submitted_s,
@@ -396,6 +398,7 @@ class Workbench:
                 Call(
                     **common,
                     args=args,
+                    keep=operation.protocol.joins and rank in collected,
                     batch=batch.id,
                     pulls=tuple(_group_pulls(columns, travels, mine)),
                     rows=mine,
@@ -410,7 +413,8 @@ class Workbench:
     def _minibatches(group: WorkerGroup, operation: Operation, rows: int) -> list[np.ndarray]:
         wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
         # only updates need equal minibatches; inference follows their cut where there is one, see Training
-        follows = rows % wanted == 0 and rows // wanted >= group.pool.layout.d
+        parts = len(operation.protocol.collect(group.layout))
+        follows = rows % wanted == 0 and rows // wanted >= parts
         return minibatch_rows(rows, wanted if operation.updates or follows else 1)
 
     @staticmethod
@@ -438,9 +442,10 @@ class Workbench:
     ) -> Any:
         calls, replies, group = run.calls, run.replies, run.group
         self._record(run)
+        ranks = operation.protocol.collect(group.layout)
         metrics: Metrics = {}
-        for reply in replies:
-            merge_metrics(metrics, reply.metrics)
+        for rank in ranks:
+            merge_metrics(metrics, replies[rank].metrics)
         values = MetricValues({name: metric.value for name, metric in metrics.items()})
         if values:
             iteration = int(calls[0].meta.get("iteration", self.iteration))
@@ -448,15 +453,11 @@ class Workbench:
             last_metrics[operation.name] = values
         if operation.updates:
             self.weights[group.role] = Weights(steps=int(values["optimizer_steps"]), state=secrets.token_hex(4))
-        ranks = operation.protocol.collect(group.pool.layout)
-        others = (
-            group.hosts if not operation.protocol.joins else [h for r, h in enumerate(group.hosts) if r not in ranks]
-        )
-        if any(reply.columns for reply in replies):
-            self._drop(others, calls[0].key)
         if not operation.protocol.joins:
             return [replies[rank].value for rank in ranks]
-        if not replies[ranks[0]].columns:
+        collected = [replies[rank] for rank in ranks]
+        summaries = agreed_columns(collected, run.writes, run.name)
+        if not summaries:
             return values
         assert batch is not None
         parts = [(ShardId(group.hosts[rank], calls[rank].key), calls[rank].rows) for rank in ranks]
@@ -467,12 +468,12 @@ class Workbench:
             name: Column(
                 dtype=summary.dtype,
                 row_shape=summary.row_shape,
-                nbytes=sum(replies[rank].columns[name].nbytes for rank in ranks),
+                nbytes=summary.nbytes,
                 owner=group.role,
                 location=location,
                 made_with=run.code,
             )
-            for name, summary in replies[ranks[0]].columns.items()
+            for name, summary in summaries.items()
         }
         made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
         self._keep(made, self._origin(run, calls[0]))

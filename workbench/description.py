@@ -14,7 +14,7 @@ from workbench.fingerprint import fingerprint
 from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model
-from workbench.placement import ROLES, TRAINED_ROLES, Placement, check_role
+from workbench.placement import ROLES, TRAINED_ROLES, Layout, Placement, check_role
 from workbench.workers.calls import HostInfo
 
 BACKENDS = ("ray", "inline")
@@ -114,8 +114,20 @@ class Description:
                 "the inline backend runs everything in the kernel, on one device",
                 "use Placement.colocate(devices=1), or backend='ray'",
             )
+        self._check_layouts()
         self._check_installed()
         self._check_models()
+
+    def _check_layouts(self) -> None:
+        for role, model in self.models.items():
+            layout = self.placement.layout_of(role)
+            if layout.p * layout.t > 1 and model.worker is None and model.function is None:
+                raise BadInput(
+                    f"layouts[{role!r}]={layout}",
+                    "the training engines that come with workbench are data parallel: p*t must be 1",
+                    f"leave it out, for {Layout(d=layout.size)}, or bring a worker class of your own that computes so: "
+                    "wb.Model(..., worker=...)",
+                )
 
     def _check_installed(self) -> None:
         actor, trained = self.models["actor"], [m for r, m in self.models.items() if r in TRAINED_ROLES]

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
+from workbench.placement import Layout
 from workbench.workers.backends import Backend, Pending
 from workbench.workers.calls import HostInfo
 from workbench.workers.roles import ROLE_WORKERS
@@ -57,10 +58,11 @@ def load_roles(backend: Backend, infos: Sequence[HostInfo], description: Descrip
             roles["numeric"] = actor
         for role, model in roles.items():
             worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
+            layout = Layout(d=pool.devices) if role == "numeric" else description.placement.layout_of(role)
             # all ranks of a pool go through the roles in the same order: DeepSpeed needs them together
             for info in (info for info in infos if info.pool == pool.name):
                 note(f"loading {role}")
-                pending = backend.work(info.name, "build", role, worker_class, model, **options)
+                pending = backend.work(info.name, "build", role, worker_class, model, layout=layout, **options)
                 loading.append(Step(f"loading {role}", info, pending))
                 if _failure(loading[-1]):  # inline, where a call is over when it returns
                     settle(backend, loading, note)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.light import describe
 from workbench.errors import BadInput
-from workbench.placement import Placement
+from workbench.placement import Layout, Placement
+from workbench.workers.worker import Worker
 
 FOUR = ("actor", "critic", "reference", "reward")
 
@@ -16,6 +18,37 @@ def test_the_named_placements() -> None:
     assert (alone.devices, alone.pool_of("actor").devices) == (5, 2)
 
 
+def test_a_role_has_the_layout_that_it_was_given_and_else_is_data_parallel() -> None:
+    pools = {"a": (6, ["actor"]), "b": (4, ["critic", "reward"])}
+    placement = Placement.of(pools, layouts={"actor": (1, 2, 3), "critic": Layout(2, 1, 2)})
+    assert placement.layout_of("actor") == Layout(1, 2, 3)
+    assert placement.layout_of("critic") == Layout(2, 1, 2)
+    assert placement.layout_of("reward") == Layout(1, 1, 4)
+    assert str(placement) == "a[6]: actor (p=1, t=2, d=3) | b[4]: critic (p=2, t=1, d=2), reward"
+    assert "actor" not in placement.restrict(["critic", "reward", "actor"]).restrict(["actor", "critic"]).pools[1].roles
+    assert placement.restrict(["actor", "critic"]).layouts == placement.layouts
+    # a default that is spelled out makes no other placement
+    assert Placement.of(pools, layouts={"actor": (1, 1, 6)}) == Placement.of(pools)
+    assert hash(placement) == hash(Placement.of(pools))
+
+
+def test_layouts_in_the_named_placements() -> None:
+    assert Placement.colocate(4, layouts={"critic": (2, 2, 1)}).layout_of("critic") == Layout(2, 2, 1)
+    assert Placement.split(4, layouts={"reward": (1, 2, 1)}).layout_of("reward") == Layout(1, 2, 1)
+    assert Placement.standalone(actor=2, layouts={"actor": Layout(1, 2, 1, 1, 1)}).layout_of("actor").d_g == 2
+
+
+def test_a_layout_needs_a_worker_class_that_computes_in_it() -> None:
+    cut = Placement.colocate(4, layouts={"actor": (1, 2, 2)})
+    assert describe({"actor": Worker}, cut).placement.layout_of("actor") == Layout(1, 2, 2)
+    with pytest.raises(BadInput, match=r"layouts\['actor'\]=\(p=1, t=2, d=2\).*data parallel.*worker="):
+        describe({"actor": None}, cut)
+    assert describe({"actor": None}, Placement.colocate(4)).placement.layout_of("actor") == Layout(d=4)
+
+
+FOUR_DEVICES = {"a": (4, ["actor"])}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -24,6 +57,11 @@ def test_the_named_placements() -> None:
         (lambda: Placement.of({"a": (0, ["actor"])}), "must be at least 1"),
         (lambda: Placement.of({"my pool": (1, ["actor"])}), "plain identifier"),
         (lambda: Placement.of({}), "needs at least one"),
+        (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 2, 3)}), r"p\*t\*d is 6.*use d=2"),
+        (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 3, 1)}), r"p\*t\*d is 3.*give the pool 3 devices"),
+        (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 4)}), r"the three numbers \(p, t, d\)"),
+        (lambda: Placement.of(FOUR_DEVICES, layouts={"critic": (1, 1, 4)}), "'critic' has no pool"),
+        (lambda: Placement.of(FOUR_DEVICES, layouts={"actr": (1, 1, 4)}), "unknown role 'actr'"),
         (lambda: Placement.split(3), "even number of devices"),
         (lambda: Placement.standalone(actor=1).restrict(["actor", "critic"]), "'critic' has no pool"),
         (lambda: Placement.standalone(actor=1, critic=1).restrict(["actor"]), "pool 'critic' has no role"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.errors import BadInput
 from workbench.placement import Layout
+from workbench.workers.operation import operations
 from workbench.workers.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
@@ -24,6 +25,7 @@ from workbench.workers.protocols import (
     TransferProtocol,
     minibatch_rows,
 )
+from workbench.workers.roles import ROLE_WORKERS
 
 JOINING = [p for p in PROTOCOLS.values() if p.joins]
 
@@ -77,6 +79,22 @@ def test_a_micro_group_generates_what_its_replica_trains_on(layout: Layout, each
     for group in layout.generation_groups("micro_data"):
         together = sorted({int(row) for rank in group for row in generated[rank][0]})
         assert together == trained[group[0]][0].tolist()
+
+
+def test_operations_have_the_papers_protocols() -> None:
+    """Table 3: what trains or infers is split over replicas, generation over its own; arithmetic over all ranks."""
+    found = {
+        name: operation.protocol.name
+        for worker in ROLE_WORKERS.values()
+        for name, operation in operations(worker).items()
+    }
+    assert found == {
+        **dict.fromkeys(("compute_log_prob", "update_actor", "compute_ref_log_prob"), "3D_PROTO"),
+        **dict.fromkeys(("compute_values", "update_critic", "compute_reward", "compute_cost"), "3D_PROTO"),
+        "generate_sequences": "3D_ALL_MICRO_DP",
+        "compute_advantages": "DP_PROTO",
+        **dict.fromkeys(("sync_weights", "check_sync", "weights_checksum"), "ONE_TO_ALL"),
+    }
 
 
 def test_who_is_collected() -> None:

@@ -103,9 +103,9 @@ class Location:
 
     def occurrences(self) -> np.ndarray:
         """For each row, how many earlier rows are the same stored row: copies made by taking a row twice."""
-        _, same = np.unique(np.stack([self.shard.astype(np.int64), self.position]), axis=1, return_inverse=True)
-        order = np.argsort(same, kind="stable")
-        starts = np.flatnonzero(np.diff(same[order], prepend=-1))
+        stored = self.shard * (self.position.max(initial=0) + 1) + self.position  # one number a stored row
+        order = np.argsort(stored, kind="stable")
+        starts = np.flatnonzero(np.diff(stored[order], prepend=-1))
         counts = np.empty(len(self), dtype=np.int64)
         counts[order] = np.arange(len(self)) - np.repeat(starts, np.diff(starts, append=len(self)))
         return counts
@@ -113,7 +113,8 @@ class Location:
     def pulls(self, rows: np.ndarray) -> list[Pull]:
         """What a rank that needs `rows`, in this order, pulls: one entry a shard, linear in rows."""
         shard, position = self.shard[rows], self.position[rows]
-        order = np.argsort(shard, kind="stable")
+        narrow = np.uint16 if len(self.shards) <= 2**16 else np.int32  # of 16 bits numpy sorts in linear time
+        order = np.argsort(shard.astype(narrow), kind="stable")
         cuts = np.flatnonzero(np.diff(shard[order])) + 1
         pulls = []
         for group in np.split(order, cuts):

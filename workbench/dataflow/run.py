@@ -59,6 +59,7 @@ class Run:
         self.stuck = self.updates = False
         self.batch: Batch | None = None
         self.code = ""
+        self.writes: tuple[str, ...] = ()
         self.submitted_s = time.time()
         self.made: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
@@ -198,12 +199,16 @@ class Run:
             cause.__cause__ = error
         return cause
 
+    def plan(self) -> list[Call]:
+        """The calls that `send` makes."""
+        return self._plan()
+
     def send(self, backend: Backend) -> None:
         """Make the calls and give them to the hosts."""
         if not self._future.set_running_or_notify_cancel():
             return
         try:
-            self.calls = self._plan()
+            self.calls = self.plan()
             for host, call in zip(self.group.hosts, self.calls, strict=True):
                 self._pending.append(backend.execute(host, call, self._report))
             self._waiting_ranks = list(range(len(self.calls)))

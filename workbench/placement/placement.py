@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput
@@ -22,7 +22,7 @@ def check_role(role: str) -> str:
 
 @dataclass(frozen=True)
 class Pool:
-    """A named set of devices and the roles that share them; every role runs data parallel over all of them."""
+    """A named set of devices and the roles that share them; every role runs on all of them."""
 
     name: str
     devices: int
@@ -35,18 +35,21 @@ class Pool:
         for role in self.roles:
             check_role(role)
 
-    @property
-    def layout(self) -> Layout:
-        """The layout of every role of this pool."""
-        return Layout(1, 1, self.devices)
+
+Layouts = Mapping[str, Layout | tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """role -> pool. Same pool: colocated, the roles share host processes and run in call order. Different pools run at
-    the same time. Pools do not overlap; any set partition of the roles is legal."""
+    """role -> pool and layout. Same pool: colocated, the roles share host processes and run in call order. Different
+    pools run at the same time. Pools do not overlap; any set partition of the roles is legal.
+
+    layouts: of the roles that are not purely data parallel, as `Layout(p, t, d)` or as the numbers (p, t, d). The ranks
+    of a role are the devices of its pool, so p * t * d must equal them; a role without a layout has (1, 1, devices).
+    """
 
     pools: tuple[Pool, ...]
+    layouts: Layouts = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.pools:
@@ -57,19 +60,27 @@ class Placement:
             twice = sorted({name for name in seen if seen.count(name) > 1})
             if twice:
                 raise BadInput(f"{what} {twice[0]!r} twice in one placement", f"each {what} stands in it once")
+        layouts = {role: _layout(role, given, self.pool_of(role)) for role, given in self.layouts.items()}
+        # a default that was spelled out is the same placement as one that was left out
+        changed = {role: layout for role, layout in layouts.items() if layout.p * layout.t > 1}
+        object.__setattr__(self, "layouts", changed)
 
     @classmethod
-    def of(cls, pools: Mapping[str, tuple[int, Iterable[str]]]) -> Placement:
-        """Any partition: `Placement.of({"a": (2, ["actor", "reference"]), "b": (1, ["critic", "reward"])})`."""
-        return cls(tuple(Pool(name, devices, tuple(roles)) for name, (devices, roles) in pools.items()))
+    def of(cls, pools: Mapping[str, tuple[int, Iterable[str]]], layouts: Layouts | None = None) -> Placement:
+        """Any partition: `Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})`.
+
+        layouts: `{"actor": (1, 2, 2)}`, see `Placement`.
+        """
+        made = tuple(Pool(name, devices, tuple(roles)) for name, (devices, roles) in pools.items())
+        return cls(made, layouts or {})
 
     @classmethod
-    def colocate(cls, devices: int = 1) -> Placement:
+    def colocate(cls, devices: int = 1, layouts: Layouts | None = None) -> Placement:
         """All roles on the same devices (DeepSpeed-Chat's placement)."""
-        return cls.of({"shared": (devices, ROLES)})
+        return cls.of({"shared": (devices, ROLES)}, layouts)
 
     @classmethod
-    def split(cls, devices: int = 2) -> Placement:
+    def split(cls, devices: int = 2, layouts: Layouts | None = None) -> Placement:
         """Actor and reference on one half, the rest on the other (NeMo-Aligner's placement)."""
         if devices < 2 or devices % 2:
             raise BadInput(
@@ -78,14 +89,14 @@ class Placement:
                 "use Placement.of({...}) for uneven pools",
             )
         half = devices // 2
-        return cls.of(
-            {"policy": (half, ("actor", "reference")), "scorers": (half, ("critic", "reward", "cost", "cost_critic"))}
-        )
+        scorers = ("critic", "reward", "cost", "cost_critic")
+        pools = {"policy": (half, ("actor", "reference")), "scorers": (half, scorers)}
+        return cls.of(pools, layouts)
 
     @classmethod
-    def standalone(cls, **devices: int) -> Placement:
+    def standalone(cls, *, layouts: Layouts | None = None, **devices: int) -> Placement:
         """Each role on devices of its own (OpenRLHF's placement): `Placement.standalone(actor=2, critic=1, ...)`."""
-        return cls.of({check_role(role): (count, (role,)) for role, count in devices.items()})
+        return cls.of({check_role(role): (count, (role,)) for role, count in devices.items()}, layouts)
 
     @property
     def devices(self) -> int:
@@ -101,6 +112,12 @@ class Placement:
             f"role {check_role(role)!r} has no pool", f"this placement has {self}", f"name {role!r} in one of its pools"
         )
 
+    def layout_of(self, role: str) -> Layout:
+        """The layout of a role over the devices of its pool."""
+        layout = self.layouts.get(role) or Layout(d=self.pool_of(role).devices)
+        assert isinstance(layout, Layout)
+        return layout
+
     def restrict(self, roles: Iterable[str]) -> Placement:
         """This placement with only those roles. Every role needs a pool; a pool left without a role is an error."""
         wanted = set(roles)
@@ -114,7 +131,29 @@ class Placement:
                     f"its roles are {', '.join(sorted(wanted))}",
                     "drop the pool from the placement, or declare its role in models=",
                 )
-        return Placement(kept)
+        return Placement(kept, {role: layout for role, layout in self.layouts.items() if role in wanted})
 
     def __str__(self) -> str:
-        return " | ".join(f"{p.name}[{p.devices}]: {', '.join(p.roles)}" for p in self.pools)
+        def shown(role: str) -> str:
+            return f"{role} {self.layouts[role]}" if role in self.layouts else role
+
+        return " | ".join(f"{p.name}[{p.devices}]: {', '.join(map(shown, p.roles))}" for p in self.pools)
+
+
+def _layout(role: str, given: Layout | tuple[int, ...], pool: Pool) -> Layout:
+    if isinstance(given, Layout):
+        layout = given
+    elif isinstance(given, Sequence) and len(given) == 3 and all(type(size) is int for size in given):
+        layout = Layout(*given)
+    else:
+        raise BadInput(f"layouts[{role!r}]={given!r}", "must be a Layout, or the three numbers (p, t, d)")
+    if layout.size != pool.devices:
+        replica = layout.p * layout.t
+        raise BadInput(
+            f"layouts[{role!r}]={layout} in pool {pool.name!r} of {pool.devices} devices",
+            f"a role runs on all devices of its pool, and p*t*d is {layout.size}",
+            f"use d={pool.devices // replica}"
+            if pool.devices % replica == 0
+            else f"give the pool {layout.size} devices, or choose p and t so that p*t divides {pool.devices}",
+        )
+    return layout

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from workbench.dataflow.columns import Column, Ragged, Table
 from workbench.dataflow.location import Pull
+from workbench.dataflow.row_numbers import pack
+from workbench.errors import StageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,10 @@ class HostInfo:
 class Call:
     """One rank's part of a stage.
 
-    key: name of the shard that its output becomes. pulls: for each set of columns, which rows to pull from which shard.
+    key: name of the shard that its output becomes. keep: whether the output is part of the stage's result; what other
+    ranks return is dropped. pulls: for each set of columns, which rows to pull from which shard.
+
+    Pickled, it takes few bytes a row at most, so that the controller's messages stay small however many rows there are.
     """
 
     run: int
@@ -44,6 +49,7 @@ class Call:
     stage: str
     role: str
     method: str
+    keep: bool = True
     batch: str = ""
     pulls: tuple[tuple[tuple[str, ...], tuple[Pull, ...]], ...] = ()
     rows: np.ndarray | None = None
@@ -53,6 +59,22 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     submitted_s: float = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        pulls = tuple(
+            (names, tuple((p.shard, pack(p.positions), pack(p.destinations)) for p in parts))
+            for names, parts in self.pulls
+        )
+        rows, sample = (None if numbers is None else pack(numbers) for numbers in (self.rows, self.sample))
+        return {**self.__dict__, "pulls": pulls, "rows": rows, "sample": sample}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pulls = tuple(
+            (names, tuple(Pull(shard, positions.unpack(), there.unpack()) for shard, positions, there in parts))
+            for names, parts in state["pulls"]
+        )
+        rows, sample = (None if packed is None else packed.unpack() for packed in (state["rows"], state["sample"]))
+        self.__dict__.update(state, pulls=pulls, rows=rows, sample=sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +155,9 @@ class ColumnSummary:
     row_shape: tuple[int | str, ...]
     nbytes: int
 
+    def __str__(self) -> str:
+        return f"{self.dtype} [{', '.join(('rows', *map(str, self.row_shape)))}]"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
@@ -186,3 +211,39 @@ def column_summary(column: Column) -> ColumnSummary:
 
     dtype, row_shape = describe(column)
     return ColumnSummary(dtype=dtype, row_shape=row_shape, nbytes=nbytes(column))
+
+
+def agreed_columns(replies: Sequence[Reply], writes: Sequence[str], where: str) -> dict[str, ColumnSummary]:
+    """The columns of the ranks that make a stage's result, by name; bytes of all of them.
+
+    Raises `StageError` naming operation, rank and column where ranks returned different columns, or not what the
+    operation is registered to write. where: the operation, as "actor.compute_log_prob".
+    """
+    first = replies[0]
+    expected = list(dict.fromkeys((*writes, *first.columns)))
+    for reply in replies:
+        missing = [name for name in expected if name not in reply.columns]
+        if missing:
+            raise StageError(
+                f"{where} returned no column {missing[0]!r} on rank {reply.rank}",
+                f"it is registered with writes={tuple(writes)!r}" if missing[0] in writes else f"rank {first.rank} did",
+                "every rank returns Output(columns={...}) with the same names",
+            )
+        more = [name for name in reply.columns if name not in expected]
+        if more:
+            raise StageError(
+                f"{where} returned column {more[0]!r} on rank {reply.rank}",
+                f"rank {first.rank} did not",
+                "every rank returns Output(columns={...}) with the same names",
+            )
+        for name, column in reply.columns.items():
+            if (column.dtype, column.row_shape) != (first.columns[name].dtype, first.columns[name].row_shape):
+                raise StageError(
+                    f"{where} returned column {name!r} as {column} on rank {reply.rank}, "
+                    f"as {first.columns[name]} on rank {first.rank}",
+                    "a column has one dtype and one shape of a row",
+                )
+    return {
+        name: replace(column, nbytes=sum(reply.columns[name].nbytes for reply in replies))
+        for name, column in first.columns.items()
+    }

@@ -11,7 +11,7 @@ from workbench.dataflow.run import Run
 from workbench.engines.settings import at_least
 from workbench.fingerprint import fingerprint
 from workbench.models.spec import Model
-from workbench.placement import Pool
+from workbench.placement import Layout, Pool
 from workbench.workers.operation import Operation, checked_arguments, operations
 
 
@@ -69,18 +69,23 @@ class GroupOperation:
 
 
 class WorkerGroup:
-    """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`."""
+    """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
+
+    layout: how its ranks stand; what the protocols of its operations are given.
+    """
 
     def __init__(
         self,
         role: str,
         pool: Pool,
         hosts: tuple[str, ...],
+        layout: Layout,
         spec: Model,
         worker_class: type,
         caller: Caller,
     ) -> None:
-        self.role, self.pool, self.hosts, self.spec, self.worker_class = role, pool, hosts, spec, worker_class
+        self.role, self.pool, self.hosts, self.layout = role, pool, hosts, layout
+        self.spec, self.worker_class = spec, worker_class
         self.operations = {
             name: GroupOperation(self, operation, caller) for name, operation in operations(worker_class).items()
         }
@@ -92,7 +97,8 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         model = self.spec.name or getattr(self.spec.function, "__name__", "function")
-        return f"<{self.role}: {model} on pool {self.pool.name}, {len(self.hosts)} rank(s)>"
+        layout = f" {self.layout}" if self.layout.p * self.layout.t > 1 else ""
+        return f"<{self.role}: {model} on pool {self.pool.name}, {len(self.hosts)} rank(s){layout}>"
 
     def _repr_html_(self) -> str:
         from workbench.display.html import table

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from workbench.dataflow.columns import Column, Ragged, Table, concatenate, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Pull, ShardId
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput, NotFound, StageError
 from workbench.models.spec import Model
+from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import Call, Failure, HostInfo, Output, Reply, Shard, column_summary
 from workbench.workers.communicator import Communicator
@@ -82,10 +83,13 @@ class Host:
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
-    def build(self, role: str, worker_class: type[Worker], spec: Model, *, seed: int, actor_name: str) -> None:
+    def build(
+        self, role: str, worker_class: type[Worker], spec: Model, *, layout: Layout, seed: int, actor_name: str
+    ) -> None:
         """Load a role's model and engines."""
         context = Context(
             host=self.info,
+            layout=layout,
             communicator=Communicator(self.info.rank, self.info.world_size, self.recorder),
             recorder=self.recorder,
             progress=self._note_progress,
@@ -143,15 +147,38 @@ class Host:
 
     def _keep(self, columns: Table, call: Call) -> Table:
         for name, column in columns.items():
-            if call.rows is None or len(column) != len(call.rows):
-                raise ValueError(
-                    f"{call.stage} returned {len(column)} rows in column {name!r} on rank {self.info.rank}, "
-                    f"which has {0 if call.rows is None else len(call.rows)}"
-                )
-        if columns:
+            self._check_column(name, column, call)
+        if columns and call.keep:
             with self._lock:
                 self._shards[call.key] = dict(columns)
         return columns
+
+    def _check_column(self, name: str, column: Any, call: Call) -> None:
+        # operation and rank are named where the failures of all ranks are put together
+        if isinstance(column, torch.Tensor) and column.ndim == 0:
+            raise StageError(
+                f"column {name!r} is a tensor without axes",
+                "its first axis is the rows",
+                "return one value a row",
+            )
+        if not isinstance(column, torch.Tensor | Ragged | list):
+            raise StageError(
+                f"column {name!r} is a {type(column).__name__}",
+                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
+                "turn arrays into tensors with torch.from_numpy(array)",
+            )
+        if isinstance(column, Ragged) and int(column.lengths.sum()) != len(column.values):
+            raise StageError(
+                f"column {name!r} has {len(column.values)} values for lengths that add up to "
+                f"{int(column.lengths.sum())}",
+                "a Ragged holds its rows end to end",
+            )
+        rows = 0 if call.rows is None else len(call.rows)
+        if len(column) != rows:
+            raise StageError(
+                f"column {name!r} has {len(column)} rows",
+                f"that rank was given {rows}, and an operation returns one row for each, in the same order",
+            )
 
     def _note_progress(self, done: int, total: int, tokens: int) -> None:
         self._progress = (done, total, tokens)

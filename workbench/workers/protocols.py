@@ -66,8 +66,8 @@ class TransferProtocol:
                 f"{operation}: {self.name}.collect gave ranks {ranks}", f"layout {layout} has 0 to {layout.size - 1}"
             )
         if self.joins:
-            held = np.sort(np.concatenate([chunk for rank in ranks for chunk in dealt[rank]]))
-            if not np.array_equal(held, np.arange(rows)):
+            held = np.concatenate([chunk for rank in ranks for chunk in dealt[rank]])
+            if not (np.bincount(held, minlength=rows) == 1).all():
                 raise BadInput(
                     f"{operation}: {self.name} collects {len(held)} rows of {rows} from ranks {ranks}",
                     "together the collected ranks hold every row of the batch exactly once",

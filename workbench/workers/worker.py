@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from workbench.models.spec import Model
+from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import HostInfo
 from workbench.workers.communicator import Communicator
@@ -18,11 +19,13 @@ from workbench.workers.communicator import Communicator
 class Context:
     """What a host offers its workers.
 
+    layout: of the role: where this rank, `host.rank`, stands in it says `layout.coordinates`.
     progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
     seed: the workbench's seed. actor_name: the actor's model, whose tokenizer made the tokens.
     """
 
     host: HostInfo
+    layout: Layout
     communicator: Communicator
     recorder: Recorder
     progress: Callable[[int, int, int], None]

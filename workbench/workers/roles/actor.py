@@ -24,7 +24,7 @@ from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
-from workbench.workers.protocols import DP_PROTO, ONE_TO_ALL
+from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.worker import Context
 
@@ -101,7 +101,7 @@ class ActorWorker(TrainedWorker):
         self.generator.close()
 
     @register(
-        DP_PROTO,
+        THREE_D_ALL_MICRO_DP,
         reads=("prompt_ids", "prompt_uid"),
         writes=("response_ids", "response_mask", "rollout_log_prob", "finished"),
         minibatched=True,
@@ -174,7 +174,7 @@ class ActorWorker(TrainedWorker):
         return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
         optional=("rollout_log_prob",),
         writes=("old_log_prob",),
@@ -201,7 +201,7 @@ class ActorWorker(TrainedWorker):
         return Output(columns={"old_log_prob": column}, metrics=metrics, meta={"temperature": scale})
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=_update_columns,
         optional=("rollout_log_prob",),
         minibatched=True,
@@ -288,7 +288,7 @@ class ActorWorker(TrainedWorker):
         return Term(shard=texts, loss=loss)
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=lambda arguments: (arguments["text"],),
         writes=("pretrain_ids", "pretrain_loss"),
         minibatched=True,

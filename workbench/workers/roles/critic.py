@@ -17,7 +17,7 @@ from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
-from workbench.workers.protocols import DP_PROTO
+from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.worker import Context
 
@@ -36,13 +36,13 @@ class CriticWorker(TrainedWorker):
         module = load_token_values(spec.name, dtype=torch.float32, device=context.device, seed=spec.seed, init="zero")
         super().__init__(spec, context, module)
 
-    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
     def compute_values(self, batch: Shard) -> Output:
         """Column `values` [rows, response tokens]."""
         return self._values(batch, "values")
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
         minibatched=True,
         updates=True,
@@ -108,13 +108,13 @@ class CostCriticWorker(CriticWorker):
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]
 
-    @register(DP_PROTO, reads=("prompt_ids", "response_ids"), writes=("cost_values",), minibatched=True)
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("cost_values",), minibatched=True)
     def compute_cost_values(self, batch: Shard) -> Output:
         """Column `cost_values` [rows, response tokens]."""
         return self._values(batch, "cost_values")
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"),
         minibatched=True,
         updates=True,

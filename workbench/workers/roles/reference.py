@@ -12,7 +12,7 @@ from workbench.workers.calls import Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
-from workbench.workers.protocols import DP_PROTO
+from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.worker import Context, Worker
 
 
@@ -40,7 +40,7 @@ class ReferenceWorker(FrozenWorker):
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
 
     @register(
-        DP_PROTO,
+        THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
         writes=("ref_log_prob",),
         minibatched=True,

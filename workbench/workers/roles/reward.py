@@ -17,7 +17,7 @@ from workbench.models.spec import Model
 from workbench.workers.calls import Mean, Output, Shard
 from workbench.workers.micro_batches import each_minibatch, tokens_of
 from workbench.workers.operation import register
-from workbench.workers.protocols import DP_PROTO
+from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
 from workbench.workers.worker import Context, Worker
 
@@ -47,7 +47,7 @@ class RewardWorker(Worker):
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes() if self.engine else {}
 
-    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("rewards",), minibatched=True, check=_check)
+    @register(THREE_D_PROTO, reads=TOKENS, optional="all text", writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
@@ -131,7 +131,7 @@ class CostWorker(RewardWorker):
 
     compute_reward = None  # type: ignore[assignment]
 
-    @register(DP_PROTO, reads=TOKENS, optional="all text", writes=("costs",), minibatched=True, check=_check)
+    @register(THREE_D_PROTO, reads=TOKENS, optional="all text", writes=("costs",), minibatched=True, check=_check)
     def compute_cost(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
