@@ -38,7 +38,7 @@ from workbench.dataflow.batch import Column  # noqa: E402
 from workbench.dataflow.columns import Ragged  # noqa: E402
 from workbench.dataflow.location import Location, ShardId  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
-from workbench.workers.backends import InlineBackend
+from workbench.workers.backends import InlineBackend  # noqa: E402
 from workbench.workers.calls import Call, Output, Shard  # noqa: E402
 from workbench.workers.worker import Worker  # noqa: E402
 
