@@ -106,6 +106,16 @@ def test_truncation(engine, model):
     cases.assert_truncation_is_renormalized(engine, model)
 
 
+def test_more_prompt_tokens_than_one_pass_takes(engine):
+    """Over 2048 tokens of prompts in one call: each row still draws what it draws alone."""
+    rows = [[3 + (i + j) % 90 for j in range(30)] for i in range(80)]
+    sampling = Sampling(max_new_tokens=3)
+    together = engine.generate(rows, sampling, list(range(80)), lambda *_: None)
+    for row in (0, 40, 79):
+        alone = engine.generate([rows[row]], sampling, [row], lambda *_: None)
+        assert alone.response_ids[0] == together.response_ids[row]
+
+
 def test_cut(engine):
     cases.assert_responses_are_cut_at_the_longest_sequence(engine)
 

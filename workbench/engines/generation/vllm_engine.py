@@ -237,6 +237,9 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
         max_model_len=settings.max_model_tokens + 1,
         max_num_seqs=settings.max_rows,
+        # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(2048, settings.max_model_tokens + 1) if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
