@@ -108,7 +108,7 @@ def test_truncation(engine, model):
 
 def test_more_prompt_tokens_than_one_pass_takes(engine):
     """Over 2048 tokens of prompts in one call: each row still draws what it draws alone."""
-    rows = [[3 + (i + j) % 90 for j in range(30)] for i in range(80)]
+    rows = [[3 + (i + j) % 90 for j in range(50)] for i in range(80)]
     sampling = Sampling(max_new_tokens=3)
     together = engine.generate(rows, sampling, list(range(80)), lambda *_: None)
     for row in (0, 40, 79):

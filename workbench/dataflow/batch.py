@@ -119,14 +119,21 @@ class Batch:
 
     def after(self, run: Run, writes: Iterable[str], copies: int = 1) -> Batch:
         """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read."""
-        batch = copy.copy(self if copies == 1 else self.repeat(copies))
+        batch = copy.copy(self if copies == 1 else self.repeat(copies))  # shares what is there
         promised = tuple(writes)
         batch._columns = MappingProxyType({n: c for n, c in batch._columns.items() if n not in promised})
         batch._open = {**batch._open, **dict.fromkeys(promised, run)}
         batch.version, batch.rows = next(self._versions), self.rows * copies
-        for waited in set(batch._open.values()):
-            waited.dependents.append(weakref.ref(batch))
-        return batch
+        return batch._waiting()
+
+    def twin(self) -> Batch:
+        """Another handle of the same: whether the notebook still holds this one can be told from it."""
+        return copy.copy(self)._waiting()
+
+    def _waiting(self) -> Batch:
+        for run in set(self._open.values()):
+            run.dependents.append(weakref.ref(self))
+        return self
 
     @property
     def id(self) -> str:

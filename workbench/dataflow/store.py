@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +67,6 @@ class Store:
 
     def add(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
         """Keep a batch whose columns are there."""
-        # a twin: whether the notebook still holds the handle that it was given can be told
         self._entries[batch.id] = _Entry(
             origin=origin,
             made_s=time.time(),
@@ -76,7 +74,7 @@ class Store:
             columns=batch.names,
             by_loop=by_loop,
             handle=weakref.ref(batch),
-            kept=copy.copy(batch),
+            kept=batch.twin(),
         )
 
     def resident_bytes(self) -> int:
@@ -100,7 +98,8 @@ class Store:
             if entry.kept is None or entry.handle() is not None:
                 continue
             if not entry.by_loop and not self._held_by_later(name, entry.kept):
-                entry.file = save(entry.kept, self.folder / name.replace(" ", "-"))
+                self.folder.mkdir(parents=True, exist_ok=True)
+                entry.file = save(entry.kept, self.folder / f"{name.replace(' ', '-')}.safetensors")
             entry.kept = None
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
@@ -143,7 +142,7 @@ class Store:
             return batch
         assert entry.file is not None
         loaded = load(entry.file)
-        entry.handle, entry.kept = weakref.ref(loaded), copy.copy(loaded)
+        entry.handle, entry.kept = weakref.ref(loaded), loaded.twin()
         return loaded
 
     def _unknown(self, name: str) -> NotFound:
