@@ -21,6 +21,9 @@ FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "rewar
     [
         ({"models": {**FOUR, "critik": TINY}}, BadInput, "unknown role 'critik'"),
         ({"models": {"critic": TINY}}, BadInput, "without an actor"),
+        ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
+        ({"models": TINY}, BadInput, "a model for each role"),
+        ({"device": "cuda"}, BadInput, "torch finds no GPU"),
         ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
         ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be a rule"),
         ({"models": {**FOUR, "actor": "smolm2-135m"}}, ModelUnavailable, "smollm2-135m"),
@@ -107,6 +110,15 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
         (lambda lab, batch: lab.actor.generate_sequences(batch, samples=0), "must be at least 1"),
         (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
         (lambda lab, batch: lab.prompts.next(0), "0"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens="32"), "'32'.*must be a number"),
+        (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "has no 'prompt'"),
+        (
+            lambda lab, batch: lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"),
+            "one response a prompt.*samples=2",
+        ),
+        (lambda lab, batch: wb.GRPO(lab, samples=1), "GRPO.samples=1"),
+        (lambda lab, batch: wb.PPO(lab, reward="accuracy"), "PPO.reward='accuracy'.*must be a function"),  # type: ignore[arg-type]
+        (lambda lab, batch: wb.PPO(lab, sampling={"top_k": 3}), "wb.Sampling"),  # type: ignore[arg-type]
         (lambda lab, batch: lab.compute_advantages(batch, estimator="gea"), "estimator='gea'"),
         (lambda lab, batch: batch.take([99]), "row numbers from 0 to 5"),
         (lambda lab, batch: lab.put({"a": torch.zeros(2), "b": torch.zeros(3)}), "equally many rows"),

@@ -127,7 +127,7 @@ class BestOf(Algorithm):
     lab: wb.Workbench
 
     def define(self, lab: wb.Workbench) -> None:
-        batch = lab.prompts.next(2).repeat(2)
+        batch = lab.prompts.next(2).repeat(4)
         batch = lab.actor.generate_sequences(batch, max_new_tokens=6)
         batch = lab.reward.compute_reward(batch)
         batch = lab.apply(self.better_half, batch)
@@ -157,7 +157,7 @@ def test_functions_and_batch_methods_are_stages(lab: wb.Workbench) -> None:
     roles = {stage.name: stage.role for stage in algorithm.graph().stages}
     assert (roles["repeat"], roles["better_half"]) == ("batch", "notebook")
     algorithm.iterate()
-    assert algorithm.made["compute_reward"].rows == 4
-    assert algorithm.made["better_half"].rows == 2
+    assert algorithm.made["compute_reward"].rows == 8
+    assert algorithm.made["better_half"].rows == 4
     with pytest.raises(BadInput, match=r"Peeping: batch.rows.*do not look at what is in a batch.*lab.apply"):
         Peeping(lab).graph()

@@ -58,7 +58,7 @@ def test_copies_of_a_row_are_different_samples(lab: wb.Workbench) -> None:
 
 
 def test_ratios_are_taken_at_the_temperature_of_old_log_prob(lab: wb.Workbench) -> None:
-    batch = lab.actor.generate_sequences(lab.prompts.next(4), temperature=0.7, max_new_tokens=6)
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, temperature=0.7, max_new_tokens=6)
     batch = lab.actor.compute_log_prob(batch, temperature=1.3)
     batch = lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo")
     metrics = lab.actor.update_actor(batch)
@@ -113,7 +113,7 @@ def test_arguments_are_checked_before_anything_is_sent(
 
 
 def test_a_penalty_in_the_loss_needs_the_reference(lab: wb.Workbench) -> None:
-    batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4))
+    batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), samples=2, max_new_tokens=4))
     batch = lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo")
     with pytest.raises(UnknownColumn, match=r"'ref_log_prob'.*run reference.compute_ref_log_prob"):
         lab.actor.update_actor(batch, kl_coefficient=0.1)

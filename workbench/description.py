@@ -64,6 +64,10 @@ class Description:
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
         one_of("backend", backend, BACKENDS)
+        if not isinstance(models, Mapping):
+            raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
+        for role in models:
+            check_role(role)
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
         if "actor" not in models:
@@ -82,6 +86,10 @@ class Description:
             )
         device = device or _local_device()
         one_of("device", device, ("cpu", "cuda"))
+        if device == "cuda" and address is None and not _device_count("cuda"):
+            raise BadInput(
+                "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
+            )
         description = cls(
             id=f"{name}-{secrets.token_hex(4)}",
             name=name,
@@ -117,6 +125,16 @@ class Description:
         self._check_layouts()
         self._check_installed()
         self._check_models()
+        self._check_tensor_groups()
+
+    def _check_tensor_groups(self) -> None:
+        generation, ranks = self.models["actor"].generation, self.placement.pool_of("actor").devices
+        if generation and ranks % generation.tensor_parallel_size:
+            raise BadInput(
+                f"Generation.tensor_parallel_size={generation.tensor_parallel_size} on a pool of {ranks} devices",
+                "the pool's ranks are cut into tensor groups of that size",
+                "choose a size that divides them",
+            )
 
     def _check_layouts(self) -> None:
         for role, model in self.models.items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import Sampling
+from workbench.engines.settings import Sampling, at_least
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -36,6 +36,7 @@ class GRPO(Algorithm):
     aggregation: Aggregation = "sequence-mean-token-mean"
 
     def __post_init__(self) -> None:
+        at_least("GRPO.samples", self.samples, 2)  # one sample is its own mean: nothing to learn from
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     def define(self, lab: Workbench) -> None:

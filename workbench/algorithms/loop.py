@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.graph import Graph, Stage, trace
-from workbench.engines.settings import at_least
+from workbench.engines.settings import Sampling, at_least
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:
@@ -116,7 +116,18 @@ class Algorithm(ABC):
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:
-        """Raise `BadInput` unless the workbench has these roles."""
+        """Raise `BadInput` unless the workbench has these roles, and the fields that all algorithms share are right."""
+        for name in ("reward", "cost"):
+            if getattr(self, name, None) is not None and not callable(getattr(self, name)):
+                raise BadInput(
+                    f"{type(self).__name__}.{name}={getattr(self, name)!r:.60}",
+                    "must be a function fn(prompt, response, **row), or None for the role's own",
+                )
+        sampling = getattr(self, "sampling", None)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise BadInput(f"{type(self).__name__}.sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
+        for name in ("prompts", "samples", "epochs"):
+            at_least(f"{type(self).__name__}.{name}", getattr(self, name, 1), 1)
         missing = [role for role in roles if role not in self.lab.groups]
         if missing:
             raise BadInput(

@@ -73,6 +73,7 @@ class Run:
         self._asked: dict[str, Pending] = {}
         self._asked_s: dict[str, float] = {}
         self._abandoned = ""
+        self._scheduler: Scheduler | None = None
         self._report: Callable[[int, int, int], None] = lambda done, total, tokens: None
 
     # --- for who waits ------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Run:
 
     def start(self, scheduler: Scheduler, bar: Progress) -> Any:
         """Submit it and wait: the blocking form of a call."""
-        self._report = bar.update
+        self._report, self._scheduler = bar.update, scheduler
         with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
             scheduler.submit(self)
         return self.wait(bar)
@@ -169,6 +170,9 @@ class Run:
 
     def _show(self, bar: Progress) -> None:
         upstream = next((run for run in self._inputs if run.state == "running"), None)
+        if upstream is None and self.state == "waiting" and self._scheduler is not None:
+            mine = [run for run in self._scheduler.open_runs() if run.group.pool == self.group.pool]
+            upstream = next((run for run in mine if run.state == "running"), None)
         shown = self if upstream is None else upstream
         bar.label = shown.name if shown is self else f"{self.name} waits for {shown.name}"
         failed = [str(rank) for rank, pending in enumerate(shown._pending) if _failed(pending)]

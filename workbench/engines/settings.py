@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,8 @@ def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 def at_least(name: str, value: float, least: float, *, strictly: bool = False) -> None:
     """Raise `BadInput` unless `value` is at least (or, `strictly`, more than) `least`."""
+    if not isinstance(value, numbers.Real):
+        raise BadInput(f"{name}={value!r}", "must be a number")
     if not (value > least if strictly else value >= least):
         raise BadInput(f"{name}={value!r}", f"must be {'more than' if strictly else 'at least'} {least}")
 

@@ -87,7 +87,7 @@ def score_rows(
                         late[0],
                         f"took more than {timeout_s} s",
                         "timeout_s is the limit of one call",
-                        "raise timeout_s",
+                        "raise timeout_s, or mend the function: until it returns it goes on taking a core of its host",
                     ) from None
                 continue
             if error is not None:

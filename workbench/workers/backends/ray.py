@@ -39,7 +39,9 @@ class RayPending(Pending):
         except self._ray.exceptions.RayActorError as error:
             raise HostDied(
                 f"host {self._host} is gone",
-                f"its process ended ({str(error).splitlines()[-1].strip()}); out of memory is the usual reason",
+                "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
+                if "ray.kill" in str(error)
+                else f"its process ended ({str(error).splitlines()[-1].strip()}); out of memory is the usual reason",
                 "see lab.logs(), then open the workbench again with if_exists='replace'",
             ) from error
         except self._ray.exceptions.RayTaskError as error:

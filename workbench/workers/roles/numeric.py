@@ -23,6 +23,7 @@ from workbench.algorithms.estimators import (
 )
 from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.dataflow.columns import Ragged
+from workbench.errors import BadInput
 from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
@@ -169,6 +170,12 @@ class NumericWorker(Worker):
         if estimator == "rloo":
             advantages_N = rloo(scores_N, groups_N)
         else:
+            if len(torch.unique(groups_N)) == len(groups_N):
+                raise BadInput(
+                    f"estimator={estimator!r} on one response a prompt",
+                    "the other responses of a prompt are the baseline: alone, every advantage is 0",
+                    "generate with samples=2 or more",
+                )
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
         before = sum(len(part) for part in communicator.all_gather(scores_B)[: communicator.rank])
         return advantages_N[before : before + len(scores_B)].float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,23 @@ TOKENS = ("prompt_ids", "response_ids")
 def _check(arguments: Mapping[str, Any]) -> None:
     at_least("concurrency", arguments["concurrency"], 1)
     at_least("timeout_s", arguments["timeout_s"], 0, strictly=True)
-    if arguments["function"] is not None and not callable(arguments["function"]):
-        raise BadInput(f"function={arguments['function']!r:.60}", "must be callable: fn(prompt, response, **row)")
+    function = arguments["function"]
+    if function is None:
+        return
+    if not callable(function):
+        raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a callable that does not say
+        return
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    lacks = [name for name in ("prompt", "response") if name not in parameters and not takes_all]
+    if lacks:
+        raise BadInput(
+            f"function={getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}",
+            f"it is called with prompt=, response= and the row's other columns by name, and has no {lacks[0]!r}",
+            "def fn(prompt, response, **row)",
+        )
 
 
 class RewardWorker(Worker):
@@ -55,7 +71,8 @@ class RewardWorker(Worker):
 
         function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
         role's own function or model. A model's score is read at the last response token.
-        concurrency, timeout_s: calls of the function under way at once, and the time limit of one.
+        concurrency, timeout_s: calls of the function under way at once, and the time limit of one. A call past it fails
+        the stage, but Python cannot end it: it goes on in its host until it returns.
         """
         return self._score(batch, "rewards", function, concurrency, timeout_s)
 
