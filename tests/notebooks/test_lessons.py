@@ -12,14 +12,16 @@ from nbclient import NotebookClient
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 TINY: dict[str, Any] = {
     "MODEL": "tiny-llama-tied", "TRAINING": "torch", "GENERATION": "transformers",
-    "PROMPTS": 8, "ITERATIONS": 1, "MAX_NEW_TOKENS": 6,
+    "PROMPTS": 8, "SAMPLES": 2, "ITERATIONS": 1, "MAX_NEW_TOKENS": 6,
 }  # fmt: skip
 
 
 def run(lesson: Path, runs: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(lesson, as_version=4)
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    parameters.source += "\n" + "\n".join(f"{name} = {value!r}" for name, value in {**TINY, "RUNS": str(runs)}.items())
+    for name, value in {**TINY, "RUNS": str(runs)}.items():
+        if f"{name} = " in parameters.source:
+            parameters.source += f"\n{name} = {value!r}"
     return NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
 
 
@@ -34,6 +36,18 @@ def test_lesson_101(tmp_path: Path) -> None:
     assert any("Workbench first" in text for text in html)
     assert (tmp_path / "first").is_dir()
     assert (tmp_path / "first-split").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_102(tmp_path: Path) -> None:
+    notebook = run(LESSONS / "102_look_and_branch.ipynb", tmp_path)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    html = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert sum("Dataflow of PPO" in text for text in html) == 2
+    assert sum("<polyline" in text for text in html) == 1
+    assert [o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr"] == []
+    assert len(list(tmp_path.glob("branches/*/rollouts.safetensors"))) == 1
 
 
 def test_lessons_are_numbered_and_have_parameters() -> None:
