@@ -123,14 +123,16 @@ def test_what_needs_a_failed_stage_names_the_first_cause(lab: wb.Workbench) -> N
 
 
 def test_what_was_cancelled_is_not_begun(lab: wb.Workbench) -> None:
-    generated = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+    generated = lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4))
     under_way = lab.reward.compute_reward.submit(generated, function=slow, concurrency=1)
     waiting = lab.critic.compute_values.submit(generated)
-    consumer = lab.actor.compute_log_prob.submit(waiting)
+    consumer = lab.compute_advantages.submit(waiting)
+    bystander = lab.actor.compute_log_prob.submit(waiting)  # does not read what is being made
     assert waiting.cancel()
     assert waiting.state == "cancelled"
-    with pytest.raises(UpstreamError, match=r"compute_log_prob was not run.*compute_values was cancelled"):
+    with pytest.raises(UpstreamError, match=r"compute_advantages was not run.*compute_values was cancelled"):
         consumer.result()
+    assert bystander.result().part(["old_log_prob"])[0]["old_log_prob"].owner == "actor"
     for read in (waiting.result, lambda: waiting.batch and waiting.batch.df()):
         with pytest.raises(UpstreamError, match="compute_values was not run: it was cancelled"):
             read()
@@ -151,5 +153,19 @@ def test_shards_are_dropped_with_their_batches(lab: wb.Workbench) -> None:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
         batch = lab.reward.compute_reward(lab.critic.compute_values(batch))
     assert held() == before + 4
+    lab.release(batch.name)
+    assert held() == before + 4  # the notebook has it
     del batch
     assert held() == before
+
+
+def test_closing_wakes_who_waits(lab: wb.Workbench) -> None:
+    """Comes last."""
+    generated = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+    under_way = lab.reward.compute_reward.submit(generated, function=slow, concurrency=1)
+    waiting = lab.critic.compute_values.submit(generated)
+    lab.close()
+    with pytest.raises(UpstreamError, match="the workbench was closed"):
+        under_way.result()
+    with pytest.raises(UpstreamError, match="was cancelled"):
+        waiting.result()
