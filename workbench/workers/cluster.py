@@ -52,7 +52,6 @@ def _use_token(own_head: bool) -> None:
     started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call that comes too late must not join some cluster
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -112,12 +111,16 @@ def _try_start_head(note: Note) -> dict[str, Any]:
         )
     _started.append(process)
     deadline = time.monotonic() + START_TIMEOUT_S
-    while "Ray runtime started" not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.terminate()
-            raise HostDied(f"the Ray head did not start (see {log})", log.read_text()[-600:].strip(), "run `wb doctor`")
-        note("starting Ray")
-        time.sleep(0.1)
+    try:
+        while "Ray runtime started" not in log.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = log.read_text()[-600:].strip()
+                raise HostDied(f"the Ray head did not start (see {log})", said, "run `wb doctor`")
+            note("starting Ray")
+            time.sleep(0.1)
+    except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
+        process.terminate()
+        raise
     head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
     _head_file().with_suffix(".new").write_text(json.dumps(head))
     _head_file().with_suffix(".new").replace(_head_file())
@@ -131,6 +134,7 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
     process is joined to another cluster than the one asked for. note: called while waiting, with what is waited for.
     """
     global _joined
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call that comes after the end must not join some cluster
     try:
         import ray
     except ImportError:

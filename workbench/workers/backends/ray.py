@@ -29,11 +29,17 @@ class RayPending(Pending):
 
     def __init__(self, ray: Any, ref: Any, host: str) -> None:
         self._ray, self.ref, self._host = ray, ref, host
+        self._value, self._got = None, False
 
     def done(self) -> bool:
-        return bool(self._ray.wait([self.ref], timeout=0)[0])
+        return self._got or bool(self._ray.wait([self.ref], timeout=0)[0])
 
     def result(self) -> Any:
+        if not self._got:
+            self._value, self._got = self._get(), True
+        return self._value
+
+    def _get(self) -> Any:
         try:
             return self._ray.get(self.ref)
         except self._ray.exceptions.RayActorError as error:
