@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pickle
 
-from workbench.workers.calls import Failure
+import numpy as np
+
+from workbench.dataflow.location import Pull, ShardId
+from workbench.workers.calls import Call, Failure
 
 
 def failure_of(error: Exception) -> Failure:
@@ -34,3 +37,20 @@ def test_an_exception_that_does_not_pickle_arrives_as_text() -> None:
     assert isinstance(kept.error, Local)
     sent = pickle.loads(pickle.dumps(kept))
     assert (sent.kind, sent.message, sent.error) == ("Local", "y", None)
+
+
+def test_a_call_arrives_as_it_was_sent() -> None:
+    shard, rows = ShardId("pool-0", "k"), np.array([4, 5, 6, 1])
+    pulls = ((("rewards",), (Pull(shard, rows, np.arange(4), "scores"),)), (("values",), (Pull(shard, rows, rows),)))
+    call = Call(run=1, key="k1", stage="s", role="actor", method="m", pulls=pulls, rows=rows, sample=rows - 1)
+    sent: Call = pickle.loads(pickle.dumps(call))
+    for (names, mine), (others, theirs) in zip(call.pulls, sent.pulls, strict=True):
+        assert names == others
+        for one, two in zip(mine, theirs, strict=True):
+            assert (one.shard, one.name) == (two.shard, two.name)
+            assert np.array_equal(one.positions, two.positions)
+            assert np.array_equal(one.destinations, two.destinations)
+    assert sent.rows is not None
+    assert sent.sample is not None
+    assert np.array_equal(sent.rows, rows)
+    assert np.array_equal(sent.sample, rows - 1)

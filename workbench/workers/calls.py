@@ -62,7 +62,7 @@ class Call:
 
     def __getstate__(self) -> dict[str, Any]:
         pulls = tuple(
-            (names, tuple((p.shard, pack(p.positions), pack(p.destinations)) for p in parts))
+            (names, tuple((p.shard, pack(p.positions), pack(p.destinations), p.name) for p in parts))
             for names, parts in self.pulls
         )
         rows, sample = (None if numbers is None else pack(numbers) for numbers in (self.rows, self.sample))
@@ -70,7 +70,7 @@ class Call:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pulls = tuple(
-            (names, tuple(Pull(shard, positions.unpack(), there.unpack()) for shard, positions, there in parts))
+            (names, tuple(Pull(shard, rows.unpack(), there.unpack(), name) for shard, rows, there, name in parts))
             for names, parts in state["pulls"]
         )
         rows, sample = (None if packed is None else packed.unpack() for packed in (state["rows"], state["sample"]))
