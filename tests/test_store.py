@@ -175,3 +175,48 @@ def test_going_back_by_hand(lab: wb.Workbench) -> None:
     assert lab.actor.weights_checksum() == before
     with pytest.raises(BadInput, match="role 'actr'"), lab.kept("actr"):
         pass
+
+
+def test_reuse_gives_no_stale_answer(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    with lab.reuse():
+        batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, temperature=0.7, max_new_tokens=6)
+        cool = lab.actor.compute_log_prob(batch)
+        warm = lab.actor.compute_log_prob(cool, temperature=1.3)
+        again = lab.actor.compute_log_prob(warm)  # the batch carries another temperature now
+        assert again.meta["temperature"] == 1.3
+        assert again.df(["old_log_prob"]).equals(warm.df(["old_log_prob"]))
+        batch = lab.compute_advantages(lab.critic.compute_values(lab.reward.compute_reward(cool)))
+        capsys.readouterr()
+        with lab.overlap():
+            lab.critic.update_critic(batch)
+            lab.critic.compute_values(batch)  # after the update, though it was asked for before that had ended
+        with lab.kept("actor"):
+            lab.critic.update_critic(batch)  # not one of the roles that go back
+        lab.critic.compute_values(batch)
+        assert "compute_values" not in capsys.readouterr().out
+
+
+def test_a_function_put_into_an_arm_is_run(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    arm = wb.GRPO(lab)
+    arm.insert(lambda b: b.take([0, 1, 2, 3]), after="generate_sequences", name="first_four")
+    comparison = lab.compare(batch, {"all": wb.GRPO(lab), "four": arm})
+    assert comparison["four"].ran[0] == "first_four"
+    assert (comparison["all"].batch.rows, comparison["four"].batch.rows) == (8, 4)
+
+
+def test_remax_as_an_arm_draws_its_own_baseline(lab: wb.Workbench) -> None:
+    batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6))
+    batch = lab.reward.compute_reward(lab.reference.compute_ref_log_prob(batch))
+    (arm,) = lab.compare(batch, {"remax": wb.ReMax(lab)}).arms
+    assert arm.ran[:2] == ("generate_sequences", "compute_reward")
+    assert arm.batch.df(["response_ids", "rewards"]).equals(batch.df(["response_ids", "rewards"]))
+    assert not arm.batch.df(["rewards"])["rewards"].equals(arm.batch.df(["baseline_rewards"])["baseline_rewards"])
+
+
+def test_identical_arms_draw_the_same_responses(lab: wb.Workbench) -> None:
+    arms = {name: wb.GRPO(lab, samples=2, sampling=SHORT) for name in ("one", "two")}
+    comparison = lab.compare(lab.prompts.next(2), arms)
+    one, two = (dict(arm.metrics) for arm in comparison.arms)
+    two.pop("generate_sequences/sync_gap/mean")  # going back makes the engine take its weights again
+    assert one == two

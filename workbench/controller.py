@@ -79,7 +79,7 @@ class Workbench:
         self._counts = ShardCounts()
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
         self._overlapping, self._overlapped = 0, list[Run]()
-        self._reusing = False
+        self._reusing = self.looping = False
         trained = [role for role in description.models if role in TRAINED_ROLES]
         self.weights = {role: Weights(steps=0, state="") for role in trained}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
@@ -205,7 +205,8 @@ class Workbench:
     @contextlib.contextmanager
     def reuse(self) -> Iterator[None]:
         """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
-        the store, and says so. Updates never are; generation only where a seed is given."""
+        the store, and says so. Updates never are; generation only where a seed is given. Variables that a function
+        reads from the notebook are not part of its code."""
         self._reusing, before = True, self._reusing
         try:
             yield
@@ -300,40 +301,47 @@ class Workbench:
             clean=self._clean_up,
         )
         run.updates, run.writes = operation.updates, operation.written(arguments)
-        run.code = code
+        run.code, run.by_loop = code, self.looping
         if batch is not None and operation.protocol.joins and run.writes:
             run.batch = batch.after(run, run.writes, samples)
-            if self._reusing and not batch.pending and (not operation.samples or arguments["seed"] is not None):
-                self._reuse(run, batch.repeat(samples), operation, arguments)
+            drawn_anew = operation.samples and arguments.get("seed") is None
+            if self._reusing and not (batch.pending or updates or drawn_anew):
+                self._reuse(run, batch.repeat(samples), travels)
         return run
 
-    def _reuse(self, run: Run, batch: Batch, operation: Operation, arguments: dict[str, Any]) -> None:
+    def _reuse(self, run: Run, batch: Batch, travels: tuple[str, ...]) -> None:
         """Answer a run from the store, where the same code has read the same columns with the same weights."""
         state = self.weights[run.group.role].state if run.group.role in self.weights else ""
-        read = operation.needed(arguments)
         for name in reversed(list(self.store)):
-            origin = self.store.origin(name)
-            if origin is None or (origin.stage, origin.code, origin.weights_state) != (run.name, run.code, state):
+            origin, found = self.store.origin(name), self.store.kept(name)
+            if origin is None or found is None:
                 continue
-            found = self.store.kept(name)
-            if found is not None and all(found.columns[c].location.same(batch.columns[c].location) for c in read):
+            same = (origin.stage, origin.code, origin.weights_state) == (run.name, run.code, state)
+            if not same or origin.travelled != travels or origin.meta_in != dict(batch.meta):
+                continue
+            made = {c: column for c, column in found.columns.items() if column.made_with == run.code}
+            read = (found.columns[c].location.same(batch.columns[c].location) for c in travels if c not in made)
+            if set(run.writes) <= set(made) and all(read):
                 assert run.batch is not None
-                columns = {c: found.columns[c] for c in found.columns if found.columns[c].made_with == run.code}
-                run.made, run.meta = columns, found.meta
+                run.made, run.meta = made, origin.meta_out
                 print(f"{run.name}: from the store, as run {origin.run} made it")
                 run.settle(run.batch)
-                self._keep(run.batch, origin)
+                self._keep(run.batch, origin, by_loop=run.by_loop)
                 return
 
     def _clean_up(self, run: Run) -> None:
         """After a run that came to nothing."""
         self._record(run)
+        if run.updates and run.group.role in self.weights:  # how far it came is not known: no other state is this one
+            steps = self.weights[run.group.role].steps
+            self.weights[run.group.role] = Weights(steps=steps, state=secrets.token_hex(4))
         if run.stuck:
             self._broken[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._drop(run.group.hosts, run.calls[0].key)
 
     def _record(self, run: Run) -> None:
-        for reply in run.replies:
+        replies, run.unrecorded = run.unrecorded, []
+        for reply in replies:
             self.telemetry.append_spans(reply.spans)
             self.telemetry.append_transfers(reply.transfers)
 
@@ -451,8 +459,9 @@ class Workbench:
             iteration = int(calls[0].meta.get("iteration", self.iteration))
             self.telemetry.append_metrics(operation.name, run.number, iteration, values)
             last_metrics[operation.name] = values
-        if operation.updates:
-            self.weights[group.role] = Weights(steps=int(values["optimizer_steps"]), state=secrets.token_hex(4))
+        if operation.updates and group.role in self.weights:
+            steps = int(values.get("optimizer_steps", self.weights[group.role].steps + 1))
+            self.weights[group.role] = Weights(steps=steps, state=secrets.token_hex(4))
         if not operation.protocol.joins:
             return [replies[rank].value for rank in ranks]
         collected = [replies[rank] for rank in ranks]
@@ -476,7 +485,7 @@ class Workbench:
             for name, summary in summaries.items()
         }
         made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
-        self._keep(made, self._origin(run, calls[0]))
+        self._keep(made, self._origin(run, calls[0]), by_loop=run.by_loop)
         return made
 
     def _origin(self, run: Run, call: Call) -> Origin:
@@ -489,11 +498,14 @@ class Workbench:
             weights_version=weights.steps if weights else None,
             weights_state=weights.state if weights else "",
             seed=tuple(call.meta["seed"]),
+            travelled=tuple(dict.fromkeys(name for names, _ in call.pulls for name in names)),
+            meta_in={name: value for name, value in call.meta.items() if name != "seed"},
+            meta_out=run.meta,
             code=run.code,
         )
 
-    def _keep(self, batch: Batch, origin: Origin) -> None:
-        self.store.add(batch, origin, by_loop=self._overlapping > 0)
+    def _keep(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
+        self.store.add(batch, origin, by_loop=by_loop)
 
     def _next_run(self) -> int:
         self._run_number += 1
@@ -552,7 +564,7 @@ class Workbench:
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
             )
         batch = Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
-        self._keep(batch, Origin(stage="put" if owner == "notebook" else owner))
+        self._keep(batch, Origin(stage="put" if owner == "notebook" else owner), by_loop=self.looping)
         return batch
 
     def load(self, path: str | Path) -> Batch:

@@ -42,7 +42,8 @@ class Algorithm(ABC):
 
     def replace(self, stage: str, function: Callable[..., Any] | None = None, /, **arguments: Any) -> None:
         """Change arguments of a stage, or put another in its place: an operation such as `lab.actor.mine`, or a
-        function of its batch that returns a batch. `algo.replace("compute_reward", function=my_reward)`."""
+        function of its batch that returns a batch. `algo.replace("update_actor", clip=0.1)`;
+        `algo.replace("compute_reward", my_stage)`."""
         self._edit(lambda graph: graph.replaced(stage, function, arguments))
 
     def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
@@ -110,8 +111,12 @@ class Algorithm(ABC):
         rows = []
         for _ in range(iterations):
             self.made.clear()
-            with self.lab.overlap():
-                metrics = self.iterate()
+            looping, self.lab.looping = self.lab.looping, True
+            try:
+                with self.lab.overlap():
+                    metrics = self.iterate()
+            finally:
+                self.lab.looping = looping
             rows.append({"iteration": self.lab.iteration, **metrics})
         return pd.DataFrame(rows).set_index("iteration")
 

@@ -164,8 +164,9 @@ class Batch:
 
     def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
         """Columns whose makers are done, and what travels along with them, while others may still be made."""
-        columns, being_made, meta = self._columns, self._open, dict(self._meta)
-        for run in dict.fromkeys(being_made.values()):
+        being_made = self._open  # read first: what it names is in the columns once it is gone from here
+        columns, meta = self._columns, dict(self._meta)
+        for run in sorted(set(being_made.values()), key=lambda run: run.number):
             if run.state == "done":
                 columns, meta = MappingProxyType({**columns, **run.made}), {**meta, **run.meta}
         return {name: columns[name] for name in names}, meta
@@ -182,7 +183,7 @@ class Batch:
 
     def settle(self, *, wait: bool = True) -> None:
         """Take over what its runs have made; not `wait`: only if all are done."""
-        runs = dict.fromkeys(self._open.values())
+        runs = sorted(set(self._open.values()), key=lambda run: run.number)
         if not runs:
             return
         if wait:

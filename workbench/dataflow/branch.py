@@ -43,7 +43,8 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
         if role not in lab.groups:
             raise BadInput(f"role {role!r}", f"this workbench has {', '.join(lab.groups)}")
     lab.scheduler.drain()
-    key, weights = f"kept-{secrets.token_hex(4)}", dict(lab.weights)
+    key, draws = f"kept-{secrets.token_hex(4)}", dict(lab._draws)
+    weights = {role: lab.weights[role] for role in roles if role in lab.weights}
     here = [(info, [role for role in roles if lab.groups[role].pool.name == info.pool]) for info in lab._infos]
     here = [(info, mine) for info, mine in here if mine]
 
@@ -58,25 +59,32 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
         lab.scheduler.drain()
         everywhere(f"restoring {', '.join(roles)}", "restore")
         lab.weights.update(weights)
+        lab._draws = dict(draws)
 
     everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
     try:
         yield go_back
     finally:
-        go_back()
-        everywhere("dropping what was kept", "drop_snapshot")
+        try:
+            go_back()
+        finally:
+            everywhere("dropping what was kept", "drop_snapshot")
 
 
 def downstream(graph: Graph, batch: Batch) -> list[str]:
     """The stages that have to be run when `batch` is given: those whose columns it lacks, or has from other code or
     other arguments, and all that read what these write. Rollouts, and columns that were put, count as given.
 
-    A function, or a batch's own method, has been run if a stage behind it has.
+    A function, or a batch's own method, has been run if a stage behind it has; one that was put in from a cell has not.
+    Where two stages write a column, the batch has it from the later one.
     """
+    last = {name: stage.name for stage in graph.stages for name in stage.writes}
     there: dict[str, bool] = {}
     for stage in reversed(graph.stages):
         columns = [batch.columns.get(name) for name in stage.writes]
-        if stage.role in ("batch", "notebook"):
+        if stage.edited or any(last[name] != stage.name for name in stage.writes):
+            there[stage.name] = False
+        elif stage.role in ("batch", "notebook"):
             there[stage.name] = any(there[consumer.name] for consumer in graph.consumers(stage.name))
         else:
             code = "" if stage.samples else stage.code  # rollouts are what is branched from, however they were drawn
@@ -111,23 +119,26 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
     if not plans:
         raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
-    before, done = lab.last_metrics, []
-    with lab.kept(*sorted(updated)) as go_back:
-        for name, (graph, todo) in plans.items():
-            lab.last_metrics = {}
-            newest, values = batch, dict[str, Any]()
-            with lab.overlap():
-                for stage in graph.stages:
-                    if stage.name in todo:
-                        values[stage.name] = stage.call(lab, values)
-                    else:
-                        values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
-                    newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
-            metrics = {f"{stage}/{n}": v for stage, found in lab.last_metrics.items() for n, v in found.items()}
-            taken = tuple(n for n in graph.names if n not in todo)
-            done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
-            go_back()
-    lab.last_metrics = before
+    before, looping, done = lab.last_metrics, lab.looping, list[Arm]()
+    lab.looping = True
+    try:
+        with lab.kept(*sorted(updated)) as go_back:
+            for name, (graph, todo) in plans.items():
+                lab.last_metrics = {}
+                newest, values = batch, dict[str, Any]()
+                with lab.overlap():
+                    for stage in graph.stages:
+                        if stage.name in todo:
+                            values[stage.name] = stage.call(lab, values)
+                        else:
+                            values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
+                        newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
+                metrics = {f"{stage}/{n}": v for stage, found in lab.last_metrics.items() for n, v in found.items()}
+                taken = tuple(n for n in graph.names if n not in todo)
+                done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
+                go_back()
+    finally:
+        lab.last_metrics, lab.looping = before, looping
     return Comparison(batch, tuple(done))
 
 

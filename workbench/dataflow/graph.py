@@ -39,6 +39,7 @@ class Stage:
     columns: tuple[str, ...] | None = None
     updates: bool = False
     samples: bool = False
+    edited: bool = False
     function: Callable[..., Any] | None = None
 
     @property
@@ -101,7 +102,7 @@ class Graph:
         """With other arguments for a stage, or with a function, or an operation, in its place."""
         old = self[name]
         if function is not None:
-            new = _stage_of(function, name, old.inputs, (), arguments)
+            new = replace(_stage_of(function, name, old.inputs, (), arguments), edited=True)
         elif old.function is not None:
             new = _stage_of(old.function, name, old.inputs, old.args, {**old.kwargs, **arguments})
         else:
@@ -113,7 +114,7 @@ class Graph:
         before = self[after]
         if name in self.names:
             raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give name=")
-        new = _stage_of(function, name, (before.name,), (), arguments)
+        new = replace(_stage_of(function, name, (before.name,), (), arguments), edited=True)
         stages: list[Stage] = []
         for stage in self.stages:
             stages.append(_rewired(stage, after, name))

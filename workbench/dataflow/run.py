@@ -56,7 +56,8 @@ class Run:
         self.name = f"{group.role}.{stage}"
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
-        self.stuck = self.updates = False
+        self.stuck = self.updates = self.by_loop = False
+        self.unrecorded: list[Reply] = []
         self.batch: Batch | None = None
         self.code = ""
         self.writes: tuple[str, ...] = ()
@@ -310,6 +311,7 @@ class Run:
                 dead = dead or error
                 continue
             self.replies.append(reply)
+            self.unrecorded.append(reply)
             if reply.failure is not None:
                 failures[rank] = reply.failure
         if dead is not None:  # what other ranks ran into follows from it

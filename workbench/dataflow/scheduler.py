@@ -31,10 +31,13 @@ class Scheduler:
         """Take a run on; it starts at once if it can."""
         with self._lock:
             self._open.append(run)
-            self._advance()
-            if self._open and self._thread is None:
-                self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
-                self._thread.start()
+            try:
+                self._advance()
+            finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
+                self._open = [run for run in self._open if not run.done]
+                if self._open and self._thread is None:
+                    self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
+                    self._thread.start()
 
     def open_runs(self) -> Sequence[Run]:
         """What has not ended, in call order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class Origin:
     stage: "role.operation", "put", or a batch's own method. inputs: names of the batches that it was made of.
     weights_version: optimizer steps of the role's weights; None for a role that has none. weights_state: tells weights
     of equally many steps apart, as branches have them. code: a short text that is
-    equal for equal code and arguments.
+    equal for equal code and arguments. travelled: the columns that went to the ranks. meta_in, meta_out: what travelled
+    along with them, and what the stage added to it.
     """
 
     stage: str
@@ -42,6 +44,9 @@ class Origin:
     weights_version: int | None = None
     weights_state: str = ""
     seed: tuple[int, ...] = ()
+    travelled: tuple[str, ...] = ()
+    meta_in: Mapping[str, Any] = field(default_factory=dict)
+    meta_out: Mapping[str, Any] = field(default_factory=dict)
     code: str = ""
 
 
@@ -83,7 +88,7 @@ class Store:
 
     def _columns(self) -> dict[tuple[int, str], Column]:
         found: dict[tuple[int, str], Column] = {}
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             batch = entry.handle() or entry.kept
             if batch is not None and not batch.pending:
                 found |= {(id(column.location), name): column for name, column in batch.columns.items()}
@@ -95,22 +100,26 @@ class Store:
         for name, entry in list(self._entries.items()):
             if excess <= 0:
                 return
-            if entry.kept is None or entry.handle() is not None:
+            if entry.kept is None or entry.handle() is not None or entry.kept.pending:
                 continue
-            if not entry.by_loop and not self._held_by_later(name, entry.kept):
+            if not entry.by_loop and not self._held_elsewhere(name, entry.kept):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                entry.file = save(entry.kept, self.folder / f"{name.replace(' ', '-')}.safetensors")
+                try:
+                    entry.file = save(entry.kept, self.folder / f"{name.replace(' ', '-')}.safetensors")
+                except Exception as error:  # what cannot be written stays: nothing is lost, and the stage goes on
+                    warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
+                    continue
             entry.kept = None
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
             excess = self.resident_bytes() - self.limit_bytes
 
-    def _held_by_later(self, name: str, batch: Batch) -> bool:
+    def _held_elsewhere(self, name: str, batch: Batch) -> bool:
         """Whether all columns of a batch are also in another that is kept: then nothing is lost without it."""
         mine = {(id(column.location), column_name) for column_name, column in batch.columns.items()}
-        for other, entry in self._entries.items():
-            kept = entry.handle() or entry.kept
-            if other != name and kept is not None and not kept.pending:
+        for other, entry in list(self._entries.items()):
+            kept = entry.kept
+            if other != name and not entry.by_loop and kept is not None and not kept.pending:
                 theirs = {(id(column.location), column_name) for column_name, column in kept.columns.items()}
                 if mine <= theirs:
                     return True
@@ -140,8 +149,12 @@ class Store:
         batch = entry.handle() or entry.kept
         if batch is not None:
             return batch
-        assert entry.file is not None
+        if entry.file is None:
+            raise self._unknown(full)
+        before = set(self._entries)
         loaded = load(entry.file)
+        for part in set(self._entries) - before:  # it has its entry already
+            del self._entries[part]
         entry.handle, entry.kept = weakref.ref(loaded), loaded.twin()
         return loaded
 
@@ -161,14 +174,14 @@ class Store:
         return None if entry is None else entry.origin
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(list(self._entries))
 
     def frame(self) -> pd.DataFrame:
         """One row a batch, in order: what made it, of what, its size, and where it is."""
         import pandas as pd
 
         rows = []
-        for name, entry in self._entries.items():
+        for name, entry in list(self._entries.items()):
             batch = entry.handle() or entry.kept
             rows.append(
                 {

@@ -93,9 +93,7 @@ class ActorWorker(TrainedWorker):
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        if self.generator.weights_version != self.engine.steps:
-            # steps are counted anew from here: an engine that is ahead must not pass for the new weights later
-            self.generator.weights_version = -1
+        self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
     def close(self) -> None:
         self.generator.close()
