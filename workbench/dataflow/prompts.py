@@ -155,7 +155,8 @@ class Prompts:
 
     def __repr__(self) -> str:
         name = reprlib.repr(self._name)[1:-1]
-        return f"Prompts({name}, {self.summary}; epoch {self.epoch}, next {self._position % len(self)})"
+        dropped = f", {self.dropped} too long" if self.dropped else ""
+        return f"Prompts({name}, {len(self)} prompts{dropped}, epoch {self.epoch}, next {self._position % len(self)})"
 
     def _repr_html_(self) -> str:
         """The summary and the next three rows, which stay where they are."""
