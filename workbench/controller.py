@@ -280,12 +280,14 @@ class Workbench:
 
         # a role's stages come after its updates, and are not run when one of these failed
         updates = [r for r in (*self.scheduler.open_runs(), *self._overlapped) if r.updates and r.group is group]
-        travels = () if batch is None else operation.travelling(operation.needed(arguments), batch)
+        reads = operation.needed(arguments) if operation.takes_batch else ()
+        awaited = [] if batch is None else batch.makers(operation.awaited(reads, batch))
         metrics = self.last_metrics
 
         def plan() -> list[Call]:
             self._check_alive(group)
             self._release()
+            travels = () if batch is None else operation.travelling(reads, batch)
             return self._calls(run, operation, batch, samples, travels, args, kwargs, arguments)
 
         def finish(run: Run) -> Any:
@@ -295,7 +297,7 @@ class Workbench:
             number=self._next_run(),
             stage=operation.name,
             group=group,
-            inputs=[*dict.fromkeys([*updates, *([] if batch is None else batch.makers(travels))])],
+            inputs=list(dict.fromkeys([*updates, *awaited])),
             plan=plan,
             finish=finish,
             clean=self._clean_up,
@@ -306,7 +308,7 @@ class Workbench:
             run.batch = batch.after(run, run.writes, samples)
             drawn_anew = operation.samples and arguments.get("seed") is None
             if self._reusing and not (batch.pending or updates or drawn_anew):
-                self._reuse(run, batch.repeat(samples), travels)
+                self._reuse(run, batch.repeat(samples), operation.travelling(reads, batch))
         return run
 
     def _reuse(self, run: Run, batch: Batch, travels: tuple[str, ...]) -> None:

@@ -55,6 +55,16 @@ class Source(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
+# what the stages that come with workbench write: numbers, all of them
+NUMBER_COLUMNS = frozenset(
+    (
+        *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
+        *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
+        *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
+    )
+)
+
+
 class ShardCounts:
     """Counts the handles that refer to each shard; a shard that nobody refers to is due for release."""
 
@@ -179,7 +189,15 @@ class Batch:
     @property
     def text_names(self) -> tuple[str, ...]:
         """Its columns of Python objects, as far as they are known without waiting."""
-        return tuple(name for name, column in self._columns.items() if column.dtype == "object")
+        being_made, there = self._open, dict(self._columns)
+        for run in set(being_made.values()):
+            there |= run.made if run.state == "done" else {}
+        return tuple(name for name, column in there.items() if column.dtype == "object")
+
+    @property
+    def unknown_names(self) -> tuple[str, ...]:
+        """Columns that are being made and might turn out to be text: those that no stage of ours writes."""
+        return tuple(name for name in self._open if name not in NUMBER_COLUMNS)
 
     def settle(self, *, wait: bool = True) -> None:
         """Take over what its runs have made; not `wait`: only if all are done."""

@@ -23,6 +23,8 @@ class Travelling(Protocol):
     def names(self) -> tuple[str, ...]: ...
     @property
     def text_names(self) -> tuple[str, ...]: ...
+    @property
+    def unknown_names(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class Operation:
     def written(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """The columns that it adds with these arguments."""
         return self.writes(arguments) if callable(self.writes) else self.writes
+
+    def awaited(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+        """Columns of a batch that have to be there before `travelling` can be said."""
+        more = batch.unknown_names if self.optional == "all text" else ()
+        return (*self.travelling(needed, batch), *more)
 
     def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
         """All columns of a batch that go to the ranks."""
