@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format peers bench bench-control clean help
+.PHONY: setup demo test lab check format peers bench bench-overlap bench-control clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -39,6 +39,9 @@ peers: $(READY) ## what speed is measured against, into .peers/; never imported 
 
 bench: $(READY) ## measure speed: one GRPO-like iteration against TRL (after `make peers`)
 	$(BIN)/python tests/benchmarks/grpo_against_trl.py
+
+bench-overlap: $(READY) ## measure what overlapping the stages of two pools gains
+	$(BIN)/python tests/benchmarks/overlap.py
 
 bench-control: $(READY) ## measure what the controller adds to a stage, by ranks and by rows
 	$(BIN)/python tests/benchmarks/control_cost.py
