@@ -108,6 +108,7 @@ def test_stages_are_replaced_inserted_and_removed_by_name(lab: wb.Workbench) -> 
         (lambda a: a.remove("prompts"), "nothing comes before it"),
         (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
         (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
+        (lambda a: a.replace("prompts", m=3), r"prompts with m.*it takes n"),
         (lambda a: a.insert(3, after="prompts", name="three"), "an operation, or a function of a batch"),
         (lambda a: a.insert(len, after="prompts", name="compute_values"), "a second stage 'compute_values'"),
     ],
@@ -161,3 +162,22 @@ def test_functions_and_batch_methods_are_stages(lab: wb.Workbench) -> None:
     assert algorithm.made["better_half"].rows == 4
     with pytest.raises(BadInput, match=r"Peeping: batch.rows.*do not look at what is in a batch.*lab.apply"):
         Peeping(lab).graph()
+
+
+def test_a_stage_is_not_put_before_one_that_has_run(lab: wb.Workbench) -> None:
+    algorithm = wb.GRPO(lab, prompts=2, samples=4, sampling=SHORT)
+    algorithm.replace("prompts", n=1)
+    assert algorithm.step().rows == 1
+    algorithm.step()
+    with pytest.raises(BadInput, match=r"inserting 'half'.*'generate_sequences'.*has run in this iteration"):
+        algorithm.insert(BestOf.better_half, after="prompts", name="half")
+    algorithm.insert(BestOf.better_half, after="compute_reward", name="half")
+    algorithm.iterate()
+    assert algorithm.made["half"].rows == 2
+    algorithm.insert(BestOf.better_half, after="prompts", name="of_the_next")  # this iteration is over
+
+
+def test_two_stages_of_one_operation_report_apart(lab: wb.Workbench) -> None:
+    metrics = wb.ReMax(lab, prompts=2, sampling=SHORT, kl_coefficient=0.0).iterate()
+    assert {"generate_sequences/finished/fraction", "generate_sequences_2/finished/fraction"} <= set(metrics)
+    assert {"generate_sequences", "generate_sequences_2"} <= set(lab.metrics()["stage"])

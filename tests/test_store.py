@@ -220,3 +220,34 @@ def test_identical_arms_draw_the_same_responses(lab: wb.Workbench) -> None:
     one, two = (dict(arm.metrics) for arm in comparison.arms)
     two.pop("generate_sequences/sync_gap/mean")  # going back makes the engine take its weights again
     assert one == two
+
+
+def test_a_batchs_own_methods_are_part_of_its_lineage(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    half = batch.take([0, 2, 4, 6]).select("prompt_ids", "response_ids")
+    scored = lab.critic.compute_values(half)
+    stages = lab.lineage(scored)["stage"].tolist()
+    assert stages[:4] == ["critic.compute_values", "batch.select", "batch.take", "reward.compute_reward"]
+    assert stages[-1] == "prompts"
+
+
+def test_what_was_written_out_comes_back_under_its_name(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    name, expected = batch.id, batch.df()
+    del batch
+    lab.store.limit_bytes = 0
+    lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=2)
+    assert lab.batches().set_index("batch").loc[name, "where"] == "file"
+    back = lab.batch(name)
+    assert back.id == name
+    assert back.df().equals(expected)
+    assert lab.critic.compute_values(back).version > back.version
+
+
+def test_metrics_come_from_the_store_with_their_batch(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    lab.reward.compute_reward(batch)
+    first = lab.last_metrics.pop("compute_reward")
+    with lab.reuse():
+        lab.reward.compute_reward(batch)
+    assert lab.last_metrics["compute_reward"] == first

@@ -22,6 +22,7 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,12 @@ import psutil
 
 from workbench import registry
 from workbench.dataflow import files
-from workbench.dataflow.batch import Batch, Column, ShardCounts
+from workbench.dataflow.batch import Batch
 from workbench.dataflow.branch import Comparison, compare, kept
 from workbench.dataflow.columns import Table, concatenate, describe, from_wire, nbytes, take, to_wire
 from workbench.dataflow.location import Location, ShardId
+from workbench.dataflow.planning import calls_on_batch, calls_without_batch, group_pulls
+from workbench.dataflow.references import Column, ShardCounts
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.store import Origin, Store, Weights
@@ -46,23 +49,21 @@ from workbench.placement import TRAINED_ROLES, Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
+from workbench.views import Views
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
 from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
-from workbench.workers.logs import tail
 from workbench.workers.operation import Operation
-from workbench.workers.protocols import minibatch_rows
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.algorithms.loop import Algorithm
-    from workbench.display.timeline import Timeline
 
 
-class Workbench:
+class Workbench(Views):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
@@ -80,6 +81,7 @@ class Workbench:
         self._tokenizer = load_tokenizer(_name(description.models["actor"]))
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
+        self._stage_name = ""
         trained = [role for role in description.models if role in TRAINED_ROLES]
         self.weights = {role: Weights(steps=0, state="") for role in trained}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
@@ -282,16 +284,26 @@ class Workbench:
         updates = [r for r in (*self.scheduler.open_runs(), *self._overlapped) if r.updates and r.group is group]
         reads = operation.needed(arguments) if operation.takes_batch else ()
         awaited = [] if batch is None else batch.makers(operation.awaited(reads, batch))
-        metrics = self.last_metrics
+        metrics, reported_as = self.last_metrics, self._stage_name or operation.name
 
         def plan() -> list[Call]:
             self._check_alive(group)
             self._release()
-            travels = () if batch is None else operation.travelling(reads, batch)
-            return self._calls(run, operation, batch, samples, travels, args, kwargs, arguments)
+            common = {
+                "run": run.number, "key": f"{self._id}-{run.number}", "stage": operation.name,
+                "method": operation.name, "role": group.role, "kwargs": kwargs, "submitted_s": run.submitted_s,
+            }  # fmt: skip
+            if batch is None:
+                return calls_without_batch(group, operation, common, args)
+            travels = operation.travelling(reads, batch)
+            _, meta = batch.part(travels)
+            seeded = {**meta, "seed": self._stage_seed(operation, meta, arguments)}
+            return calls_on_batch(group, operation, common, args, batch, samples, travels, seeded)
 
         def finish(run: Run) -> Any:
-            return self._result(operation, batch, run, metrics)
+            result = self._result(operation, batch, run)
+            self._report(run, reported_as, metrics)
+            return result
 
         run = Run(
             number=self._next_run(),
@@ -308,10 +320,10 @@ class Workbench:
             run.batch = batch.after(run, run.writes, samples)
             drawn_anew = operation.samples and arguments.get("seed") is None
             if self._reusing and not (batch.pending or updates or drawn_anew):
-                self._reuse(run, batch.repeat(samples), operation.travelling(reads, batch))
+                self._reuse(run, batch.copies(samples), operation.travelling(reads, batch), reported_as)
         return run
 
-    def _reuse(self, run: Run, batch: Batch, travels: tuple[str, ...]) -> None:
+    def _reuse(self, run: Run, batch: Batch, travels: tuple[str, ...], reported_as: str) -> None:
         """Answer a run from the store, where the same code has read the same columns with the same weights."""
         state = self.weights[run.group.role].state if run.group.role in self.weights else ""
         for name in reversed(list(self.store)):
@@ -327,8 +339,10 @@ class Workbench:
                 assert run.batch is not None
                 run.made, run.meta = made, origin.meta_out
                 print(f"{run.name}: from the store, as run {origin.run} made it")
+                run.metrics = MetricValues(origin.metrics)
+                self._report(run, reported_as, self.last_metrics)
                 run.settle(run.batch)
-                self._keep(run.batch, origin, by_loop=run.by_loop)
+                self.store.add(run.batch, origin, (), by_loop=run.by_loop)
                 return
 
     def _clean_up(self, run: Run) -> None:
@@ -365,77 +379,6 @@ class Workbench:
             raise BadInput(f"{batch!r}", f"comes from another workbench than {self.name!r}", "use this one's batches")
         return batch, rest
 
-    def _calls(
-        self,
-        run: Run,
-        operation: Operation,
-        batch: Batch | None,
-        samples: int,
-        travels: tuple[str, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        arguments: dict[str, Any],
-    ) -> list[Call]:
-        """One call a rank: which rows it gets, and from whom it pulls them."""
-        group = run.group
-        layout, size = group.layout, len(group.hosts)
-        common: dict[str, Any] = {
-            "run": run.number, "key": f"{self._id}-{run.number}", "stage": operation.name, "method": operation.name,
-            "role": group.role, "kwargs": kwargs, "submitted_s": run.submitted_s,
-        }  # fmt: skip
-        if batch is None:
-            if operation.protocol.values_per_rank:
-                return [Call(**common, args=tuple(values)) for values in self._per_rank(operation, args, size)]
-            return [Call(**common, args=args) for _ in range(size)]
-        columns, meta = (batch.repeat(samples) if samples > 1 else batch).part(travels)
-        rows = batch.rows * samples
-        minibatches = self._minibatches(group, operation, rows)
-        where = f"{group.role}.{operation.name}"
-        dealt = operation.protocol.deal(layout, minibatches, where)
-        collected = operation.protocol.gather(layout, dealt, rows, where)
-        sample = columns["prompt_uid"].location.occurrences() if operation.samples else None
-        stage_seed = self._stage_seed(operation, meta, arguments)
-        calls = []
-        for rank, chunks in enumerate(dealt):
-            mine = np.concatenate(chunks)
-            if not all(map(len, chunks)):
-                raise BadInput(
-                    f"{rows} rows for {where} on {size} ranks",
-                    f"rank {rank} would have none",
-                    f"use at least {len(collected) * len(minibatches)} rows",
-                )
-            calls.append(
-                Call(
-                    **common,
-                    args=args,
-                    keep=operation.protocol.joins and rank in collected,
-                    batch=batch.id,
-                    pulls=tuple(_group_pulls(columns, travels, mine)),
-                    rows=mine,
-                    minibatch_sizes=tuple(len(chunk) for chunk in chunks),
-                    sample=None if sample is None else sample[mine],
-                    meta={**meta, "seed": stage_seed},
-                )
-            )
-        return calls
-
-    @staticmethod
-    def _minibatches(group: WorkerGroup, operation: Operation, rows: int) -> list[np.ndarray]:
-        wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
-        # only updates need equal minibatches; inference follows their cut where there is one, see Training
-        parts = len(operation.protocol.collect(group.layout))
-        follows = rows % wanted == 0 and rows // wanted >= parts
-        return minibatch_rows(rows, wanted if operation.updates or follows else 1)
-
-    @staticmethod
-    def _per_rank(operation: Operation, args: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
-        for value in args:
-            if not isinstance(value, Sequence) or len(value) != size:
-                raise BadInput(
-                    f"{operation.name}: {value!r:.60}", f"ALL_TO_ALL takes one input a rank, as lists of {size}"
-                )
-        return list(zip(*args, strict=True)) if args else [()] * size
-
     def _stage_seed(
         self, operation: Operation, meta: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> tuple[int, ...]:
@@ -445,25 +388,36 @@ class Workbench:
         if arguments.get("seed") is not None:
             return (int(arguments["seed"]), iteration)
         draw = self._draws[iteration] = self._draws.get(iteration, -1) + 1
+        self._save_state()
         return (self.seed, iteration, draw)
 
-    def _result(
-        self, operation: Operation, batch: Batch | None, run: Run, last_metrics: dict[str, MetricValues]
-    ) -> Any:
+    @contextlib.contextmanager
+    def reported_as(self, stage: str) -> Iterator[None]:
+        """Inside, calls report their metrics under a stage's own name: an algorithm may have two of one operation."""
+        self._stage_name, before = stage, self._stage_name
+        try:
+            yield
+        finally:
+            self._stage_name = before
+
+    def _report(self, run: Run, stage: str, last_metrics: dict[str, MetricValues]) -> None:
+        if run.metrics:
+            iteration = int(run.calls[0].meta.get("iteration", self.iteration)) if run.calls else self.iteration
+            self.telemetry.append_metrics(stage, run.number, iteration, run.metrics)
+            last_metrics[stage] = run.metrics
+
+    def _result(self, operation: Operation, batch: Batch | None, run: Run) -> Any:
         calls, replies, group = run.calls, run.replies, run.group
         self._record(run)
         ranks = operation.protocol.collect(group.layout)
         metrics: Metrics = {}
         for rank in ranks:
             merge_metrics(metrics, replies[rank].metrics)
-        values = MetricValues({name: metric.value for name, metric in metrics.items()})
-        if values:
-            iteration = int(calls[0].meta.get("iteration", self.iteration))
-            self.telemetry.append_metrics(operation.name, run.number, iteration, values)
-            last_metrics[operation.name] = values
+        run.metrics = values = MetricValues({name: metric.value for name, metric in metrics.items()})
         if operation.updates and group.role in self.weights:
             steps = int(values.get("optimizer_steps", self.weights[group.role].steps + 1))
             self.weights[group.role] = Weights(steps=steps, state=secrets.token_hex(4))
+            self._save_state()
         if not operation.protocol.joins:
             return [replies[rank].value for rank in ranks]
         collected = [replies[rank] for rank in ranks]
@@ -487,7 +441,7 @@ class Workbench:
             for name, summary in summaries.items()
         }
         made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
-        self._keep(made, self._origin(run, calls[0]), by_loop=run.by_loop)
+        self.store.add(made, self._origin(run, calls[0]), run.made.values(), by_loop=run.by_loop)
         return made
 
     def _origin(self, run: Run, call: Call) -> Origin:
@@ -504,10 +458,8 @@ class Workbench:
             meta_in={name: value for name, value in call.meta.items() if name != "seed"},
             meta_out=run.meta,
             code=run.code,
+            metrics=run.metrics,
         )
-
-    def _keep(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
-        self.store.add(batch, origin, by_loop=by_loop)
 
     def _next_run(self) -> int:
         self._run_number += 1
@@ -524,8 +476,22 @@ class Workbench:
                     "iteration": self.iteration,
                     "drawn": self.prompts.drawn,
                     "prompts": self.prompts.state,
+                    "weights": {role: asdict(weights) for role, weights in self.weights.items()},
+                    "draws": self._draws.get(self.iteration, -1),
                 },
             )
+
+    def _restore_state(self) -> None:
+        """Go on from the counters that the kernel before this one kept."""
+        state = registry.load_state(self.description.id)
+        if not state:
+            return
+        self._run_number, self._batch_number = state["run"], state["batch"]
+        self.iteration, self.prompts.drawn = state["iteration"], state["drawn"]
+        self.weights |= {role: Weights(**weights) for role, weights in state["weights"].items()}
+        self._draws[self.iteration] = state["draws"]
+        if self.prompts.source and state["prompts"]:
+            self.prompts.source.load_state_dict(state["prompts"])
 
     def _check_open(self) -> None:
         if self._closed:
@@ -566,7 +532,8 @@ class Workbench:
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
             )
         batch = Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
-        self._keep(batch, Origin(stage="put" if owner == "notebook" else owner), by_loop=self.looping)
+        origin = Origin(stage="put" if owner == "notebook" else owner)
+        self.store.add(batch, origin, columns.values(), by_loop=self.looping)
         return batch
 
     def load(self, path: str | Path) -> Batch:
@@ -576,13 +543,18 @@ class Workbench:
         """
         meta, tables = files.read(path)
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
-        return Batch.concat(parts)
+        return Batch.concat(parts) if len(parts) > 1 else parts[0]
+
+    def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
+        """Note that a batch was made by a method of another, for its lineage."""
+        origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
+        self.store.note(batch, origin, by_loop=self.looping)
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
         self._check_open()
         table: Table = {}
-        for names, pulls in _group_pulls(columns, tuple(columns), rows):
+        for names, pulls in group_pulls(columns, tuple(columns), rows):
             pieces = []
             for p in pulls:
                 wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
@@ -619,113 +591,7 @@ class Workbench:
         for host, keys in due.items():
             self._backend.ask(host, "release", keys)
 
-    # --- seeing -----------------------------------------------------------------------------------------------------
-
-    def topology(self) -> pd.DataFrame:
-        """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
-        self._check_open()
-        import pandas as pd
-
-        rows = []
-        for info in self._infos:
-            seen = self._backend.ask(info.name, "describe").result()
-            for role, held in seen["roles"].items():
-                if role == "numeric":
-                    continue
-                known = {"role", "model"}
-                rows.append(
-                    {
-                        "role": role,
-                        "model": held["model"],
-                        "pool": info.pool,
-                        "rank": info.rank,
-                        "device": info.device,
-                        "process": seen["process"],
-                        **{f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known},
-                        "host_resident_bytes": seen["resident_bytes"],
-                        "host_batch_bytes": seen["batch_bytes"],
-                    }
-                )
-        frame = pd.DataFrame(rows)
-        use = [c for c in frame.columns if c.endswith("_bytes")]
-        frame[use] = frame[use].fillna(0).astype("int64")
-        return frame[[*(c for c in frame.columns if c not in use), *use]]
-
-    def spans(self) -> pd.DataFrame:
-        """Every timed piece of work on every rank, one a row, seconds and bytes."""
-        return self.telemetry.spans()
-
-    def transfers(self) -> pd.DataFrame:
-        """Every movement of rows from one host to another, one a row."""
-        return self.telemetry.transfers()
-
-    def metrics(self, stage: str | None = None) -> pd.DataFrame:
-        """One row a stage call, a column a metric; of one stage only, if named."""
-        return self.telemetry.metrics(stage)
-
-    def timeline(self, iterations: int | None = 1) -> Timeline:
-        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
-        from workbench.display.timeline import timeline
-
-        spans = self.spans()
-        start = None
-        if iterations is not None and len(spans):
-            events = self.telemetry.events()
-            starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
-            start = starts[0] if starts else None
-        return timeline(spans, devices=[info.device for info in self._infos], start=start)
-
-    def trace(self, path: str | Path) -> Path:
-        """Write everything that happened as a Chrome trace, for Perfetto."""
-        return self.telemetry.chrome_trace(path)
-
-    def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
-        """Print the last lines that worker processes wrote."""
-        for info in self._infos:
-            if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
-                print(f"--- {info.name}: {info.log_path}")
-                print(tail(Path(info.log_path), lines))
-
-    def __repr__(self) -> str:
-        state = " (closed)" if self._closed else ""
-        return f"<Workbench {self.name}{state}: {self.placement}>"[:79]
-
-    def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
-        rows = []
-        for pool in self.placement.pools:
-            for role in pool.roles:
-                spec = self.groups[role].spec
-                trained = role in TRAINED_ROLES
-                engine: str = spec.training.engine if spec.training and trained else ""
-                if role == "actor" and spec.generation:
-                    engine += f" + {spec.generation.engine}"
-                rows.append(
-                    {
-                        "role": role,
-                        "model": str(spec.name or getattr(spec.function, "__name__", "function")),
-                        "engines": engine,
-                        "dtype": spec.dtype if spec.name else "",
-                        "pool": pool.name,
-                        "devices": ", ".join(i.device for i in self._infos if i.pool == pool.name),
-                    }
-                )
-        state = ", closed" if self._closed else ""
-        return table(
-            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
-        )
-
 
 def _name(model: Model) -> str | Path:
     assert model.name is not None
     return model.name
-
-
-def _group_pulls(columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray) -> list[tuple[Any, Any]]:
-    """Columns that lie together are pulled together."""
-    together: dict[int, tuple[Location, list[str]]] = {}
-    for name in names:
-        location = columns[name].location
-        together.setdefault(id(location), (location, []))[1].append(name)
-    return [(tuple(group), tuple(location.pulls(rows))) for location, group in together.values()]

@@ -125,11 +125,7 @@ def attach(name: str) -> Workbench:
     lab = Workbench(registry.description(record), Path(record.run_folder))
     lab._backend = RayBackend(record.id, record.address, start=False)
     lab._backend.attach(lab._infos)
-    state = registry.load_state(record.id)
-    lab._run_number, lab._batch_number = state.get("run", 0), state.get("batch", 0)
-    lab.iteration, lab.prompts.drawn = state.get("iteration", 0), state.get("drawn", 0)
-    if lab.prompts.source and state.get("prompts"):
-        lab.prompts.source.load_state_dict(state["prompts"])
+    lab._restore_state()
     lab.telemetry.append_event("attached")
     registry.opened[name] = lab
     return lab

@@ -206,13 +206,16 @@ import json, ray, workbench as wb  # Ray imported first: its settings are then r
 lab = wb.attach("full")
 batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
 uids = batch.df(["prompt_uid"])["prompt_uid"].tolist()
-print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": uids}))
+weights = {role: weights.steps for role, weights in lab.weights.items()}
+print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": uids, "weights": weights}))
 """
     before, drawn = full.iteration, full.prompts.drawn
+    weights = {role: weights.steps for role, weights in full.weights.items()}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer == {"rows": 2, "iteration": before + 1, "uids": [drawn, drawn + 1]}
+    assert answer == {"rows": 2, "iteration": before + 1, "uids": [drawn, drawn + 1], "weights": weights}
+    assert weights["actor"] > 0
 
 
 def test_the_command_line_sees_it(full: wb.Workbench) -> None:

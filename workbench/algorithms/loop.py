@@ -49,6 +49,14 @@ class Algorithm(ABC):
     def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
         """Put a stage after another: an operation, or a function of the batch that returns a batch."""
         called = name or str(getattr(function, "__name__", type(function).__name__))
+        names = self.graph().names
+        behind = names[names.index(after) + 1 :] if after in names else []
+        if ran := [stage for stage in behind if stage in self.made and self.next_stage != names[0]]:
+            raise BadInput(
+                f"inserting {called!r} after {after!r}",
+                f"{ran[0]!r}, which comes behind it, has run in this iteration",
+                "finish the iteration first, with iterate()",
+            )
         self._edit(lambda graph: graph.inserted(after, function, called, arguments))
 
     def remove(self, stage: str) -> None:

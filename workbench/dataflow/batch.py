@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.dataflow import files
-from workbench.dataflow.balance import balanced_shares
+from workbench.dataflow.batch_tools import BatchTools, rows_of
 from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.location import Location, ShardId
+from workbench.dataflow.references import NUMBER_COLUMNS, Column, ShardCounts, Source
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, UnknownColumn
-from workbench.workers.protocols import minibatch_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,71 +26,7 @@ if TYPE_CHECKING:
     from workbench.dataflow.run import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """dtype; shape of one row ("*": a length that varies); bytes of all rows; the role that made it; where it lies.
-
-    made_with: a text that is equal for equal code and arguments of the stage that made it; empty for what was put.
-    """
-
-    dtype: str
-    row_shape: tuple[int | str, ...]
-    nbytes: int
-    owner: str
-    location: Location
-    made_with: str = ""
-
-
-class Source(Protocol):
-    """What a batch asks of its workbench: rows brought here, lengths of ragged rows, and text for tokens."""
-
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table: ...
-
-    def lengths(self, name: str, location: Location) -> np.ndarray: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
-# what the stages that come with workbench write: numbers, all of them
-NUMBER_COLUMNS = frozenset(
-    (
-        *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
-        *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
-        *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
-    )
-)
-
-
-class ShardCounts:
-    """Counts the handles that refer to each shard; a shard that nobody refers to is due for release."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[ShardId] = Counter()
-        self._due: list[ShardId] = []
-        self._lock = threading.RLock()
-
-    def hold(self, location: Location) -> None:
-        """Count `location` until it is garbage collected."""
-        with self._lock:
-            self._counts.update(location.shards)
-        weakref.finalize(location, self._drop, location.shards).atexit = False
-
-    def _drop(self, shards: tuple[ShardId, ...]) -> None:
-        with self._lock:
-            self._counts.subtract(shards)
-            for shard in shards:
-                if self._counts[shard] <= 0:
-                    del self._counts[shard]
-                    self._due.append(shard)
-
-    def take_due(self) -> list[ShardId]:
-        """The shards due for release, each given out once."""
-        with self._lock:
-            due, self._due = self._due, []
-            return due
-
-
-class Batch:
+class Batch(BatchTools):
     """A named, versioned, immutable table whose columns lie on the hosts.
 
     Every stage returns a new version with more columns; the old one stays valid. Token columns are ragged (packed, no
@@ -129,7 +61,7 @@ class Batch:
 
     def after(self, run: Run, writes: Iterable[str], copies: int = 1) -> Batch:
         """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read."""
-        batch = copy.copy(self if copies == 1 else self.repeat(copies))  # shares what is there
+        batch = copy.copy(self.copies(copies))  # shares what is there
         promised = tuple(writes)
         batch._columns = MappingProxyType({n: c for n, c in batch._columns.items() if n not in promised})
         batch._open = {**batch._open, **dict.fromkeys(promised, run)}
@@ -213,263 +145,52 @@ class Batch:
                 columns, meta = {**columns, **run.made}, {**meta, **run.meta}
             self._columns, self._meta, self._open = MappingProxyType(columns), MappingProxyType(meta), {}
 
-    def _derive(
-        self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, version: int | None = None
-    ) -> Batch:
+    def _next(self, columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Batch:
         return Batch(
             self.name,
             columns,
             source=self._source,
             counts=self._counts,
-            version=next(self._versions) if version is None else version,
+            version=next(self._versions),
             versions=self._versions,
-            meta={**self.meta, **(meta or {})},
+            meta={**self.meta, **meta},
         )
 
-    def with_columns(
-        self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, version: int | None = None
-    ) -> Batch:
-        """The next version (or the one given), with these columns added or replaced."""
-        return self._derive({**self.columns, **columns}, meta, version)
-
-    def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
-        """A choice of rows, by number, in the order given; no tensor moves."""
-        index = self._row_numbers(rows)
-        moved: dict[int, Location] = {}
-        columns = {}
-        for name, c in self.columns.items():
-            if id(c.location) not in moved:
-                moved[id(c.location)] = c.location.take(index)
-            share = round(c.nbytes * len(index) / self.rows)
-            columns[name] = replace(c, nbytes=share, location=moved[id(c.location)])
-        return self._derive(columns)
-
-    def _row_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        index = np.asarray(rows)
-        right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
-        if not right or index.min() < 0 or index.max() >= self.rows:
-            raise BadInput(f"rows {rows!r} of {self!r}", f"must be one or more row numbers from 0 to {self.rows - 1}")
-        return index.astype(np.int64)
-
-    def repeat(self, n: int) -> Batch:
-        """Every row n times, copies side by side; no tensor moves."""
-        if n < 1:
-            raise BadInput(f"repeat({n})", "must be at least 1")
-        return self if n == 1 else self.take(np.repeat(np.arange(self.rows), n))
-
-    def filter(
+    def _derive(
         self,
-        keep: Sequence[bool] | np.ndarray | pd.Series | Callable[[pd.DataFrame], Any],
-        columns: Iterable[str] = (),
+        tool: str,
+        columns: Mapping[str, Column],
+        meta: Mapping[str, Any] | None = None,
+        others: Sequence[Batch] = (),
     ) -> Batch:
-        """The rows for which `keep` is true.
+        batch = self._next(columns, meta or {})
+        self._source.derived(batch, tool, [self, *others])
+        return batch
 
-            batch.filter(lambda rows: rows.rewards > 0, columns=["rewards"])
+    def with_columns(self, columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Batch:
+        """The next version, with these columns added or replaced."""
+        return self._next({**self.columns, **columns}, meta)
 
-        keep: one truth value a row (list, array, tensor, series); or a function that gives them for `df(columns)`:
-        then these columns, and no others, are brought here.
-        """
-        if callable(keep):
-            if not (names := list(columns)):
-                raise BadInput("filter(function) without columns", "the function is given a frame of named columns",
-                               'name those that it reads: columns=["rewards"]')  # fmt: skip
-            keep = keep(self.df(names))
-        mask = np.asarray(keep)
-        if mask.dtype != bool or mask.shape != (self.rows,):
-            raise BadInput(
-                f"a filter of shape {list(mask.shape)} and dtype {mask.dtype} for {self!r}",
-                f"one True or False a row, {self.rows} in all",
-            )
-        if not mask.any():
-            raise BadInput(f"a filter that keeps none of {self!r}", "a batch has at least one row")
-        return self.take(np.flatnonzero(mask))
+    def copies(self, n: int) -> Batch:
+        """Every row n times, copies side by side: `repeat` for a call that is about to be made."""
+        return self if n == 1 else self._next(rows_of(self.columns, np.repeat(np.arange(self.rows), n)), {})
 
-    def split(self, n: int) -> list[Batch]:
-        """n batches of consecutive rows, as equally many as can be."""
-        at_least("n", n, 1)
-        if n > self.rows:
-            raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
-        return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
+    def known_as(self, name: str, version: int, versions: Iterator[int]) -> Batch:
+        """The same under the name and version of one that was pushed out of memory; later versions count on."""
+        return Batch(
+            name,
+            self.columns,
+            source=self._source,
+            counts=self._counts,
+            version=version,
+            versions=versions,
+            meta=self.meta,
+        )
 
-    def split_by(self, column: str) -> dict[Any, Batch]:
-        """For each value of a column, in order of appearance, the batch of its rows: `split_by("prompt_uid")`.
-
-        Brings this one column here.
-        """
-        groups: dict[Any, list[int]] = {}
-        try:
-            for row, value in enumerate(self._values(column, "split_by")):
-                groups.setdefault(value, []).append(row)
-        except TypeError as error:
-            raise BadInput(
-                f"split_by({column!r}): {error}", "its values become keys: numbers or text", "choose another column"
-            ) from error
-        return {value: self.take(rows) for value, rows in groups.items()}
-
-    def shuffle(self, seed: int) -> Batch:
-        """The rows in an order that only the seed, and how many there are, decides."""
-        at_least("seed", seed, 0)
-        return self.take(np.random.default_rng(seed).permutation(self.rows))
-
-    def sort_by(self, column: str, descending: bool = False) -> Batch:
-        """The rows in order of a column of numbers or text; equal ones keep theirs, NaN come last. Brings this column
-        here."""
-        values = self._values(column, "sort_by")
-        ordered = [row for row, value in enumerate(values) if value == value]
-        unordered = [row for row, value in enumerate(values) if value != value]
-        try:
-            ordered.sort(key=values.__getitem__, reverse=descending)
-            return self.take(ordered + unordered)
-        except TypeError as error:
-            raise BadInput(
-                f"sort_by({column!r}): {error}", "its values have one order: all numbers or all text"
-            ) from error
-
-    def _values(self, column: str, reader: str) -> list[Any]:
-        """A column of one value a row, brought here."""
-        self.need([column], reader)
-        if self.columns[column].row_shape != ():
-            raise BadInput(
-                f"{reader}({column!r})",
-                f"reads one value a row; {column!r} has rows of shape {list(self.columns[column].row_shape)}",
-                f"by length: batch.take(np.argsort(batch.lengths({column!r})))" if reader == "sort_by" else "",
-            )
-        values = self.fetch([column])[column]
-        assert not isinstance(values, Ragged)
-        return values if isinstance(values, list) else values.tolist()
-
-    def lengths(self, column: str) -> np.ndarray:
-        """Tokens of each row of a ragged column, [rows] int64; counted on the hosts, no token moves."""
-        self.need([column], "lengths")
-        if self.columns[column].row_shape != ("*",):
-            raise BadInput(f"lengths({column!r})", "its rows are no token sequences", "choose a column of shape [*]")
-        return self._source.lengths(column, self.columns[column].location)
-
-    def balance(self, ranks: int, minibatches: int = 1) -> Batch:
-        """The rows in an order in which ranks that step together get nearly equally many tokens.
-
-        ranks: replicas that share a minibatch (d of the group's layout). minibatches: of the update that will read it.
-        Each minibatch keeps its rows, so an update computes the same gradients; which rank has which of them changes.
-        Tokens are those of prompt and response; the hosts count them.
-        """
-        at_least("ranks", ranks, 1)
-        at_least("minibatches", minibatches, 1)
-        cut = minibatch_rows(self.rows, minibatches)
-        if len(cut[0]) < ranks:
-            raise BadInput(
-                f"balance of {self.rows} rows in {minibatches} minibatches over {ranks} ranks",
-                "every rank has at least one row of a minibatch",
-                f"use at least {ranks * minibatches} rows",
-            )
-        self.need(["prompt_ids"], "balance")
-        counted = [name for name in ("prompt_ids", "response_ids") if name in self.columns]
-        tokens = np.sum([self.lengths(name) for name in counted], axis=0)
-        return self.take(np.concatenate([rows[s] for rows in cut for s in balanced_shares(tokens[rows], ranks)]))
-
-    # --- columns ------------------------------------------------------------------------------------------------------
-
-    def select(self, *columns: str) -> Batch:
-        """Only these columns, in this order."""
-        if not columns:
-            raise BadInput("select() of no column", "a batch has at least one column")
-        self.need(columns, "select")
-        return self._derive({name: self.columns[name] for name in columns})
-
-    def drop(self, *columns: str) -> Batch:
-        """Without these columns."""
-        self.need(columns, "drop")
-        return self.select(*(name for name in self.columns if name not in columns))
-
-    def rename(self, **names: str) -> Batch:
-        """Columns under other names, `rename(old="new")`; no tensor moves."""
-        self.need(names, "rename")
-        columns: dict[str, Column] = {}
-        for old, column in self.columns.items():
-            new = names.get(old, old)
-            if new in columns:
-                raise BadInput(f"rename: two columns {new!r}", "a batch has one column of a name", "choose other names")
-            columns[new] = replace(column, location=column.location.kept_as(old)) if new != old else column
-        return self._derive(columns)
-
-    def join(self, other: Batch) -> Batch:
-        """This batch with the columns of another added, row by row; no tensor moves. Where meta differ, its own stay.
-
-            batch.join(greedy.select("rewards").rename(rewards="baseline_rewards"))
-
-        Raises `BadInput` for names that both have, and for another number of rows.
-        """
-        self._check_beside([other], "join")
-        if self.rows != other.rows:
-            raise BadInput(f"join of {self!r} and {other!r}", "both have equally many rows")
-        if both := [name for name in other.columns if name in self.columns]:
-            raise BadInput(
-                f"join: both batches have {', '.join(map(repr, both))}",
-                "a batch has one column of a name",
-                f"drop them, or other.rename({both[0]}='other_{both[0]}')",
-            )
-        return self._derive({**self.columns, **other.columns}, {**other.meta, **self.meta})
-
-    @staticmethod
-    def concat(batches: Sequence[Batch]) -> Batch:
-        """The rows of several batches, end to end, as the next version of the first, whose meta stay; no tensor moves.
-
-        Raises `BadInput` unless all are of one workbench, have the same columns of the same dtypes and row shapes, and
-        were sampled at one temperature.
-        """
-        if not batches:
-            raise BadInput("concat of no batches", "give at least one")
-        first, *others = batches
-        first._check_beside(others, "concat")
-        every = dict.fromkeys(name for batch in batches for name in batch.columns)
-        for number, batch in enumerate(batches):
-            if missing := [name for name in every if name not in batch.columns]:
-                raise BadInput(
-                    f"concat: batch {number} ({batch!r}) lacks {', '.join(map(repr, missing))}",
-                    "all have the same columns",
-                    "make them, or drop them from the others",
-                )
-        temperatures = {batch.meta["temperature"] for batch in batches if "temperature" in batch.meta}
-        if len(temperatures) > 1:
-            raise BadInput(
-                f"concat of rows sampled at temperatures {', '.join(map(str, sorted(temperatures)))}",
-                "log-probabilities of a batch are taken at one temperature",
-                "keep them apart",
-            )
-        together: dict[tuple[Any, ...], Location] = {}
-        columns = {}
-        for name, column in first.columns.items():
-            parts = [batch.columns[name] for batch in batches]
-            for number, part in enumerate(parts):
-                if (part.dtype, part.row_shape) != (column.dtype, column.row_shape):
-                    raise BadInput(
-                        f"concat: column {name!r} is {_kind(part)} in batch {number} and {_kind(column)} in batch 0",
-                        "all have one dtype and one shape of a row",
-                    )
-            locations = [part.location for part in parts]
-            renamed = any(location.names for location in locations)
-            key = (name if renamed else "", *map(id, locations))
-            if key not in together:
-                if renamed:
-                    locations = [location.kept_as(name) for location in locations]
-                together[key] = Location.concat(locations)
-            columns[name] = replace(
-                column,
-                nbytes=sum(part.nbytes for part in parts),
-                owner=", ".join(dict.fromkeys(part.owner for part in parts)),
-                location=together[key],
-            )
-        return first._derive(columns)
-
-    def _check_beside(self, others: Iterable[Batch], reader: str) -> None:
-        for other in others:
-            if not isinstance(other, Batch):
-                raise BadInput(f"{reader} with {other!r:.60}", "takes batches")
-            if other._source is not self._source:
-                raise BadInput(
-                    f"{reader} of batches of two workbenches",
-                    "the columns of a batch lie on the hosts of one",
-                    "carry one over with batch.save(path) and lab.load(path)",
-                )
+    @property
+    def versions(self) -> Iterator[int]:
+        """The numbers of its versions to come, over all branches of its name."""
+        return self._versions
 
     # --- looking, keeping ---------------------------------------------------------------------------------------------
 
@@ -572,7 +293,3 @@ class Batch:
         meta = ", ".join(f"{key}={value}" for key, value in self.meta.items())
         caption = f"Batch {self.name}, version {self.version}: {self.rows} rows, {bytes_text(self.nbytes)}"
         return table(rows, caption=caption) + (f"<small>{escape(meta)}</small>" if meta else "")
-
-
-def _kind(column: Column) -> str:
-    return f"{column.dtype} [{', '.join(map(str, ('rows', *column.row_shape)))}]"

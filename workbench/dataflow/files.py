@@ -32,7 +32,8 @@ from workbench.dataflow.columns import Ragged, Table
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:
-    from workbench.dataflow.batch import Batch, Column
+    from workbench.dataflow.batch import Batch
+    from workbench.dataflow.references import Column
 
 FORMAT = 1
 CHUNK_BYTES = 64 * 2**20

@@ -6,6 +6,7 @@ stages are then carried out, one at a time or all, by the calls that a notebook 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,19 @@ class Stage:
             return ""
         return self.function.code(*self.function.arguments(self.args, self.kwargs))
 
+    def given(self, arguments: Mapping[str, Any]) -> Stage:
+        """Prompts, or a batch's own method, with other arguments; `BadInput` where it takes none of that name."""
+        signature = inspect.signature(_method(self))
+        names = list(signature.parameters)[1:]
+        try:
+            signature.bind_partial(None, **arguments)
+        except TypeError as error:
+            raise BadInput(f"{self.name} with {', '.join(arguments)}", f"it takes {', '.join(names)}") from error
+        if signature.parameters[names[0]].kind is inspect.Parameter.VAR_POSITIONAL:
+            return replace(self, kwargs={**self.kwargs, **arguments})
+        # by name, so that a new value takes the place of one that was given by position
+        return replace(self, args=(), kwargs={**dict(zip(names, self.args, strict=False)), **self.kwargs, **arguments})
+
     def call(self, lab: Workbench, values: Mapping[str, Any]) -> Any:
         """Carry it out. values: the batches of its inputs, by stage name."""
         inputs = [values[name] for name in self.inputs]
@@ -58,7 +72,10 @@ class Stage:
             args = [values[a.stage] if isinstance(a, StandIn) else a for a in self.args]
             return getattr(inputs[0], self.operation)(*args, **self.kwargs)
         assert self.function is not None
-        return self.function(*inputs, *self.args, **self.kwargs)
+        if self.role == "notebook":
+            return self.function(*inputs, *self.args, **self.kwargs)
+        with lab.reported_as(self.name):
+            return self.function(*inputs, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Graph:
         elif old.function is not None:
             new = _stage_of(old.function, name, old.inputs, old.args, {**old.kwargs, **arguments})
         else:
-            new = replace(old, kwargs={**old.kwargs, **arguments})
+            new = old.given(arguments)
         return self._checked([new if stage.name == name else stage for stage in self.stages])
 
     def inserted(self, after: str, function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Graph:
@@ -162,6 +179,13 @@ class Graph:
         from workbench.display.graph import draw
 
         return draw(self)
+
+
+def _method(stage: Stage) -> Callable[..., Any]:
+    from workbench.dataflow.batch import Batch
+    from workbench.prompt_stream import PromptStream
+
+    return PromptStream.next if stage.role == "prompts" else getattr(Batch, stage.operation)
 
 
 def _rewired(stage: Stage, old: str, new: str) -> Stage:

@@ -16,7 +16,8 @@ from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, Failure, Reply
 
 if TYPE_CHECKING:
-    from workbench.dataflow.batch import Batch, Column
+    from workbench.dataflow.batch import Batch
+    from workbench.dataflow.references import Column
     from workbench.dataflow.scheduler import Scheduler
     from workbench.workers.group import WorkerGroup
 
@@ -36,7 +37,7 @@ class Run:
 
     code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
     given to the next stage at once, as the run itself can. made, meta: the columns that it made, and what is to travel
-    along, once it is done. dependents: batches that wait for it.
+    along, once it is done. metrics: what its ranks reported. dependents: batches that wait for it.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
     forget what a run left that came to nothing.
     """
@@ -64,6 +65,7 @@ class Run:
         self.submitted_s = time.time()
         self.made: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
+        self.metrics = MetricValues()
         self.dependents: list[weakref.ref[Batch]] = []
         self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
         self._future: Future[Any] = Future()
@@ -75,6 +77,7 @@ class Run:
         self._asked_s: dict[str, float] = {}
         self._abandoned = ""
         self._scheduler: Scheduler | None = None
+        self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
         self._report: Callable[[int, int, int], None] = lambda done, total, tokens: None
 
     # --- for who waits ------------------------------------------------------------------------------------------------
@@ -137,10 +140,11 @@ class Run:
         """
         if self.done:
             return False
-        self._abandoned = "it was cancelled"
-        if self._future.cancel():
-            self._future.set_running_or_notify_cancel()  # wakes those who wait
-            self._forget()
+        with self.lock:  # not while it is being sent
+            self._abandoned = "it was cancelled"
+            if self._future.cancel():
+                self._future.set_running_or_notify_cancel()  # wakes those who wait
+                self._forget()
         return True
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -31,6 +31,7 @@ class Scheduler:
         """Take a run on; it starts at once if it can."""
         with self._lock:
             self._open.append(run)
+            run.lock = self._lock
             try:
                 self._advance()
             finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
@@ -68,10 +69,15 @@ class Scheduler:
                     self._thread = None
                     return
                 outstanding = [pending for run in self._open for pending in run.outstanding()]
-            if outstanding:
-                self._backend.wait(outstanding, POLL_S, count=1)
-            else:
-                time.sleep(POLL_S)
+            try:
+                if outstanding:
+                    self._backend.wait(outstanding, POLL_S, count=1)
+                else:
+                    time.sleep(POLL_S)
+            except Exception as error:  # nothing more is heard of any run: who waits is told
+                with self._lock:
+                    for run in self._open:
+                        run.fail(error)
             with self._lock:
                 self._advance()
 

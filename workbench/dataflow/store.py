@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,12 @@ from workbench.errors import NotFound
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.dataflow.batch import Batch, Column
+    from workbench.dataflow.batch import Batch
+    from workbench.dataflow.references import Column
+
+
+# What is let go of beyond the limit is a little more than has to be, so that it is not done again at the next stage.
+SLACK = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class Origin:
     weights_version: optimizer steps of the role's weights; None for a role that has none. weights_state: tells weights
     of equally many steps apart, as branches have them. code: a short text that is
     equal for equal code and arguments. travelled: the columns that went to the ranks. meta_in, meta_out: what travelled
-    along with them, and what the stage added to it.
+    along with them, and what the stage added to it. metrics: what the stage reported.
     """
 
     stage: str
@@ -48,15 +53,20 @@ class Origin:
     meta_in: Mapping[str, Any] = field(default_factory=dict)
     meta_out: Mapping[str, Any] = field(default_factory=dict)
     code: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class _Entry:
+    """What is known of a batch. kept: a handle of its own; None for one that was only noted, or pushed out."""
+
     origin: Origin
     made_s: float
     rows: int
     columns: tuple[str, ...]
     by_loop: bool
+    version: int
+    versions: Iterator[int]
     handle: weakref.ref[Batch]
     kept: Batch | None
     file: Path | None = None
@@ -69,17 +79,26 @@ class Store:
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
         self._entries: dict[str, _Entry] = {}
+        self._most_bytes = 0  # resident bytes are no more than this: they were counted, and what came since is added
 
-    def add(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
-        """Keep a batch whose columns are there."""
+    def add(self, batch: Batch, origin: Origin, made: Iterable[Column], *, by_loop: bool) -> None:
+        """Keep a batch. made: its columns that no other batch has."""
+        self.note(batch, origin, by_loop=by_loop)
+        self._entries[batch.id].kept = batch.twin()
+        self._most_bytes += sum(column.nbytes for column in made)
+
+    def note(self, batch: Batch, origin: Origin, *, by_loop: bool) -> None:
+        """Note where a batch came from, without keeping it: its columns are those of batches that are kept."""
         self._entries[batch.id] = _Entry(
             origin=origin,
             made_s=time.time(),
             rows=batch.rows,
             columns=batch.names,
             by_loop=by_loop,
+            version=batch.version,
+            versions=batch.versions,
             handle=weakref.ref(batch),
-            kept=batch.twin(),
+            kept=None,
         )
 
     def resident_bytes(self) -> int:
@@ -96,11 +115,19 @@ class Store:
 
     def trim(self, save: Callable[[Batch, Path], Path]) -> None:
         """Let go of what is beyond the limit and not held; `save` writes a batch to a file and returns its name."""
-        excess = self.resident_bytes() - self.limit_bytes
+        if self._most_bytes <= self.limit_bytes:
+            return
+        self._most_bytes = self.resident_bytes()
+        if self._most_bytes <= self.limit_bytes:
+            return
         for name, entry in list(self._entries.items()):
-            if excess <= 0:
+            if self._most_bytes <= (1 - SLACK) * self.limit_bytes:
                 return
-            if entry.kept is None or entry.handle() is not None or entry.kept.pending:
+            if entry.handle() is not None or (entry.kept is not None and entry.kept.pending):
+                continue
+            if entry.kept is None:
+                if entry.by_loop and entry.file is None:
+                    del self._entries[name]
                 continue
             if not entry.by_loop and not self._held_elsewhere(name, entry.kept):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +139,7 @@ class Store:
             entry.kept = None
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
-            excess = self.resident_bytes() - self.limit_bytes
+            self._most_bytes = self.resident_bytes()
 
     def _held_elsewhere(self, name: str, batch: Batch) -> bool:
         """Whether all columns of a batch are also in another that is kept: then nothing is lost without it."""
@@ -152,7 +179,7 @@ class Store:
         if entry.file is None:
             raise self._unknown(full)
         before = set(self._entries)
-        loaded = load(entry.file)
+        loaded = load(entry.file).known_as(full.rpartition(" ")[0], entry.version, entry.versions)
         for part in set(self._entries) - before:  # it has its entry already
             del self._entries[part]
         entry.handle, entry.kept = weakref.ref(loaded), loaded.twin()

@@ -1,0 +1,132 @@
+"""What a workbench shows of itself: what is where, what happened, and when. Read from the live hosts and from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.description import Description
+from workbench.placement import TRAINED_ROLES, Placement
+from workbench.telemetry.store import TelemetryStore
+from workbench.workers.backends import Backend
+from workbench.workers.calls import HostInfo
+from workbench.workers.group import WorkerGroup
+from workbench.workers.logs import tail
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.display.timeline import Timeline
+
+
+class Views:
+    """The methods of a `Workbench` that only look."""
+
+    name: str
+    run_folder: Path
+    description: Description
+    placement: Placement
+    groups: dict[str, WorkerGroup]
+    telemetry: TelemetryStore
+    _infos: Sequence[HostInfo]
+    _backend: Backend
+    _closed: bool
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def topology(self) -> pd.DataFrame:
+        """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
+        self._check_open()
+        import pandas as pd
+
+        rows = []
+        for info in self._infos:
+            seen = self._backend.ask(info.name, "describe").result()
+            for role, held in seen["roles"].items():
+                if role == "numeric":
+                    continue
+                known = {"role", "model"}
+                rows.append(
+                    {
+                        "role": role,
+                        "model": held["model"],
+                        "pool": info.pool,
+                        "rank": info.rank,
+                        "device": info.device,
+                        "process": seen["process"],
+                        **{f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known},
+                        "host_resident_bytes": seen["resident_bytes"],
+                        "host_batch_bytes": seen["batch_bytes"],
+                    }
+                )
+        frame = pd.DataFrame(rows)
+        use = [c for c in frame.columns if c.endswith("_bytes")]
+        frame[use] = frame[use].fillna(0).astype("int64")
+        return frame[[*(c for c in frame.columns if c not in use), *use]]
+
+    def spans(self) -> pd.DataFrame:
+        """Every timed piece of work on every rank, one a row, seconds and bytes."""
+        return self.telemetry.spans()
+
+    def transfers(self) -> pd.DataFrame:
+        """Every movement of rows from one host to another, one a row."""
+        return self.telemetry.transfers()
+
+    def metrics(self, stage: str | None = None) -> pd.DataFrame:
+        """One row a stage call, a column a metric; of one stage only, if named."""
+        return self.telemetry.metrics(stage)
+
+    def timeline(self, iterations: int | None = 1) -> Timeline:
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
+        from workbench.display.timeline import timeline
+
+        spans = self.spans()
+        start = None
+        if iterations is not None and len(spans):
+            events = self.telemetry.events()
+            starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
+            start = starts[0] if starts else None
+        return timeline(spans, devices=[info.device for info in self._infos], start=start)
+
+    def trace(self, path: str | Path) -> Path:
+        """Write everything that happened as a Chrome trace, for Perfetto."""
+        return self.telemetry.chrome_trace(path)
+
+    def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
+        """Print the last lines that worker processes wrote."""
+        for info in self._infos:
+            if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
+                print(f"--- {info.name}: {info.log_path}")
+                print(tail(Path(info.log_path), lines))
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._closed else ""
+        return f"<Workbench {self.name}{state}: {self.placement}>"[:79]
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        rows = []
+        for pool in self.placement.pools:
+            for role in pool.roles:
+                spec = self.groups[role].spec
+                trained = role in TRAINED_ROLES
+                engine: str = spec.training.engine if spec.training and trained else ""
+                if role == "actor" and spec.generation:
+                    engine += f" + {spec.generation.engine}"
+                rows.append(
+                    {
+                        "role": role,
+                        "model": str(spec.name or getattr(spec.function, "__name__", "function")),
+                        "engines": engine,
+                        "dtype": spec.dtype if spec.name else "",
+                        "pool": pool.name,
+                        "devices": ", ".join(i.device for i in self._infos if i.pool == pool.name),
+                    }
+                )
+        state = ", closed" if self._closed else ""
+        return table(
+            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
+        )
