@@ -20,6 +20,7 @@ from workbench.dataflow import files
 from workbench.dataflow.balance import balanced_shares
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.location import Location, ShardId
+from workbench.dataflow.turns import chosen_mean, marked
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, UnknownColumn
 from workbench.workers.protocols import minibatch_rows
@@ -60,6 +61,7 @@ NUMBER_COLUMNS = frozenset(
     (
         *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
         *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
+        *("turns", "environment_rewards"),
         *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
     )
 )
@@ -479,6 +481,7 @@ class Batch:
         if missing:
             maker = {
                 "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
+                "environment_rewards": "actor.generate_sequences(environment=...)",
                 "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
                 "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
                 "rewards": "reward.compute_reward", "advantages": "compute_advantages",
@@ -505,7 +508,10 @@ class Batch:
         return self._source.pull({name: self.columns[name] for name in names}, index)
 
     def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame:
-        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded."""
+        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded.
+
+        With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
+        """
         import pandas as pd
 
         table = self.fetch(columns, rows)
@@ -518,6 +524,9 @@ class Batch:
         for ids, text in (("prompt_ids", "prompt_text"), ("response_ids", "response_text")):
             if ids in out:
                 out[text] = [self._source.decode(row) for row in out[ids]]
+        if {"response_ids", "response_mask"} <= set(out):
+            turns = zip(out["response_ids"], out["response_mask"], strict=True)
+            out["response_text"] = [marked(ids, mask, self._source.decode) for ids, mask in turns]
         return pd.DataFrame(out)
 
     def save(self, path: str | Path) -> Path:
@@ -529,7 +538,7 @@ class Batch:
         return files.write(path, self)
 
     def peek(self, n: int = 4) -> pd.DataFrame:
-        """The first n rows to read: text, scalars, and the mean over tokens of the ragged numbers."""
+        """The first n rows to read: text, scalars, means of ragged numbers over the tokens that the policy chose."""
         at_least("n", n, 1)
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
@@ -538,7 +547,9 @@ class Batch:
                 frame[name.replace("_ids", "_tokens")] = frame[name].map(len)
                 drop.append(name)
             elif name in self.columns and self.columns[name].row_shape == ("*",):
-                frame[f"{name}_mean"] = frame[name].map(lambda row: float(np.mean(row)) if len(row) else float("nan"))
+                masks = frame["response_mask"] if name != "response_mask" and "response_mask" in frame else [None] * n
+                means = [chosen_mean(row, mask) for row, mask in zip(frame[name], masks, strict=False)]
+                frame[f"{name}_mean"] = means
                 drop.append(name)
         return frame.drop(columns=drop)
 

@@ -36,7 +36,13 @@ class CriticWorker(TrainedWorker):
         module = load_token_values(spec.name, dtype=torch.float32, device=context.device, seed=spec.seed, init="zero")
         super().__init__(spec, context, module)
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        optional=("response_mask",),
+        writes=("values",),
+        minibatched=True,
+    )
     def compute_values(self, batch: Shard) -> Output:
         """Column `values` [rows, response tokens]."""
         return self._values(batch, "values")
@@ -68,7 +74,7 @@ class CriticWorker(TrainedWorker):
         values = each_response_token(
             batch, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
         )
-        return Output(columns={column: values}, metrics={f"{column}/mean": mean_of(values)})
+        return Output(columns={column: values}, metrics={f"{column}/mean": mean_of(values, batch)})
 
     def _regress(
         self,
@@ -108,7 +114,13 @@ class CostCriticWorker(CriticWorker):
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("cost_values",), minibatched=True)
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        optional=("response_mask",),
+        writes=("cost_values",),
+        minibatched=True,
+    )
     def compute_cost_values(self, batch: Shard) -> Output:
         """Column `cost_values` [rows, response tokens]."""
         return self._values(batch, "cost_values")
