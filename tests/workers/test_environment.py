@@ -73,7 +73,7 @@ def test_turns_and_replies_alternate_and_rewards_stand_on_the_last_token_of_a_tu
         assert sum(len(ids) for _, ids in parts) <= 18
     assert set(endings) == {"done", "turns", "length"}
     assert column(batch, "finished").tolist() == [ending == "done" for ending in endings]
-    assert metrics["truncated/fraction"] == 1 - np.mean([ending == "done" for ending in endings])
+    assert metrics["truncated/fraction"] == np.mean([ending != "done" for ending in endings])
     assert metrics["ending_turns/fraction"] == np.mean([ending == "turns" for ending in endings])
     assert metrics["turns/mean"] == np.mean(turns)
     text = batch.df()["response_text"][0]
@@ -303,3 +303,35 @@ def test_an_environment_that_raises_or_hangs_ends_the_stage_and_leaves_the_engin
 class Long(Calculator):
     def reset(self, prompt: str, **row: Any) -> str:
         return "x" * 60
+
+
+def test_responses_that_were_cut_are_continued_with_the_value_of_where_they_stand(lab: wb.Workbench) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=3, seed=1, **sums(max_new_tokens=18))
+    plain = lab.critic.compute_values(lab.reward.compute_reward(batch))
+    with lab.kept("critic"):
+        trained = lab.compute_advantages(plain)
+        lab.critic.update_critic(trained, epochs=3, clip=None)  # a new critic's values are all 0
+        plain, batch = lab.critic.compute_values(plain), lab.critic.compute_values(plain, final=True)
+        # the value after n tokens is the one before token n + 1, had the response one
+        ids = column(batch, "response_ids")
+        longer = Ragged.of([[*row.tolist(), 40] for row in ids.rows()], torch.int64)
+        table = {"prompt_ids": column(batch, "prompt_ids"), "response_ids": longer}
+        after = [row[-1] for row in column(lab.critic.compute_values(lab.put(table)), "values").rows()]
+    torch.testing.assert_close(column(batch, "values").values, column(plain, "values").values)
+    final, finished = column(batch, "final_values"), column(batch, "finished")
+    torch.testing.assert_close(final, torch.stack(after))
+    assert final.abs().min() > 0 and 0 < finished.float().mean() < 1
+
+    options: dict[str, Any] = {"gamma": 0.9, "lam": 1.0, "whiten_advantages": False}
+    ended, continued = (lab.compute_advantages(batch, bootstrap=b, **options) for b in (False, True))
+    masks = column(batch, "response_mask").rows()
+    for row, (old, new) in enumerate(
+        zip(column(ended, "returns").rows(), column(continued, "returns").rows(), strict=True)
+    ):
+        steps = masks[row].flip(0).cumsum(0).flip(0)  # turns of the policy still to come, this token's included
+        more = torch.where(masks[row], 0.9**steps * final[row], 0.0) * (not finished[row])
+        torch.testing.assert_close(new - old, more, atol=1e-5, rtol=1e-4)
+    with pytest.raises(wb.errors.BadInput, match=r"bootstrap=True with estimator='grpo'"):
+        lab.compute_advantages(batch, bootstrap=True, estimator="grpo")
+    with pytest.raises(wb.errors.UnknownColumn, match=r"'final_values'.*compute_values\(final=True\)"):
+        lab.compute_advantages(plain, bootstrap=True)

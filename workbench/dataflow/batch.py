@@ -61,7 +61,7 @@ NUMBER_COLUMNS = frozenset(
     (
         *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
         *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
-        *("turns", "environment_rewards"),
+        *("turns", "environment_rewards", "final_values", "final_cost_values"),
         *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
     )
 )
@@ -483,6 +483,7 @@ class Batch:
                 "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
                 "environment_rewards": "actor.generate_sequences(environment=...)",
                 "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
+                "final_values": "critic.compute_values(final=True)",
                 "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
                 "rewards": "reward.compute_reward", "advantages": "compute_advantages",
                 "returns": "compute_advantages", "costs": "cost.compute_cost",
