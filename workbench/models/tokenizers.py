@@ -131,7 +131,7 @@ def render_reply(
         )
     conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": turn}, *messages]
     try:
-        text = str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))  # type: ignore[arg-type]
+        text = str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # templates raise what they like
         raise BadInput(f"messages {messages!r:.80}", f"the chat template refuses them: {error}") from error
     _, found, rest = text.partition(turn)

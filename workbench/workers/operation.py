@@ -116,7 +116,7 @@ def register(
             name=method.__name__,
             protocol=protocol,
             reads=reads,
-            optional=(ALL_TEXT,) if optional == ALL_TEXT else optional,
+            optional=(optional,) if isinstance(optional, str) else optional,
             writes=writes,
             minibatched=minibatched,
             updates=updates,

@@ -47,6 +47,7 @@ def rollout_metrics(columns: Table) -> Metrics:
     """Lengths in tokens (of what the policy wrote), shares of the endings and of those that were cut, turns."""
     mask, endings = columns["response_mask"], columns["ending"]
     assert isinstance(mask, Ragged)
+    assert isinstance(endings, list)
     rows, written = len(mask), float(mask.values.sum())
 
     def mean(total: float) -> Mean:

@@ -27,8 +27,11 @@ def shared_by_group(communicator: Communicator, size: int, make: Callable[[], li
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     parts = [mine if rank == communicator.rank else pickle.loads(part.numpy().tobytes())
              for rank, part in enumerate(communicator.all_gather(packed))]  # fmt: skip
-    for part in (mine, *parts):
-        if isinstance(part, Exception):
-            raise part
+    whole: list[Any] = []
     first = communicator.rank - communicator.rank % size
-    return [item for part in parts[first : first + size] for item in part]
+    for rank, part in enumerate(parts):
+        if isinstance(part, Exception):
+            raise mine if isinstance(mine, Exception) else part  # a rank's own error has its cause and frames
+        if first <= rank < first + size:
+            whole += part
+    return whole
