@@ -121,9 +121,9 @@ class Sampling:
     presence_penalty, frequency_penalty: taken from the logit of a token that the response has; once, and once for each
         time that it has it. In an environment: that the current turn has. 0: off; -2 to 2.
     logit_bias: token id -> what is added to its logit; -inf bans the token.
-    max_new_tokens: longest response, tokens; in an environment that of all turns and observations
-        together. min_new_tokens: so many tokens (of each turn) come before what ends it: among them, ending tokens
-        have probability 0, and stop strings are not looked for.
+    max_new_tokens: longest response, tokens; in an environment that of all turns and observations together.
+    min_new_tokens: so many tokens (of each turn) come before what ends it: among them, ending tokens have probability
+        0, and stop strings are not looked for.
     stop, stop_token_ids: strings and tokens at which a response (a turn) ends. ignore_eos: the end-of-sequence token
         ends nothing: responses of forced length, for benchmarks. Whatever ended a response is its last part: EOS, stop
         token, and the tokens up to the one that completed the stop string.
