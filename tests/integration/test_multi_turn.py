@@ -22,7 +22,7 @@ pytestmark = [
 
 
 class Strict(Calculator):
-    """Breaks off at the second turn of the row whose prompt begins so."""
+    """Breaks off at its second turn."""
 
     def reset(self, prompt: str, sample_seed: int, **row: Any) -> str:
         self.turns = 0
