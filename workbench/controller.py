@@ -277,6 +277,7 @@ class Workbench(Views):
         if operation.samples:
             kwargs.pop("samples", None)
         code = group.operations[operation.name].code(arguments, samples)
+        operation = operation.given(arguments)
         if batch is not None:
             batch.need(operation.needed(arguments), where)
 

@@ -9,6 +9,7 @@ WorkbenchError
 ├── NotFound            (LookupError)   no workbench of that name
 ├── StageError          (RuntimeError)  a stage failed on one or more ranks
 │   ├── RewardError                     the user's reward function raised or gave a wrong value
+│   ├── RolloutError                    the user's environment raised or gave a wrong value
 │   ├── SyncError                       the generation engine does not hold the trainer's weights
 │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
 │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
@@ -61,6 +62,10 @@ class StageError(WorkbenchError, RuntimeError):
 
 class RewardError(StageError):
     """The user's reward function raised, ran out of time, or gave a value that is no reward."""
+
+
+class RolloutError(StageError):
+    """The user's environment raised, ran out of time, or gave something that is no reply to a turn."""
 
 
 class SyncError(StageError):

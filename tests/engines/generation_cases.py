@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,81 @@ def assert_truncation_is_renormalized(engine: GenerationEngine, model: torch.nn.
         assert token in kept[t].tolist()
         expected = values[t].log_softmax(-1)[kept[t].tolist().index(token)]
         assert rollout.log_probs[0][t] == pytest.approx(expected.item(), abs=1e-4)
+
+
+SHAPED = [
+    Sampling(min_p=0.1, max_new_tokens=10),
+    Sampling(min_p=0.02, top_k=20, top_p=0.8, temperature=1.4, max_new_tokens=10),
+    Sampling(repetition_penalty=1.8, max_new_tokens=10),
+    Sampling(presence_penalty=1.5, frequency_penalty=0.7, temperature=0.6, max_new_tokens=10),
+    Sampling(logit_bias={70: 6.0, 71: 5.5, 72: float("-inf"), 90: -3.0}, max_new_tokens=10),
+    Sampling(min_new_tokens=6, stop_token_ids=(70, 71), logit_bias={70: 6.0, 2: 6.0}, max_new_tokens=10),
+    Sampling(
+        min_p=0.05, top_k=30, top_p=0.9, temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5,
+        frequency_penalty=-0.4, logit_bias={70: 2.0}, min_new_tokens=3, max_new_tokens=10,
+    ),
+]  # fmt: skip
+
+
+def shaped(logits_V: Tensor, prompt: list[int], response: list[int], sampling: Sampling, ends: set[int]) -> Tensor:
+    """log-probabilities [V] of the next token, token by token, as `Sampling` words it."""
+    logits = logits_V.double().clone()
+    for token, bias in (sampling.logit_bias or {}).items():
+        logits[token] += bias
+    if len(response) < sampling.min_new_tokens:
+        logits[list(ends | set(sampling.stop_token_ids))] = -torch.inf
+    for token in set(prompt + response):
+        logits[token] *= sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
+    for token in set(response):
+        logits[token] -= sampling.frequency_penalty * response.count(token) + sampling.presence_penalty
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    probs = (logits / sampling.temperature).softmax(-1)
+    probs[probs < sampling.min_p * probs.max()] = 0
+    if sampling.top_k:
+        probs[probs < probs.sort(descending=True).values[sampling.top_k - 1]] = 0
+    probs = probs / probs.sum()
+    order = probs.argsort(descending=True).tolist()
+    kept, mass = 0, 0.0
+    while mass < sampling.top_p - 1e-9 and kept < len(order):
+        mass, kept = mass + float(probs[order[kept]]), kept + 1
+    probs[order[kept:]] = 0
+    return (probs / probs.sum()).log()
+
+
+def assert_log_probs_are_of_the_distribution_sampled_from(engine: GenerationEngine, model: torch.nn.Module) -> None:
+    for sampling in (*SHAPED, *(replace(sampling, temperature=0) for sampling in SHAPED)):
+        rollout = engine.generate(PROMPTS, sampling, SEEDS)
+        for prompt, response, log_probs in zip(PROMPTS, rollout.response_ids, rollout.log_probs, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            for t, token in enumerate(response):
+                expected = shaped(logits[t], prompt, response[:t], sampling, {2})
+                assert log_probs[t] == pytest.approx(float(expected[token]), abs=2e-4), (sampling, t)
+                if sampling.temperature == 0:
+                    assert expected[token] > expected.max() - 1e-4
+
+
+def assert_endings_are_named(engine: GenerationEngine, eos: int) -> None:
+    """Each way to end a response, in one batch: a bias makes the ends likely, the length is short."""
+    likely = Sampling(logit_bias={70: 4.0, eos: 4.0}, stop_token_ids=(70,), max_new_tokens=6)
+    prompts, seeds = [[1, 40]] * 60, list(range(60))
+    rollout = engine.generate(prompts, likely, seeds)
+    assert set(rollout.endings) == {"eos", "stop", "length"}
+    for ids, ending in zip(rollout.response_ids, rollout.endings, strict=True):
+        assert not {70, eos} & set(ids[:-1])
+        assert {"eos": ids[-1] == eos, "stop": ids[-1] == 70, "length": ids[-1] not in (70, eos)}[ending]
+        assert ending != "length" or len(ids) == 6
+    late = engine.generate(prompts, replace(likely, min_new_tokens=4), seeds)
+    assert min(map(len, late.response_ids)) == 5  # the end comes after as many
+    assert set(late.endings) == {"eos", "stop", "length"}
+    assert not any({70, eos} & set(ids[:4]) for ids in late.response_ids)
+    forced = engine.generate(prompts, replace(likely, ignore_eos=True, stop_token_ids=()), seeds)
+    assert {len(ids) for ids in forced.response_ids} == {6}
+    assert any(eos in ids[:-1] for ids in forced.response_ids)  # as likely as it was, it ends nothing
+    assert set(forced.endings) == {"length"}
+    with pytest.raises(BadInput, match="stop_token_ids or logit_bias holds a token id outside"):
+        engine.generate(prompts, Sampling(logit_bias={10**6: 1.0}), seeds)
 
 
 def assert_responses_are_cut_at_the_longest_sequence(engine: GenerationEngine) -> None:

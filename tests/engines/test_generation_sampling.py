@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 import torch
 
-from workbench.engines.generation.endings import StopStrings, response_room
+from workbench.engines.generation.endings import Endings, response_room
+from workbench.engines.generation.penalties import Penalties
 from workbench.engines.generation.row_sampler import RowSampler, draw, exponential_noise
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput
@@ -49,10 +50,48 @@ def test_log_probs_are_of_the_scores_as_given():
 
 def test_a_stop_string_is_found_where_tokens_cut_through_it():
     tokenizer = load_tokenizer("tiny-llama")  # one token a byte
-    stops = StopStrings(tokenizer, ("END", "größe"))
+    ends = Endings(tokenizer, Sampling(stop=("END", "größe")), frozenset((2,)))
     ids = tokenizer("a long enough beginning, größe", add_special_tokens=False).input_ids
-    assert [stops.end(ids[:n]) for n in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
-    assert not StopStrings(tokenizer, ()).end(ids)
+    assert [ends.of(ids[:n]) for n in range(1, len(ids) + 1)] == [None] * (len(ids) - 1) + ["stop"]
+    assert Endings(tokenizer, Sampling(), frozenset((2,))).of(ids) is None
+    late = Endings(tokenizer, Sampling(stop=("END",), min_new_tokens=5), frozenset((2,)))
+    ids = tokenizer("END END", add_special_tokens=False).input_ids
+    assert [late.of(ids[:n]) for n in range(1, len(ids) + 1)] == [None] * 6 + ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 2.5}, "temperature=2.5"),
+        ({"temperature": 0.001}, r"temperature=0.001.*0 \(greedy\)"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"presence_penalty": 3}, "presence_penalty=3"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9.*max_new_tokens=8"),
+        ({"stop_token_ids": 2}, "stop_token_ids=2"),
+        ({"environment": "calculator"}, "environment='calculator'.*must make an environment"),
+        ({"max_turns": 0}, "max_turns=0"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(BadInput, match=message):
+        Sampling(**settings)
+
+
+def test_a_prompts_padding_counts_for_no_penalty():
+    """Token 0 fills up the shorter prompt, and token 5 stands in both."""
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.25)
+    penalties = Penalties(sampling, torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    ids = cast(torch.LongTensor, torch.tensor([[0, 0, 5, 7, 7], [3, 4, 5, 8, 3]]))
+    scores = cast(torch.FloatTensor, torch.ones(2, 9).index_fill_(1, torch.tensor([7]), -1.0))
+    expected = torch.ones(2, 9)
+    expected[0, 5] = 0.5
+    expected[0, 7] = -2.0 - 1.0 - 0.5
+    expected[1, [4, 5]] = 0.5
+    expected[1, [3, 8]] = 0.5 - 1.0 - 0.25
+    expected[1, 7] = -1.0
+    torch.testing.assert_close(penalties(ids, scores), expected)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_truncation(engine, model):
     cases.assert_truncation_is_renormalized(engine, model)
 
 
+def test_log_probs_under_every_setting(engine, model):
+    cases.assert_log_probs_are_of_the_distribution_sampled_from(engine, model)
+
+
+def test_endings(engine, tokenizer):
+    cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
+
+
 def test_cut(engine):
     cases.assert_responses_are_cut_at_the_longest_sequence(engine)
 

@@ -106,6 +106,14 @@ def test_truncation(engine, model):
     cases.assert_truncation_is_renormalized(engine, model)
 
 
+def test_log_probs_under_every_setting(engine, model):
+    cases.assert_log_probs_are_of_the_distribution_sampled_from(engine, model)
+
+
+def test_endings(engine, tokenizer):
+    cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
+
+
 def test_more_prompt_tokens_than_one_pass_takes(engine):
     """Over 2048 tokens of prompts in one call: each row still draws what it draws alone."""
     rows = [[3 + (i + j) % 90 for j in range(50)] for i in range(80)]

@@ -9,6 +9,7 @@ import torch
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, load_causal_lm, load_tokenizer, render_prompt
 from workbench.models.bundled import gguf_path
+from workbench.models.tokenizers import render_reply
 
 
 def changed(tmp_path: Path, **changes: Any) -> Path:
@@ -116,3 +117,28 @@ def test_the_bundled_model_answers() -> None:
     answer = str(tokenizer.decode(output[0, prompt.shape[1] :]))
     assert "5" in answer
     assert answer.endswith("<|im_end|>")
+
+
+def test_a_reply_is_rendered_without_what_came_before() -> None:
+    tokenizer = load_tokenizer("tiny-llama")
+    messages = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on"}]
+    after_eos = tokenizer.decode(render_reply(tokenizer, messages, after_eos=True))
+    assert after_eos == "<|tool|>42<|eos|><|user|>go on<|eos|><|assistant|>"
+    assert tokenizer.decode(render_reply(tokenizer, messages, after_eos=False)) == "<|eos|>" + after_eos
+    # turn by turn, the ids are those of the whole conversation
+    prompt = [{"role": "user", "content": "6 * 7?"}]
+    turn = tokenizer.encode("calculate<|eos|>", add_special_tokens=False)
+    whole = render_prompt(tokenizer, [*prompt, {"role": "assistant", "content": "calculate"}, *messages])
+    assert render_prompt(tokenizer, prompt) + turn + render_reply(tokenizer, messages, after_eos=True) == whole
+
+
+def test_replies_that_a_template_cannot_render(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tiny-llama")
+    for template, message in (
+        (None, "has no chat template"),
+        ("{{ raise_exception('no tools') }}", "the chat template refuses them: no tools"),
+        ("{{ messages[-1]['content'] }}", "drops earlier turns"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(BadInput, match=message):
+            render_reply(tokenizer, [{"role": "tool", "content": "42"}], after_eos=True)

@@ -17,6 +17,7 @@ from workbench.dataflow import files
 from workbench.dataflow.batch_tools import BatchTools, rows_of
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.references import NUMBER_COLUMNS, Column, ShardCounts, Source
+from workbench.dataflow.turns import chosen_mean, marked
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, UnknownColumn
 
@@ -200,7 +201,9 @@ class Batch(BatchTools):
         if missing:
             maker = {
                 "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
+                "environment_rewards": "actor.generate_sequences(environment=...)",
                 "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
+                "final_values": "critic.compute_values(final=True)",
                 "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
                 "rewards": "reward.compute_reward", "advantages": "compute_advantages",
                 "returns": "compute_advantages", "costs": "cost.compute_cost",
@@ -226,7 +229,10 @@ class Batch(BatchTools):
         return self._source.pull({name: self.columns[name] for name in names}, index)
 
     def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame:
-        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded."""
+        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded.
+
+        With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
+        """
         import pandas as pd
 
         table = self.fetch(columns, rows)
@@ -239,6 +245,9 @@ class Batch(BatchTools):
         for ids, text in (("prompt_ids", "prompt_text"), ("response_ids", "response_text")):
             if ids in out:
                 out[text] = [self._source.decode(row) for row in out[ids]]
+        if {"response_ids", "response_mask"} <= set(out):
+            turns = zip(out["response_ids"], out["response_mask"], strict=True)
+            out["response_text"] = [marked(ids, mask, self._source.decode) for ids, mask in turns]
         return pd.DataFrame(out)
 
     def save(self, path: str | Path) -> Path:
@@ -250,7 +259,7 @@ class Batch(BatchTools):
         return files.write(path, self)
 
     def peek(self, n: int = 4) -> pd.DataFrame:
-        """The first n rows to read: text, scalars, and the mean over tokens of the ragged numbers."""
+        """The first n rows to read: text, scalars, means of ragged numbers over the tokens that the policy chose."""
         at_least("n", n, 1)
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
@@ -259,7 +268,9 @@ class Batch(BatchTools):
                 frame[name.replace("_ids", "_tokens")] = frame[name].map(len)
                 drop.append(name)
             elif name in self.columns and self.columns[name].row_shape == ("*",):
-                frame[f"{name}_mean"] = frame[name].map(lambda row: float(np.mean(row)) if len(row) else float("nan"))
+                masks = frame["response_mask"] if name != "response_mask" and "response_mask" in frame else [None] * n
+                means = [chosen_mean(row, mask) for row, mask in zip(frame[name], masks, strict=False)]
+                frame[f"{name}_mean"] = means
                 drop.append(name)
         return frame.drop(columns=drop)
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
-_RESERVED = ("prompt", "response")  # names of a reward function's arguments that do not come from extra columns
+# names of arguments of reward functions and environments that do not come from extra columns
+_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed")
 
 Conversation = str | list[dict[str, Any]]
 
@@ -192,7 +193,7 @@ class Prompts:
         if taken := [key for key in _RESERVED if key in extra]:
             raise BadInput(
                 f"row {index} has a column {taken[0]!r} beside its prompt column {column!r}",
-                "a reward function receives the prompt and the response by these names",
+                "reward functions and environments receive something else by this name",
                 "rename or drop the column before",
             )
         ids = self._render(conversation)

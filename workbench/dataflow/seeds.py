@@ -15,3 +15,8 @@ def derive_seed(*parts: int | str) -> int:
 def sample_seed(stage_seed: Sequence[int], prompt_uid: int, sample: int) -> int:
     """The seed of one response: (workbench's seed, iteration, draw), the prompt, the number of the sample."""
     return derive_seed(*stage_seed, prompt_uid, sample)
+
+
+def turn_seed(sample_seed: int, turn: int) -> int:
+    """The seed of one turn of a response; that of the first turn is the sample's own."""
+    return derive_seed(sample_seed, turn) if turn else sample_seed

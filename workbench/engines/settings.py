@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from workbench.errors import BadInput
 
@@ -111,27 +112,89 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are drawn.
+    """How responses are drawn. Every field means the same on every generation engine.
 
-    temperature: 0 is greedy. top_p, top_k: nucleus and top-k truncation (top_k=0: off).
-    max_new_tokens: longest response, tokens. stop: strings at which a response ends (kept in the response).
+    temperature: 0 is greedy; else 0.01 to 2. top_p, top_k, min_p: nucleus, top-k (0: off) and min-p truncation, the
+        last to tokens at least min_p times as probable as the likeliest (0: off).
+    repetition_penalty: logits of tokens in prompt or response are divided by it where positive, else multiplied
+        (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: off.
+    presence_penalty, frequency_penalty: taken from the logit of a token that the response has; once, and once for each
+        time that it has it. In an environment: that the current turn has. 0: off; -2 to 2.
+    logit_bias: token id -> what is added to its logit; -inf bans the token.
+    max_new_tokens: longest response, tokens; in an environment that of all turns and observations together.
+    min_new_tokens: so many tokens (of each turn) come before what ends it: among them, ending tokens have probability
+        0, and stop strings are not looked for.
+    stop, stop_token_ids: strings and tokens at which a response (a turn) ends. ignore_eos: the end-of-sequence token
+        ends nothing: responses of forced length, for benchmarks. Whatever ended a response is its last part: EOS, stop
+        token, and the tokens up to the one that completed the stop string.
+    environment: makes the responses conversations, see `workbench.workers.environment`: a class, or a function without
+        arguments that makes one, called once a sample. max_turns: most turns of the policy. concurrency, timeout_s:
+        calls of environments under way at once on a rank, and the time limit of one.
 
-    `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: after
-    temperature, top-k and top-p. With top_p=1 and top_k=0 that is log softmax(logits / temperature), the trainer's
-    definition. Greedy responses carry log softmax(logits).
+    `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
+    bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
+    but temperature that is log softmax(logits / temperature), the trainer's definition; with others the gap between
+    the two is theirs as well. Greedy responses carry log softmax(logits after bias and penalties).
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     max_new_tokens: int = 64
+    min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    environment: Callable[[], Any] | None = None
+    max_turns: int = 8
+    concurrency: int = 8
+    timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         at_least("temperature", self.temperature, 0)
-        at_least("max_new_tokens", self.max_new_tokens, 1)
+        if self.temperature and not 0.01 <= self.temperature <= 2:
+            raise BadInput(
+                f"temperature={self.temperature}", "must be 0 (greedy) or lie in [0.01, 2]: vLLM samples at no other"
+            )
         at_least("top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise BadInput(f"top_p={self.top_p}", "must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise BadInput(f"min_p={self.min_p}", "must lie in [0, 1]")
+        at_least("repetition_penalty", self.repetition_penalty, 0, strictly=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise BadInput(f"{name}={getattr(self, name)}", "must lie in [-2, 2]")
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+        at_least("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise BadInput(
+                f"min_new_tokens={self.min_new_tokens}", f"must be at most max_new_tokens={self.max_new_tokens}"
+            )
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise BadInput(f"stop={self.stop!r}", "must be a sequence of non-empty strings", "write stop=('\\n',)")
+        if isinstance(self.stop_token_ids, int) or not all(isinstance(i, int) for i in self.stop_token_ids):
+            raise BadInput(
+                f"stop_token_ids={self.stop_token_ids!r}",
+                "must be a sequence of token ids",
+                "write stop_token_ids=(2,)",
+            )
+        if self.environment is not None and not callable(self.environment):
+            raise BadInput(
+                f"environment={self.environment!r:.60}",
+                "must make an environment when called: a class with step(response), or a function that returns one",
+                "give the class, not an instance: each sample has an environment of its own",
+            )
+        at_least("max_turns", self.max_turns, 1)
+        at_least("concurrency", self.concurrency, 1)
+        at_least("timeout_s", self.timeout_s, 0, strictly=True)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All token ids that it names."""
+        return [*self.stop_token_ids, *(self.logit_bias or ())]

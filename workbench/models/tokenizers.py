@@ -111,3 +111,32 @@ def render_prompt(
     return list(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)  # type: ignore[arg-type]
     )
+
+
+def render_reply(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after_eos: bool
+) -> list[int]:
+    """Token ids between an assistant's turn and its next one: the first one's end, `messages`, the next one's head.
+
+    after_eos: whether the turn has ended with the end-of-sequence token, which then is not written again. What came
+    before is not rendered again: the tokens that were sampled stay what they are.
+    Raises `BadInput` for a tokenizer without a chat template, or one whose template cannot render these messages.
+    """
+    turn = "\u2042turn\u2042"
+    if not tokenizer.chat_template:
+        raise BadInput(
+            f"messages for the tokenizer of {tokenizer.name_or_path!r}",
+            "it has no chat template",
+            "reply with a text, which is put in as it stands",
+        )
+    conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": turn}, *messages]
+    try:
+        text = str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # templates raise what they like
+        raise BadInput(f"messages {messages!r:.80}", f"the chat template refuses them: {error}") from error
+    _, found, rest = text.partition(turn)
+    if not found:
+        raise BadInput("this chat template", "drops earlier turns of the assistant", "reply with a text instead")
+    if after_eos:
+        rest = rest.removeprefix(str(tokenizer.eos_token))
+    return list(tokenizer.encode(rest, add_special_tokens=False))

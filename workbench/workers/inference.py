@@ -32,9 +32,17 @@ def each_response_token(
     return scatter.column()
 
 
-def mean_of(column: Ragged) -> Mean:
-    """The mean over all tokens, as a metric."""
-    return Mean(total=float(column.values.double().sum()), count=len(column.values))
+def chosen(column: Ragged, shard: Shard) -> Tensor:
+    """The numbers of a response column on the tokens that the policy chose: all of them, without a `response_mask`."""
+    if "response_mask" not in shard.columns:
+        return column.values
+    return column.values[shard.ragged("response_mask").values.bool()]
+
+
+def mean_of(column: Ragged, shard: Shard) -> Mean:
+    """The mean over the tokens that the policy chose, as a metric."""
+    values = chosen(column, shard)
+    return Mean(total=float(values.double().sum()), count=len(values))
 
 
 def check_temperature(arguments: Mapping[str, Any]) -> None:

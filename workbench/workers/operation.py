@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from workbench.engines.settings import one_of
@@ -12,6 +12,8 @@ from workbench.errors import BadInput
 from workbench.workers.protocols import PROTOCOLS, TransferProtocol
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+ALL_TEXT = "all text"
 Check = Callable[[Mapping[str, Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,18 +34,19 @@ class Operation:
     """A worker's method and how to call it on all ranks.
 
     reads: columns that it needs (and that travel), or a function of the arguments that names them.
-    optional: columns that travel if they are there; "all text": every column of Python objects.
+    optional: columns that travel if they are there, or such a function; "all text" among them, or instead of them:
+    every column of Python objects.
     writes: columns that it adds, or such a function.
     minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
     updates: takes optimizer steps, so its minibatches must be equally large.
     samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
-    range; `reads`, `writes` and `check` are given all arguments by name, defaults filled in.
+    range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
     """
 
     name: str
     protocol: TransferProtocol
     reads: Columns = ()
-    optional: tuple[str, ...] | Literal["all text"] = ()
+    optional: Optional = ()
     writes: Columns = ()
     minibatched: bool = False
     updates: bool = False
@@ -66,25 +69,29 @@ class Operation:
         """The columns that it adds with these arguments."""
         return self.writes(arguments) if callable(self.writes) else self.writes
 
+    def given(self, arguments: Mapping[str, Any]) -> Operation:
+        """This operation with `optional` said for these arguments."""
+        return replace(self, optional=self.optional(arguments)) if callable(self.optional) else self
+
     def awaited(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
         """Columns of a batch that have to be there before `travelling` can be said."""
-        more = batch.unknown_names if self.optional == "all text" else ()
+        assert not callable(self.optional)
+        more = batch.unknown_names if ALL_TEXT in self.optional else ()
         return (*self.travelling(needed, batch), *more)
 
     def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
         """All columns of a batch that go to the ranks."""
-        if self.optional == "all text":
-            more = batch.text_names
-        else:
-            more = tuple(name for name in self.optional if name in batch.names)
-        return tuple(dict.fromkeys((*needed, *more)))
+        assert not callable(self.optional), "its arguments have to be given first"
+        more = batch.text_names if ALL_TEXT in self.optional else ()
+        named = tuple(name for name in self.optional if name in batch.names)
+        return tuple(dict.fromkeys((*needed, *more, *named)))
 
 
 def register(
     protocol: TransferProtocol | str,
     *,
     reads: Columns = (),
-    optional: tuple[str, ...] | Literal["all text"] = (),
+    optional: Optional | Literal["all text"] = (),
     writes: Columns = (),
     minibatched: bool = False,
     updates: bool = False,
@@ -109,7 +116,7 @@ def register(
             name=method.__name__,
             protocol=protocol,
             reads=reads,
-            optional=optional,
+            optional=(optional,) if isinstance(optional, str) else optional,
             writes=writes,
             minibatched=minibatched,
             updates=updates,

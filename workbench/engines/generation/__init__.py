@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workbench.engines.generation.base import GenerationEngine, Rollout
+from workbench.engines.generation.base import Ending, GenerationEngine, Rollout
 from workbench.engines.settings import Generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["GenerationEngine", "Rollout", "make_generation_engine"]
+__all__ = ["Ending", "GenerationEngine", "Rollout", "make_generation_engine"]
 
 
 def make_generation_engine(

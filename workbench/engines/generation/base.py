@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,17 +14,26 @@ from workbench.engines.settings import Sampling
 Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens made so far
 
 
+# What ended a response: the end-of-sequence token; a stop string or stop token; no room for more tokens.
+Ending = Literal["eos", "stop", "length"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Responses in the order of the prompts; `log_probs[i][t]` belongs to `response_ids[i][t]` (see `Sampling`).
 
-    The end-of-sequence token, where one was sampled, is the last token of its response. `finished[i]` is False for a
+    What ended a response, the end-of-sequence token or a stop, is its last part. `endings[i]` is "length" for a
     response cut at max_new_tokens (or at the model's longest sequence).
     """
 
     response_ids: list[list[int]]
     log_probs: list[list[float]]
-    finished: list[bool]
+    endings: list[Ending]
+
+    @property
+    def finished(self) -> list[bool]:
+        """Whether each response came to its own end."""
+        return [ending != "length" for ending in self.endings]
 
 
 class GenerationEngine(ABC):
@@ -41,8 +51,12 @@ class GenerationEngine(ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         progress: Progress | None = None,
+        room: Sequence[int] | None = None,
     ) -> Rollout:
-        """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters."""
+        """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
+
+        room: most tokens of each response, where `sampling.max_new_tokens` is too many.
+        """
 
     @abstractmethod
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:

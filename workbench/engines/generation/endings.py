@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.engines.generation.base import Ending
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput
 
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def response_room(
-    prompt_ids: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], settings: Generation, vocab_size: int
+    prompt_ids: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seeds: Sequence[int],
+    settings: Generation,
+    vocab_size: int,
+    room: Sequence[int] | None = None,
 ) -> list[int]:
     """Most tokens that each response may have. Raises `BadInput`, naming the row, before any work is done."""
     if len(seeds) != len(prompt_ids):
@@ -28,7 +34,10 @@ def response_room(
                 "shorten the prompt or raise Generation.max_model_tokens",
             )
         check_vocabulary(ids, vocab_size, f"prompt {row}")
-    return [min(sampling.max_new_tokens, settings.max_model_tokens - len(ids)) for ids in prompt_ids]
+    if sampling.token_ids:
+        check_vocabulary(sampling.token_ids, vocab_size, "stop_token_ids or logit_bias")
+    most = [sampling.max_new_tokens] * len(prompt_ids) if room is None else room
+    return [min(n, settings.max_model_tokens - len(ids)) for n, ids in zip(most, prompt_ids, strict=True)]
 
 
 def check_sequence(token_ids: Sequence[int], settings: Generation, vocab_size: int) -> None:
@@ -70,20 +79,32 @@ def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) ->
     return frozenset([*listed, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])])
 
 
-class StopStrings:
-    """Says whether a growing response has just completed a stop string.
+class Endings:
+    """Says what, if anything, has just ended a growing response.
 
-    Only a tail of tokens is decoded: every token carries a byte or more, so as many tokens as the longest stop string
-    has bytes must hold it; a few more cover decoders that treat their first token in a special way.
+    token_ids: all tokens at which a response ends. Of the text only a tail of tokens is decoded: every token carries a
+    byte or more, so as many tokens as the longest stop string has bytes must hold it; a few more cover decoders that
+    treat their first token in a special way.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tail = max((len(text.encode()) for text in stop), default=0) + 8
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
+        self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
+        self.token_ids = self._eos_ids | set(sampling.stop_token_ids)
+        self._tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
 
-    def end(self, response_ids: Sequence[int]) -> bool:
-        """True when the text of `response_ids` (special tokens included) has a stop string in its tail."""
+    def of(self, response_ids: Sequence[int]) -> Ending | None:
+        """What its newest token has ended it with; a stop string may be of special tokens, too."""
+        if len(response_ids) <= self._least:
+            return None
+        if response_ids[-1] in self.token_ids:
+            return "eos" if response_ids[-1] in self._eos_ids else "stop"
         if not self._stop:
-            return False
-        text = self._tokenizer.decode(list(response_ids[-self._tail :]), clean_up_tokenization_spaces=False)
-        return any(stop in text for stop in self._stop)
+            return None
+        before, text = (self._text(ids) for ids in (response_ids[-self._tail : -1], response_ids[-self._tail :]))
+        # characters that were there before the newest token: an incomplete one at their end is decoded anew with it
+        old = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
+        return "stop" if any(text.find(stop, max(0, old + 1 - len(stop))) >= 0 for stop in self._stop) else None
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))

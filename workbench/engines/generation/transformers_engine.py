@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -18,14 +20,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.base import Ending, GenerationEngine, Progress, Rollout
 from workbench.engines.generation.endings import (
-    StopStrings,
+    Endings,
     check_model_length,
     check_sequence,
     end_token_ids,
     response_room,
 )
+from workbench.engines.generation.penalties import LogitBias, Penalties
 from workbench.engines.generation.row_sampler import RowSampler
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import SyncError
@@ -66,17 +69,18 @@ class TransformersEngine(GenerationEngine):
         sampling: Sampling,
         seeds: Sequence[int],
         progress: Progress | None = None,
+        room: Sequence[int] | None = None,
     ) -> Rollout:
-        room = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size)
+        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
-        responses: dict[int, tuple[list[int], list[float], bool]] = {}
+        ends = Endings(self._tokenizer, sampling, self._end_ids)
+        responses: dict[int, tuple[list[int], list[float], Ending]] = {}
         for start in range(0, len(by_length), self._settings.max_rows):
             rows = by_length[start : start + self._settings.max_rows]
             watch = _RowEnds(
                 prompt_length=len(prompt_ids[rows[-1]]),
-                room=[room[row] for row in rows],
-                end_ids=self._end_ids,
-                stop_strings=StopStrings(self._tokenizer, sampling.stop),
+                room=[most[row] for row in rows],
+                ends=ends,
                 progress=progress,
                 rows_before=start,
                 tokens_before=sum(len(ids) for ids, _, _ in responses.values()),
@@ -88,13 +92,13 @@ class TransformersEngine(GenerationEngine):
         return Rollout(
             response_ids=[ids for ids, _, _ in in_order],
             log_probs=[log_probs for _, log_probs, _ in in_order],
-            finished=[finished for _, _, finished in in_order],
+            endings=[ending for _, _, ending in in_order],
         )
 
     def _decode(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], watch: _RowEnds
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """Response, log-probabilities and whether it came to its own end, for each row of one batch."""
+    ) -> list[tuple[list[int], list[float], Ending]]:
+        """Response, log-probabilities and what ended it, for each row of one batch."""
         width = watch.prompt_length
         input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(input_ids)
@@ -117,7 +121,9 @@ class TransformersEngine(GenerationEngine):
                     generation_config=GenerationConfig(
                         do_sample=False, use_cache=True, max_new_tokens=max(watch.room), pad_token_id=0
                     ),
-                    logits_processor=LogitsProcessorList([*_warpers(sampling), sampler]),
+                    logits_processor=LogitsProcessorList(
+                        [*_processors(sampling, mask.to(device), watch.ends.token_ids), sampler]
+                    ),
                     stopping_criteria=StoppingCriteriaList([watch]),
                     synced_gpus=False,  # ranks decode different prompts; none waits for another
                 )
@@ -128,7 +134,7 @@ class TransformersEngine(GenerationEngine):
         tokens = sequences[:, width:].tolist()
         log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
         return [
-            (tokens[row][:length], log_probs[row][:length], watch.finished[row])
+            (tokens[row][:length], log_probs[row][:length], watch.endings[row])
             for row, length in enumerate(watch.lengths)
         ]
 
@@ -182,18 +188,30 @@ class TransformersEngine(GenerationEngine):
         return torch.autocast(self._model.device.type, dtype=self._autocast_dtype)
 
 
-def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    """transformers' own truncations, in the order of its sampling: temperature, top-k, top-p."""
-    warpers = LogitsProcessorList()
+def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[int]) -> LogitsProcessorList:
+    """What makes the distribution that `Sampling` describes of the logits, in its order, which is vLLM's."""
+    processors, width = LogitsProcessorList(), prompt_mask_BT.shape[1]
+    if sampling.logit_bias:
+        processors.append(LogitBias(sampling.logit_bias))
+    if sampling.min_new_tokens and end_ids:
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(
+                width, sampling.min_new_tokens, sorted(end_ids), device=str(prompt_mask_BT.device)
+            )
+        )
+    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0):
+        processors.append(Penalties(sampling, prompt_mask_BT))
     if sampling.temperature == 0:
-        return warpers
+        return processors
     if sampling.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(float(sampling.min_p)))
     if sampling.top_k:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
+        processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    return warpers
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    return processors
 
 
 class _RowEnds(StoppingCriteria):
@@ -204,8 +222,7 @@ class _RowEnds(StoppingCriteria):
         *,
         prompt_length: int,
         room: Sequence[int],
-        end_ids: frozenset[int],
-        stop_strings: StopStrings,
+        ends: Endings,
         progress: Progress | None,
         rows_before: int,
         tokens_before: int,
@@ -213,9 +230,9 @@ class _RowEnds(StoppingCriteria):
     ) -> None:
         self.prompt_length, self.room = prompt_length, list(room)
         self.lengths = [0] * len(room)
-        self.finished = [False] * len(room)
+        self.endings: list[Ending] = ["length"] * len(room)
         self._open = [True] * len(room)
-        self._end_ids, self._stop_strings, self._progress = end_ids, stop_strings, progress
+        self.ends, self._progress = ends, progress
         self._rows_before, self._tokens_before, self._rows_in_all = rows_before, tokens_before, rows_in_all
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
@@ -223,8 +240,9 @@ class _RowEnds(StoppingCriteria):
         for row, response in enumerate(responses):
             if self._open[row]:
                 self.lengths[row] = len(response)
-                self.finished[row] = response[-1] in self._end_ids or self._stop_strings.end(response)
-                self._open[row] = not self.finished[row] and len(response) < self.room[row]
+                ending = self.ends.of(response)
+                self.endings[row] = ending or "length"
+                self._open[row] = ending is None and len(response) < self.room[row]
         if self._progress is not None:
             done = self._rows_before + self._open.count(False)
             self._progress(done, self._rows_in_all, self._tokens_before + sum(self.lengths))

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.base import Ending, GenerationEngine, Progress, Rollout
 from workbench.engines.generation.endings import (
-    StopStrings,
+    Endings,
     check_model_length,
     check_sequence,
     end_token_ids,
@@ -89,34 +89,36 @@ class VllmEngine(GenerationEngine):
         sampling: Sampling,
         seeds: Sequence[int],
         progress: Progress | None = None,
+        room: Sequence[int] | None = None,
     ) -> Rollout:
-        room = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size)
-        stop_strings = StopStrings(self._tokenizer, sampling.stop)
+        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
+        ends = Endings(self._tokenizer, sampling, self._end_ids)
         total = len(prompt_ids)
         responses: list[list[int]] = [[] for _ in range(total)]
         log_probs: list[list[float]] = [[] for _ in range(total)]
-        finished = [False] * total
+        endings: list[Ending] = ["length"] * total
         running = set(range(total))
         with self._working():
             try:
                 for row, ids in enumerate(prompt_ids):
-                    self._add(row, ids, self._sampling_params(sampling, seeds[row], room[row]))
+                    self._add(row, ids, self._sampling_params(sampling, ends.token_ids, seeds[row], most[row]))
                 while running:
                     for output in self._engine.step():
                         row, new = int(output.request_id), output.outputs[0]
                         responses[row] += new.token_ids
                         log_probs[row] += _sampled(new.token_ids, new.logprobs)
-                        finished[row] = new.finish_reason == "stop" or stop_strings.end(responses[row])
-                        if finished[row] and not output.finished:
+                        ending = ends.of(responses[row])
+                        endings[row] = ending or "length"
+                        if ending and not output.finished:
                             self._engine.abort_request([output.request_id])
-                        if finished[row] or output.finished:
+                        if ending or output.finished:
                             running.discard(row)
                     if progress is not None:
                         progress(total - len(running), total, sum(map(len, responses)))
             except BaseException:
                 self._engine.abort_request([str(row) for row in running])
                 raise
-        return Rollout(response_ids=responses, log_probs=log_probs, finished=finished)
+        return Rollout(response_ids=responses, log_probs=log_probs, endings=endings)
 
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
@@ -173,7 +175,7 @@ class VllmEngine(GenerationEngine):
 
         self._engine.add_request(str(row), tokens_input(list(token_ids)), params)
 
-    def _sampling_params(self, sampling: Sampling, seed: int, room: int) -> Any:
+    def _sampling_params(self, sampling: Sampling, end_ids: frozenset[int], seed: int, room: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -181,11 +183,17 @@ class VllmEngine(GenerationEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias) if sampling.logit_bias else None,
             # torch's CPU generator reads 32 bits of a seed: spread all bits of ours over them.
             seed=int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0]),
             max_tokens=room,
             logprobs=0,  # of the sampled token alone
-            stop_token_ids=sorted(self._end_ids),
+            min_tokens=min(sampling.min_new_tokens, room),
+            stop_token_ids=sorted(end_ids),
             ignore_eos=True,  # the ids above are all there are, in both engines
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

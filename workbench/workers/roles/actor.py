@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
-from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
-from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
+from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.workers.conversation import Conversation, converse
+from workbench.workers.environment import Environments
+from workbench.workers.inference import check_temperature, chosen, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.operation import register
+from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
+from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
 # Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. A stale output head
@@ -34,9 +39,20 @@ SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 PROBE_TOKENS = 24
 
 
-def _sampling(*, stop: Sequence[str], **settings: Any) -> Sampling:
-    stops: Any = stop if isinstance(stop, str) else tuple(stop)  # Sampling refuses a bare string
-    return Sampling(**settings, stop=stops)
+def _sampling(arguments: Mapping[str, Any]) -> Sampling:
+    settings = {name: value for name, value in arguments.items() if name != "seed"}
+    for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
+        settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
+    return Sampling(**settings)
+
+
+def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("prompt_ids", "prompt_uid", *(["prompt"] if arguments["environment"] else []))
+
+
+def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    columns = ("response_ids", "response_mask", "rollout_log_prob", "finished", "ending")
+    return (*columns, *(["turns", "environment_rewards"] if arguments["environment"] else []))
 
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -100,11 +116,12 @@ class ActorWorker(TrainedWorker):
 
     @register(
         THREE_D_ALL_MICRO_DP,
-        reads=("prompt_ids", "prompt_uid"),
-        writes=("response_ids", "response_mask", "rollout_log_prob", "finished"),
+        reads=_rollout_reads,
+        optional=lambda arguments: (ALL_TEXT,) if arguments["environment"] else (),
+        writes=_rollout_writes,
         minibatched=True,
         samples=True,
-        check=lambda arguments: _sampling(**{k: v for k, v in arguments.items() if k != "seed"}),
+        check=_sampling,
     )
     def generate_sequences(
         self,
@@ -113,40 +130,101 @@ class ActorWorker(TrainedWorker):
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         max_new_tokens: int = 64,
+        min_new_tokens: int = 0,
         stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        environment: Callable[[], Any] | None = None,
+        max_turns: int = 8,
+        concurrency: int = 8,
+        timeout_s: float = 30.0,
         seed: int | None = None,
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
 
         samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
         stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
-        Columns: `response_ids`, `response_mask`, `rollout_log_prob` (see `Sampling`) [rows, response tokens];
-        `finished` [rows], False where the response was cut at max_new_tokens.
+        environment, max_turns: responses of several turns with tool output in between, see
+        `workbench.workers.environment`. The other settings, and what they make of the log-probabilities: `Sampling`.
+        Columns: `response_ids`, `response_mask` (False on what an environment wrote), `rollout_log_prob` (see
+        `Sampling`; 0 outside the mask) [rows, response tokens]; `ending` [rows]: "eos", "stop" or "length" (cut), with
+        an environment "done", "turns" (cut after max_turns) or "length"; `finished` [rows], False where it was cut.
+        With an environment also `turns` [rows], and `environment_rewards` [rows, response tokens], each turn's on its
+        last token: rename it to `rewards`, or let the reward function use it, see `compute_reward`.
         """
-        sampling = _sampling(
-            temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop=stop
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+            environment=environment,
+            max_turns=max_turns,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
         )
         metrics = self._sync()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
-            rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
-            counted.tokens = sum(map(len, rollout.response_ids[mine]))
-        responses = Ragged.of(rollout.response_ids[mine], torch.int64)
-        finished = torch.tensor(rollout.finished[mine], dtype=torch.bool)
-        rows = len(finished)
-        metrics["response_tokens/mean"] = Mean(total=len(responses.values), count=rows)
-        metrics["finished/fraction"] = Mean(total=float(finished.sum()), count=rows)
+            if environment is None:
+                rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
+                columns = single_turn(rollout, mine)
+            else:
+                columns = several_turns(self._converse(batch, sampling, prompts, seeds, mine)[mine])
+            counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         return Output(
-            columns={
-                "response_ids": responses,
-                "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
-                "rollout_log_prob": Ragged.of(rollout.log_probs[mine], torch.float32),
-                "finished": finished,
-            },
-            metrics=metrics,
+            columns=columns,
+            metrics=merge_metrics(metrics, rollout_metrics(columns)),
             meta={"temperature": temperature, "weights_version": self.generator.weights_version},
         )
+
+    def _converse(
+        self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
+    ) -> list[Conversation]:
+        """The conversations of all ranks that generate as one; each rank runs the environments of its own rows."""
+        assert self.spec.generation is not None
+        size, communicator = self.spec.generation.tensor_parallel_size, self.context.communicator
+        texts = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
+        rows = [{name: column[i] for name, column in texts.items()} for i in range(len(batch))]
+        environments = Environments(
+            sampling,
+            [{**row, "sample_seed": seed} for row, seed in zip(rows, seeds[mine], strict=True)],
+            self.tokenizer,
+            where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
+            row_numbers=batch.rows.tolist(),
+        )
+        conversations = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
+
+        def any_rank(here: bool) -> bool:
+            return here if size == 1 else bool(communicator.all_reduce_max(torch.tensor([int(here)])).item())
+
+        with environments.running():
+            converse(
+                self.generator,
+                conversations,
+                sampling,
+                environments,
+                mine=mine,
+                max_model_tokens=self.spec.generation.max_model_tokens,
+                share=partial(shared_by_group, communicator, size),
+                any_rank=any_rank,
+                progress=self.context.progress,
+            )
+        return conversations
 
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
         """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
@@ -174,7 +252,7 @@ class ActorWorker(TrainedWorker):
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
-        optional=("rollout_log_prob",),
+        optional=("rollout_log_prob", "response_mask"),
         writes=("old_log_prob",),
         minibatched=True,
         check=check_temperature,
@@ -191,9 +269,9 @@ class ActorWorker(TrainedWorker):
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
 
         column = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context)
-        metrics: Metrics = {"old_log_prob/mean": mean_of(column)}
+        metrics: Metrics = {"old_log_prob/mean": mean_of(column, batch)}
         if "rollout_log_prob" in batch.columns:
-            gap = (column.values - batch.ragged("rollout_log_prob").values).abs()
+            gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), batch)
             metrics["rollout_gap/mean"] = Mean(total=float(gap.sum()), count=len(gap))
             metrics["rollout_gap/max"] = Max(value=float(gap.max()) if len(gap) else 0.0)
         return Output(columns={"old_log_prob": column}, metrics=metrics, meta={"temperature": scale})
@@ -255,9 +333,9 @@ class ActorWorker(TrainedWorker):
             }
             if "rollout_log_prob" in batch.columns:
                 rollout_BR = micro.column_BR(batch.ragged("rollout_log_prob"))
-                metrics["rollout_ratio/max_deviation"] = Max(
-                    value=float((((log_probs_BR.detach() - rollout_BR).exp() - 1).abs() * mask_BR).max())
-                )
+                # a selection, not a product: outside the mask the exponential may be infinite
+                gap_BR = torch.where(mask_BR > 0, log_probs_BR.detach() - rollout_BR, 0.0)
+                metrics["rollout_ratio/max_deviation"] = Max(value=float((gap_BR.exp() - 1).abs().max()))
             if entropy_coefficient:
                 entropy_BR = micro.to_BR(entropy_N)
                 loss_BR = loss_BR - entropy_coefficient * entropy_BR

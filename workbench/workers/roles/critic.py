@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.losses import value_loss
+from workbench.dataflow.columns import Ragged, Table
 from workbench.engines.settings import at_least
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
@@ -28,6 +30,12 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         at_least("clip", arguments["clip"], 0, strictly=True)
 
 
+def _with_one_token_more(batch: Shard) -> Shard:
+    rows = batch.ragged("response_ids").rows()
+    longer = Ragged.of([torch.cat([row, row[-1:]]) for row in rows], torch.int64)
+    return replace(batch, columns={"prompt_ids": batch.columns["prompt_ids"], "response_ids": longer})
+
+
 class CriticWorker(TrainedWorker):
     """A model with a value head: `values[t]` is the value of the state in which response token t is chosen."""
 
@@ -36,10 +44,19 @@ class CriticWorker(TrainedWorker):
         module = load_token_values(spec.name, dtype=torch.float32, device=context.device, seed=spec.seed, init="zero")
         super().__init__(spec, context, module)
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), minibatched=True)
-    def compute_values(self, batch: Shard) -> Output:
-        """Column `values` [rows, response tokens]."""
-        return self._values(batch, "values")
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        optional=("response_mask",),
+        writes=lambda arguments: ("values", *(["final_values"] if arguments["final"] else [])),
+        minibatched=True,
+    )
+    def compute_values(self, batch: Shard, *, final: bool = False) -> Output:
+        """Column `values` [rows, response tokens].
+
+        final: also `final_values` [rows], those after the last token, for `compute_advantages(bootstrap=True)`.
+        """
+        return self._values(batch, "values", final)
 
     @register(
         THREE_D_PROTO,
@@ -64,11 +81,22 @@ class CriticWorker(TrainedWorker):
         """
         return self._regress(batch, "values", "returns", clip, epochs, aggregation, max_response_tokens)
 
-    def _values(self, batch: Shard, column: str) -> Output:
+    def _values(self, batch: Shard, column: str, final: bool) -> Output:
+        # the value of the state after the last token is that before one token more, whichever it is
+        shard = _with_one_token_more(batch) if final else batch
         values = each_response_token(
-            batch, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
+            shard, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
         )
-        return Output(columns={column: values}, metrics={f"{column}/mean": mean_of(values)})
+        columns: Table = {column: values}
+        if final:
+            rows = values.rows()
+            columns = {
+                column: Ragged.of([row[:-1] for row in rows], torch.float32),
+                f"final_{column}": torch.stack([row[-1] for row in rows]),
+            }
+        chosen_values = columns[column]
+        assert isinstance(chosen_values, Ragged)
+        return Output(columns=columns, metrics={f"{column}/mean": mean_of(chosen_values, batch)})
 
     def _regress(
         self,
@@ -108,10 +136,16 @@ class CostCriticWorker(CriticWorker):
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("cost_values",), minibatched=True)
-    def compute_cost_values(self, batch: Shard) -> Output:
-        """Column `cost_values` [rows, response tokens]."""
-        return self._values(batch, "cost_values")
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        optional=("response_mask",),
+        writes=lambda arguments: ("cost_values", *(["final_cost_values"] if arguments["final"] else [])),
+        minibatched=True,
+    )
+    def compute_cost_values(self, batch: Shard, *, final: bool = False) -> Output:
+        """Column `cost_values` [rows, response tokens]; final: also `final_cost_values`, as in `compute_values`."""
+        return self._values(batch, "cost_values", final)
 
     @register(
         THREE_D_PROTO,

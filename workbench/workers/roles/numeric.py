@@ -57,6 +57,8 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns that `compute_advantages` reads with these arguments."""
     signals = (REWARD,) if arguments["multiplier"] is None else (REWARD, COST)
     columns = [name for signal in signals for name in signal.columns(arguments["estimator"])]
+    if arguments["bootstrap"]:
+        columns += ["finished", *(f"final_{signal.values}" for signal in signals)]
     if arguments["kl_coefficient"]:
         columns += ["old_log_prob", "ref_log_prob"]
     return tuple(dict.fromkeys(("response_mask", *columns)))
@@ -70,6 +72,11 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _check(arguments: Mapping[str, Any]) -> None:
     for name in ("gamma", "lam"):
         within(name, arguments[name], 0, 1)
+    if arguments["bootstrap"] and arguments["estimator"] != "gae":
+        raise BadInput(
+            f"bootstrap=True with estimator={arguments['estimator']!r}",
+            "values continue a response that was cut: gae's",
+        )
     if arguments["multiplier"] is not None:
         within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
 
@@ -92,6 +99,7 @@ class NumericWorker(Worker):
         estimator: Estimator = "gae",
         gamma: float = 1.0,
         lam: float = 0.95,
+        bootstrap: bool = False,
         kl_coefficient: float = 0.0,
         kl: KLKind = "k1",
         whiten_advantages: bool | None = None,
@@ -101,6 +109,8 @@ class NumericWorker(Worker):
 
         estimator: "gae" (PPO; reads `values`), "remax" (reads `baseline_rewards`, scores of greedy responses), "grpo",
         "dr_grpo" (no standard deviation), "rloo": over the samples of one prompt.
+        bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
+        False: after the last token nothing more is to come, cut or not.
         kl_coefficient, kl: per-token penalty against `ref_log_prob` in the reward, and its estimator.
         whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae only.
         multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
@@ -121,7 +131,12 @@ class NumericWorker(Worker):
             mean(signal.scores, scores, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
             if estimator == "gae":
-                return rewards_BT, *gae(rewards_BT, batch.ragged(signal.values).pad(), mask_BT, gamma, lam)
+                values_BT, after_B = batch.ragged(signal.values).pad(), None
+                if bootstrap:
+                    after_B = torch.where(
+                        _numbers(batch, "finished").bool(), 0.0, _numbers(batch, f"final_{signal.values}")
+                    )
+                return rewards_BT, *gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
             if estimator == "remax":
                 baseline = _padded(batch, signal.baseline)
                 baseline_B = baseline if baseline.ndim == 1 else baseline.sum(-1)
@@ -179,6 +194,13 @@ class NumericWorker(Worker):
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
         before = sum(len(part) for part in communicator.all_gather(scores_B)[: communicator.rank])
         return advantages_N[before : before + len(scores_B)].float()
+
+
+def _numbers(batch: Shard, name: str) -> Tensor:
+    """A column of one number a row."""
+    column = batch.columns[name]
+    assert isinstance(column, Tensor), name
+    return column
 
 
 def _padded(batch: Shard, name: str) -> Tensor:

@@ -42,6 +42,7 @@ class ReferenceWorker(FrozenWorker):
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
+        optional=("response_mask",),
         writes=("ref_log_prob",),
         minibatched=True,
         check=check_temperature,
@@ -57,4 +58,4 @@ class ReferenceWorker(FrozenWorker):
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
 
         column = each_response_token(batch, forward, self.micro_batch_tokens, self.context)
-        return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column)})
+        return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})

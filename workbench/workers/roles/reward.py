@@ -17,12 +17,13 @@ from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
 from workbench.workers.calls import Mean, Output, Shard
 from workbench.workers.micro_batches import each_minibatch, tokens_of
-from workbench.workers.operation import register
+from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
 from workbench.workers.worker import Context, Worker
 
 TOKENS = ("prompt_ids", "response_ids")
+OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
@@ -63,14 +64,17 @@ class RewardWorker(Worker):
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes() if self.engine else {}
 
-    @register(THREE_D_PROTO, reads=TOKENS, optional="all text", writes=("rewards",), minibatched=True, check=_check)
+    @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
         """Column `rewards`: one score a row [rows], or one a response token where the function returns lists.
 
         function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
-        role's own function or model. A model's score is read at the last response token.
+        role's own function or model. A model's score is read at the last response token. The row's text columns are
+        passed by name, those that the function takes, and after rollouts in an environment `environment_rewards`, a
+        list of one number a response token: to return it is to take the environment's rewards as they are, token by
+        token; to return its sum is to score the whole response with it.
         concurrency, timeout_s: calls of the function under way at once, and the time limit of one. A call past it fails
         the stage, but Python cannot end it: it goes on in its host until it returns.
         """
@@ -112,9 +116,13 @@ class RewardWorker(Worker):
     def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, timeout_s: float) -> Column:
         responses = batch.ragged("response_ids").rows()
         where = f"rank {self.context.host.rank} of pool {self.context.host.pool}"
+        given = "environment_rewards" in batch.columns
+        rewards = batch.ragged("environment_rewards").rows() if given else None
         rows: list[dict[str, Any]] = []
         for i, response in enumerate(responses):
             row = {name: column[i] for name, column in batch.columns.items() if isinstance(column, list)}
+            if rewards is not None:
+                row["environment_rewards"] = rewards[i].tolist()
             row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
             rows.append(row)
         several_one = torch.zeros(2)  # whether any rank got several numbers a row, and whether any got one
@@ -148,7 +156,7 @@ class CostWorker(RewardWorker):
 
     compute_reward = None  # type: ignore[assignment]
 
-    @register(THREE_D_PROTO, reads=TOKENS, optional="all text", writes=("costs",), minibatched=True, check=_check)
+    @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("costs",), minibatched=True, check=_check)
     def compute_cost(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:

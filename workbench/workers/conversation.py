@@ -1,0 +1,112 @@
+"""Turns of a policy and of its environments, by turns: tokens in, tokens out, nothing is tokenized twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workbench.dataflow.seeds import turn_seed
+from workbench.engines.generation import Ending, GenerationEngine
+from workbench.engines.settings import Sampling
+from workbench.workers.environment import Environments, Turn
+
+# As `Ending`, and: the environment said that it is over; the last turn allowed was taken.
+ConversationEnding = Ending | Literal["done", "turns"]
+Share = Callable[[Callable[[], list[Any]]], list[Any]]
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """A response of several turns, one entry a token in all lists.
+
+    mask: False on what the environment wrote; log_probs are 0 there. rewards: a turn's on the last token of the turn.
+    """
+
+    prompt_ids: list[int]
+    seed: int
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    turns: int = 0
+    ending: ConversationEnding | None = None
+
+    def say(self, token_ids: list[int], log_probs: list[float]) -> None:
+        """Append a turn of the policy."""
+        self._append(token_ids, log_probs, True)
+        self.turns += 1
+
+    def hear(self, token_ids: list[int]) -> None:
+        """Append an observation."""
+        self._append(token_ids, [0.0] * len(token_ids), False)
+
+    def _append(self, token_ids: list[int], log_probs: list[float], mine: bool) -> None:
+        self.response_ids += token_ids
+        self.log_probs += log_probs
+        self.mask += [mine] * len(token_ids)
+        self.rewards += [0.0] * len(token_ids)
+
+
+def converse(
+    engine: GenerationEngine,
+    conversations: Sequence[Conversation],
+    sampling: Sampling,
+    environments: Environments,
+    *,
+    mine: slice,
+    max_model_tokens: int,
+    share: Share,
+    any_rank: Callable[[bool], bool],
+    progress: Callable[[int, int, int], None],
+) -> None:
+    """Let the policy and the environments take turns until each conversation has its ending.
+
+    All that are open take their turns together: generation of one turn, then the environments' replies. A turn that is
+    cut for want of room ends the response, and its environment is not asked; so does an observation that leaves no
+    room for another token, which is not appended. The last token is always the policy's.
+
+    conversations: those of all ranks that generate as one, in rank order; `mine` are this rank's, whose environments
+    are here. share(make): the lists that these ranks make, end to end. any_rank: whether it is true on any rank.
+    """
+
+    def room(conversation: Conversation) -> int:
+        left = max_model_tokens - len(conversation.prompt_ids) - len(conversation.response_ids)
+        return min(left, sampling.max_new_tokens - len(conversation.response_ids))
+
+    own = {id(conversation): row for row, conversation in enumerate(conversations[mine])}
+    first = share(lambda: environments.reset([room(conversation) for conversation in conversations[mine]]))
+    for conversation, token_ids in zip(conversations, first, strict=True):
+        conversation.hear(token_ids)
+    while any_rank(any(conversation.ending is None for conversation in conversations)):
+        speaking = [conversation for conversation in conversations if conversation.ending is None]
+        closed, said = len(conversations) - len(speaking), sum(sum(c.mask) for c in conversations)
+        rollout = engine.generate(
+            [conversation.prompt_ids + conversation.response_ids for conversation in speaking],
+            sampling,
+            [turn_seed(conversation.seed, conversation.turns) for conversation in speaking],
+            lambda done, total, tokens: progress(closed, len(conversations), said + tokens),  # noqa: B023
+            [room(conversation) for conversation in speaking],
+        )
+        asked: list[tuple[Conversation, Turn]] = []
+        for conversation, ids, log_probs, ending in zip(
+            speaking, rollout.response_ids, rollout.log_probs, rollout.endings, strict=True
+        ):
+            conversation.say(ids, log_probs)
+            if ending == "length":
+                conversation.ending = ending
+            else:
+                row = own.get(id(conversation), -1)
+                asked.append((conversation, Turn(row=row, response_ids=ids, after_eos=ending == "eos")))
+        here = [turn for _, turn in asked if turn.row >= 0]
+        replies = share(lambda: environments.step(here))  # noqa: B023
+        for (conversation, _), reply in zip(asked, replies, strict=True):
+            conversation.rewards[-1] = reply.reward
+            if reply.done:
+                conversation.ending = "done"
+            elif conversation.turns == sampling.max_turns:
+                conversation.ending = "turns"
+            elif len(reply.observation_ids) >= room(conversation):
+                conversation.ending = "length"
+            else:
+                conversation.hear(reply.observation_ids)

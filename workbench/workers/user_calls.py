@@ -1,0 +1,113 @@
+"""Calls of functions that a user gave: several at a time, each within a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Fail(Protocol):
+    """Makes the error for call number i: what it did, the rule, the remedy."""
+
+    def __call__(self, i: int, what: str, rule: str = "", remedy: str = "") -> Exception: ...
+
+
+def call_each(
+    calls: Sequence[Callable[[], Any]],
+    *,
+    concurrency: int,
+    timeout_s: float,
+    done: Callable[[int, Any], None],
+    fail: Fail,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> None:
+    """`calls[i]()` for each i, and `done(i, value)` in this thread as they finish, in whatever order.
+
+    concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
+    timeout_s: for one call; a call past it is abandoned, as Python cannot end a thread.
+    loop: where coroutines that calls return are run, an event loop that runs in another thread; None: one each.
+    Raises `fail(i, ...)` for the first call that raises or runs out of time; no further one is begun.
+    """
+    work: queue.SimpleQueue[int] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[int, Any, BaseException | None, str]] = queue.SimpleQueue()
+    open_since_s: dict[int, float] = {}
+    stop = threading.Event()
+    for i in range(len(calls)):
+        work.put(i)
+
+    def serve() -> None:
+        while not stop.is_set():
+            try:
+                i = work.get_nowait()
+            except queue.Empty:
+                return
+            open_since_s[i] = time.monotonic()
+            try:
+                value = calls[i]()
+                if inspect.iscoroutine(value):
+                    value = (
+                        asyncio.run(value) if loop is None else asyncio.run_coroutine_threadsafe(value, loop).result()
+                    )
+                finished.put((i, value, None, ""))
+            except BaseException as error:
+                finished.put((i, None, error, traceback.format_exc(limit=-4)))
+
+    for _ in range(min(concurrency, len(calls))):
+        threading.Thread(target=serve, daemon=True, name="user call").start()
+    left = set(range(len(calls)))
+    try:
+        while left:
+            try:
+                i, value, error, trace = finished.get(timeout=0.05)
+            except queue.Empty:
+                late = [i for i, t in list(open_since_s.items()) if i in left and time.monotonic() - t > timeout_s]
+                if late:
+                    raise fail(
+                        late[0],
+                        f"took more than {timeout_s} s",
+                        "timeout_s is the limit of one call",
+                        "raise timeout_s, or mend the function: until it returns it goes on taking a core of its host",
+                    ) from None
+                continue
+            if error is not None:
+                raise fail(i, f"raised {type(error).__name__}: {error}", f"its frames:\n{trace}") from error
+            left.discard(i)
+            done(i, value)
+    finally:
+        stop.set()
+
+
+def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values of a row that a function takes by name: all of them where it has **, or does not say."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return dict(row)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(row)
+    return {name: value for name, value in row.items() if name in parameters}
+
+
+def short(text: str, characters: int = 80) -> str:
+    """The beginning of a text, for messages."""
+    return text if len(text) <= characters else text[: characters - 3] + "..."
+
+
+def finite_number(value: Any) -> float:
+    """`value` as a finite float; `ValueError`, which says what was returned, for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"returned {value!r:.60}") from None
+    if isinstance(value, str):
+        raise ValueError(f"returned {value!r:.60}")
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}")
+    return number
