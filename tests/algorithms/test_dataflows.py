@@ -79,7 +79,7 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.GRPO(lab, clip=1.5).graph(), r"clip=1\.5"),
     ):
         with pytest.raises(BadInput, match=message):
-            make()  # type: ignore[no-untyped-call]
+            make()
 
 
 class TestDynamicSampling:
@@ -103,9 +103,9 @@ class TestDynamicSampling:
         assert 0 < metrics["kept/fraction"] < 1
         recorded = lab.metrics("dynamic_sampling")
         assert recorded["rounds"].to_list()[-1] == metrics["rounds"]
-        metrics = algorithm.iterate()
-        assert metrics["compute_advantages/without_variance/fraction"] == 0
-        assert metrics["dynamic_sampling/rounds"] == recorded["rounds"].to_list()[-1]
+        whole = algorithm.iterate()
+        assert whole["compute_advantages/without_variance/fraction"] == 0
+        assert whole["dynamic_sampling/rounds"] == recorded["rounds"].to_list()[-1]
 
     def test_what_is_missing_after_the_last_round_is_filled_up(self, lab: wb.Workbench) -> None:
         algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=nothing, rounds=2, overlong_buffer=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,24 @@ class TestUpdates:
         rows = torch.stack([row.log().mean().exp() for row in old.like(weights).rows()]).double()
         share = float(rows.sum() ** 2 / (6 * (rows**2).sum()))
         assert found["correction/effective_sample_size"] == pytest.approx(share, rel=1e-4)
+
+    def test_few_effective_samples_make_small_steps(self, tmp_path: Path) -> None:
+        """VCPO's scale, for each minibatch its own: the weights of the second one are equal."""
+        training = {"minibatches": 2, "learning_rate": 1e-3}
+        with tiny_lab("steps", tmp_path, models={"actor": TINY}, training=training, backend="inline") as lab:
+            batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6)
+            table = lab.actor.compute_log_prob(batch).fetch()
+            old = table["old_log_prob"]
+            assert isinstance(old, Ragged)
+            weights = torch.tensor([1.0, 3.0, 2.0, 2.0])
+            shift = torch.repeat_interleave(weights.log() / old.lengths, old.lengths)
+            table |= {"rollout_log_prob": old.like(old.values - shift), "advantages": old.like(torch.ones_like(shift))}
+            correction = wb.Correction(level="sequence", high=10.0, reference_size=0.9)
+            metrics = lab.actor.update_actor(lab.put(table, meta=batch.meta), correction=correction)
+        scale = (0.8 / 0.9) ** 0.5
+        assert metrics["first_minibatch/learning_rate"] == pytest.approx(scale * 1e-3, rel=1e-5)
+        assert metrics["learning_rate"] == pytest.approx((scale + 1) / 2 * 1e-3, rel=1e-5)
+        assert metrics["correction/effective_sample_size"] == pytest.approx(64 / (4 * 18), rel=1e-5)
 
     def test_kl_losses(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         """d is 0.5 on each token; with no advantages the gradient is the penalty's, d loss / d log pi on each token."""

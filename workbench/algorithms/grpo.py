@@ -27,8 +27,8 @@ class GRPO(Algorithm):
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
         GSPO        loss="gspo", clip=3e-4, clip_high=4e-4                       arXiv:2507.18071
         CISPO       loss="cispo", clip=1.0, clip_high=2.0, aggregation="token-mean"   arXiv:2506.13585
-        VCPO        estimator="off_policy_baseline", correction=Correction(level="sequence"),
-                    aggregation="sequence-mean-token-sum"                        arXiv:2602.17616
+        VCPO        estimator="off_policy_baseline", correction=Correction(level="sequence",
+                    reference_size=0.9), aggregation="sequence-mean-token-sum"   arXiv:2602.17616
     """
 
     lab: Workbench

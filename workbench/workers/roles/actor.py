@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.arguments import within
-from workbench.algorithms.correction import Correction, correct
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.kl import KLLoss, kl_estimate, kl_loss
 from workbench.algorithms.losses import PolicyLoss, policy_loss
 from workbench.dataflow.columns import Column, Ragged
@@ -22,12 +22,13 @@ from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
-from workbench.workers.calls import Max, Mean, Metrics, Output, SampleSize, Shard
+from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.worker import Context
 
 # Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. A stale output head
@@ -62,16 +63,6 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     correction = arguments["correction"]
     if correction is not None and not isinstance(correction, Correction):
         raise BadInput(f"correction={correction!r:.60}", "must be a wb.Correction(...), or None")
-
-
-def _sample_size(weight_BR: Tensor, mask_BR: Tensor, correction: Correction) -> SampleSize:
-    """Of the tokens' weights, or of the sequences' where each has one."""
-    mask_BR = mask_BR.bool()
-    if correction.level == "token":
-        weights = weight_BR[mask_BR].double()
-    else:
-        weights = weight_BR.amax(-1)[mask_BR.any(-1)].double()
-    return SampleSize(total=float(weights.sum()), squares=float(weights.square().sum()), count=weights.numel())
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
@@ -257,6 +248,7 @@ class ActorWorker(TrainedWorker):
         scale = sampling_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
         high = clip if clip_high is None else clip_high
+        weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
         def token_loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
             log_probs_N, entropy_N = self.engine.forward(
@@ -266,6 +258,8 @@ class ActorWorker(TrainedWorker):
             old_BR = micro.column_BR(old)
             advantages_BR = micro.column_BR(advantages)
             loss_BR, stats = policy_loss(loss, log_probs_BR, old_BR, advantages_BR, mask_BR, clip, high, dual_clip)
+            if weights is not None:
+                loss_BR = loss_BR * micro.column_BR(weights.column)
             count = float(mask_BR.sum())
 
             def mean(x_BR: Tensor) -> Mean:
@@ -283,12 +277,6 @@ class ActorWorker(TrainedWorker):
                 metrics["rollout_ratio/max_deviation"] = Max(
                     value=float((((log_probs_BR.detach() - rollout_BR).exp() - 1).abs() * mask_BR).max())
                 )
-                if correction is not None:
-                    weights = correct(old_BR, rollout_BR, mask_BR, correction)
-                    loss_BR = loss_BR * weights.weight_BT
-                    metrics["correction/weight/mean"] = mean(weights.weight_BT)
-                    metrics["correction/bounded_fraction"] = mean(weights.bounded_BT.float())
-                    metrics["correction/effective_sample_size"] = _sample_size(weights.weight_BT, mask_BR, correction)
             if entropy_coefficient:
                 entropy_BR = micro.to_BR(entropy_N)
                 loss_BR = loss_BR - entropy_coefficient * entropy_BR
@@ -302,7 +290,9 @@ class ActorWorker(TrainedWorker):
         terms = [Term(shard=batch, loss=token_loss, aggregation=aggregation, max_response_tokens=max_response_tokens)]
         if pretrain_coefficient:
             terms.append(self._pretraining(batch, pretrain_coefficient))
-        return self.update(*terms, epochs=epochs)
+        output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output.metrics.update(weights.metrics if weights else {})
+        return output
 
     def _pretraining(self, batch: Shard, coefficient: float) -> Term:
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
