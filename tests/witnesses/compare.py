@@ -154,7 +154,7 @@ def against_verl() -> Iterator[Row]:
     theirs = verl.compute_value_loss(NOW, REF, OLD, MASK, 0.2, "token-mean")[0]
     yield "verl", "value loss, clipped", apart(whole(value_loss(NOW, OLD, REF, 0.2)[0], "token-mean"), theirs)
     for kind in KINDS:
-        ours = kl_estimate(NOW, REF, kind).clamp(max=10 if kind == "k3" else None)  # verl cuts its k3 there
+        ours = kl_estimate(NOW, REF, kind).clamp(max=10 if kind == "k3" else float("inf"))  # verl cuts its k3 there
         yield "verl", f"KL estimate {kind}", apart(ours, verl.kl_penalty(NOW, REF, kind), MASK)
     controller = verl.AdaptiveKLController(0.1, 6.0, 1000)
     controller.update(8.0, 64)

@@ -91,7 +91,8 @@ class DAPO(Algorithm):
             "rewards/mean": total / drawn,
         }
         lab.report("dynamic_sampling", metrics)
-        return Batch.concat([*kept, *others]).take(np.arange(wanted))
+        whole = Batch.concat([*kept, *others])
+        return whole.take(np.arange(min(wanted, whole.rows)))
 
 
 def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
