@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format peers bench bench-overlap bench-control clean help
+.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -31,6 +31,12 @@ check: $(READY) ## format, lint, types
 format: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+WITNESSES := torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 importlib_metadata zipp verl==0.9.1 codetiming orjson omegaconf antlr4-python3-runtime==4.9.3
+
+witnesses: $(READY) ## compare the pure functions with those of torchrl, verl and trl, installed into .witnesses/
+	$(BIN)/pip install -q --upgrade --target .witnesses --no-deps $(WITNESSES) $(PEERS)
+	$(BIN)/python tests/witnesses/compare.py
 
 PEERS := trl==1.16.0 "datasets<5.3" pyarrow "multiprocess<0.70.20" xxhash "dill<0.4.2"
 

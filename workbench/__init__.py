@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms import ALGORITHMS
+
 if TYPE_CHECKING:
-    from workbench.algorithms.grpo import GRPO as GRPO
-    from workbench.algorithms.ppo import PPO as PPO
-    from workbench.algorithms.remax import ReMax as ReMax
-    from workbench.algorithms.safe_rlhf import SafeRLHF as SafeRLHF
+    from workbench.algorithms import *  # noqa: F403 (every algorithm)
+    from workbench.algorithms.correction import Correction as Correction
     from workbench.controller import Workbench as Workbench
     from workbench.dataflow import verifiers as verifiers
     from workbench.dataflow.batch import Batch as Batch
@@ -33,16 +33,14 @@ if TYPE_CHECKING:
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {
+    **ALGORITHMS,
     "Batch": "workbench.dataflow.batch",
-    "GRPO": "workbench.algorithms.grpo",
+    "Correction": "workbench.algorithms.correction",
     "Generation": "workbench.engines.settings",
     "Layout": "workbench.placement",
     "Model": "workbench.models.spec",
-    "PPO": "workbench.algorithms.ppo",
     "PROTOCOLS": "workbench.workers.protocols",
     "Placement": "workbench.placement",
-    "ReMax": "workbench.algorithms.remax",
-    "SafeRLHF": "workbench.algorithms.safe_rlhf",
     "Sampling": "workbench.engines.settings",
     "Training": "workbench.engines.settings",
     "Workbench": "workbench.controller",

@@ -268,6 +268,12 @@ class Workbench(Views):
         """Call a function of batches: in an algorithm's `define`, what it does becomes a stage of the graph."""
         return function(*batches, **kwargs)
 
+    def report(self, stage: str, metrics: Mapping[str, float]) -> None:
+        """Record what a function that is a stage has to tell, beside the metrics of the operations."""
+        values = MetricValues(metrics)
+        self.telemetry.append_metrics(stage, self._run_number, self.iteration, values)
+        self.last_metrics[stage] = values
+
     def _run(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """The run of a call, checked as far as it can be before its inputs are there."""
         self._check_alive(group)

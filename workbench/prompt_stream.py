@@ -32,7 +32,17 @@ class PromptStream:
             _check_room(self.source, lab.description.models["actor"].generation)
 
     def next(self, n: int) -> Batch:
-        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns."""
+        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
+
+        An iteration begins with it.
+        """
+        return self._draw(n, begins=True)
+
+    def more(self, n: int) -> Batch:
+        """n more prompts for the iteration that `next` began."""
+        return self._draw(n, begins=False)
+
+    def _draw(self, n: int, *, begins: bool) -> Batch:
         lab = self._lab
         lab._check_alive(lab.groups["actor"])
         if self.source is None:
@@ -40,8 +50,9 @@ class PromptStream:
                 "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
             )
         rows = self.source.next(n)
-        lab.iteration += 1
-        lab.last_metrics = {}
+        if begins:
+            lab.iteration += 1
+            lab.last_metrics = {}
         table: Table = {
             "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
             "prompt_uid": torch.arange(self.drawn, self.drawn + len(rows)),
@@ -55,7 +66,8 @@ class PromptStream:
             table[name] = [row.extra.get(name) for row in rows]
         self.drawn += len(rows)
         self.state = self.source.state_dict()
-        lab.telemetry.append_event("iteration", iteration=lab.iteration)
+        if begins:
+            lab.telemetry.append_event("iteration", iteration=lab.iteration)
         batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
         lab._save_state()
         return batch

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithms.policies import (
+    expected_policy_gradient,
+    log_probs_of,
+    normal,
+    random_masks,
+    sequences,
+    true_gradient,
+)
 from workbench.algorithms.estimators import (
     discounted_returns,
-    dual_step,
     gae,
-    grpo,
-    lagrangian,
     moments,
-    remax,
-    rloo,
+    overlong_penalty,
+    reinforce,
     token_rewards,
     whiten,
 )
 from workbench.errors import BadInput
-
-
-def random_masks(rows: int, tokens: int, seed: int) -> Tensor:
-    """Right padding, holes inside, one row without a valid token, one with a single one, one full."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(rows, tokens, generator=generator) < 0.7
-    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
-    mask &= torch.arange(tokens) < lengths
-    mask[0], mask[1], mask[2] = False, False, True
-    mask[1, tokens // 2] = True
-    return mask
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 class TestTokenRewards:
@@ -223,120 +209,18 @@ class TestWhiten:
             moments(torch.zeros(2, 3), torch.ones(2, 1))
 
 
-class TestGroups:
-    scores = torch.tensor([1.0, 5.0, 3.0, 7.0, 0.1, 0.1, 0.1, 2.0])
-    group = torch.tensor([900, -4, 900, -4, 7, 7, 7, 900])
-
-    def test_grpo_by_hand(self) -> None:
-        # group 900: 1, 3, 2 with mean 2 and deviation 1; group -4: 5, 7 with mean 6 and deviation sqrt(2)
-        expected = torch.tensor([-1.0, -(0.5**0.5), 1.0, 0.5**0.5, 0.0, 0.0, 0.0, 0.0])
-        torch.testing.assert_close(grpo(self.scores, self.group, eps=0.0)[[0, 1, 2, 3, 7]], expected[[0, 1, 2, 3, 7]])
-        torch.testing.assert_close(grpo(self.scores, self.group), expected, rtol=2e-6, atol=0)
-        assert grpo(self.scores, self.group, scale_by_std=False)[:4].tolist() == [-1.0, -1.0, 1.0, 1.0]
-
-    def test_rloo_by_hand(self) -> None:
-        assert rloo(self.scores, self.group).tolist() == [-1.5, -2.0, 1.5, 2.0, 0.0, 0.0, 0.0, 0.0]
-
-    def test_rloo_is_the_mean_of_the_others(self) -> None:
-        scores, group = normal(24, seed=0), torch.arange(24) % 5
-        expected = [
-            scores[i] - torch.stack([scores[j] for j in range(24) if j != i and group[j] == group[i]]).mean()
-            for i in range(24)
-        ]
-        torch.testing.assert_close(rloo(scores, group), torch.stack(expected))
-
-    def test_order_and_ids_do_not_matter(self) -> None:
-        scores, group = normal(24, seed=0), torch.arange(24) % 5
-        order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-        for advantage in (grpo, rloo):
-            torch.testing.assert_close(
-                advantage(scores[order], 10**9 - 3 * group[order]), advantage(scores, group)[order]
-            )
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("score", [0.1, -1e6 / 3, 1e-30])
-    def test_equal_scores_give_exactly_nothing(self, score: float, dtype: torch.dtype) -> None:
-        scores = torch.tensor([-1e7 / 7, score] * 7, dtype=dtype)
-        group = torch.tensor([1, 0] * 7, dtype=torch.int32)
-        for advantages in (grpo(scores, group), grpo(scores, group, scale_by_std=False), rloo(scores, group)):
-            assert torch.equal(advantages, torch.zeros(14, dtype=dtype))
-
-    def test_group_of_one(self) -> None:
-        scores, group = torch.tensor([5.0, 1.0, 2.0]), torch.tensor([3, 8, 8])
-        assert grpo(scores, group)[0] == 0
-        assert grpo(scores, group, scale_by_std=False)[0] == 0
-        with pytest.raises(BadInput, match="group 3"):
-            rloo(scores, group)
-
-    def test_no_samples(self) -> None:
-        empty = torch.zeros(0)
-        assert grpo(empty, empty.long()).shape == rloo(empty, empty.long()).shape == (0,)
-
-    def test_rloo_is_unbiased_where_the_group_mean_shrinks(self) -> None:
-        """Enumerated over all pairs of samples of a 3-armed bandit: the expected policy gradient is the true one."""
-        reward = torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64)
-        logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
-        (truth,) = torch.autograd.grad((logits.softmax(0) * reward).sum(), logits)
-        found = {"rloo": torch.zeros_like(truth), "mean": torch.zeros_like(truth)}
-        for actions in itertools.product(range(3), repeat=2):
-            pair, group = torch.tensor(actions), torch.zeros(2, dtype=torch.long)
-            weight = logits.detach().softmax(0)[pair].prod()
-            for name, advantage in (("rloo", rloo(reward[pair], group)), ("mean", grpo(reward[pair], group, False))):
-                objective = (advantage * logits.log_softmax(0)[pair]).mean()
-                found[name] += weight * torch.autograd.grad(objective, logits)[0]
-        torch.testing.assert_close(found["rloo"], truth)
-        torch.testing.assert_close(found["mean"], truth / 2)  # (n - 1) / n of it
-
-    def test_bad_input(self) -> None:
-        for advantage in (grpo, rloo):
-            with pytest.raises(BadInput, match=r"scores_N has shape \[3\], group_N has shape \[2\]"):
-                advantage(torch.zeros(3), torch.zeros(2, dtype=torch.long))
-            with pytest.raises(BadInput, match="integer"):
-                advantage(torch.zeros(3), torch.zeros(3))
-            with pytest.raises(BadInput, match="one score a sample"):
-                advantage(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.long))
-
-
-def sequences() -> tuple[Tensor, Tensor]:
-    """All responses of two tokens out of three, [9, 2], and logits that choose the second token by the first."""
-    actions = torch.tensor(list(itertools.product(range(3), repeat=2)))
-    logits = normal(4, 3, seed=7).requires_grad_()  # row 0: the first token; row 1 + a: the second, after a
-    return actions, logits
-
-
-def log_probs_of(actions: Tensor, logits: Tensor) -> Tensor:
-    """[9, 2]"""
-    tables = logits.log_softmax(-1)
-    return torch.stack((tables[0, actions[:, 0]], tables[1 + actions[:, 0], actions[:, 1]]), 1)
-
-
-def expected_policy_gradient(advantages: Tensor, actions: Tensor, logits: Tensor) -> Tensor:
-    """E[sum_t A_t grad log pi_t], enumerated."""
-    log_probs = log_probs_of(actions, logits)
-    weight = log_probs.sum(-1).exp().detach()
-    (gradient,) = torch.autograd.grad((weight[:, None] * advantages * log_probs).sum(), logits)
-    return gradient
-
-
-def true_gradient(scores: Callable[[Tensor], Tensor], actions: Tensor, logits: Tensor) -> Tensor:
-    """grad E[score], where the score may itself depend on the log-probabilities [9, 2]."""
-    log_probs = log_probs_of(actions, logits)
-    (gradient,) = torch.autograd.grad((log_probs.sum(-1).exp() * scores(log_probs)).sum(), logits)
-    return gradient
-
-
-class TestReMax:
+class TestReinforce:
     def test_by_hand(self) -> None:
         rewards = torch.tensor([[0.0, -0.5, 2.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
         mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-        advantages, returns = remax(rewards, torch.tensor([1.0, 5.0]), mask, gamma=1.0)
+        advantages, returns = reinforce(rewards, mask, 1.0, torch.tensor([1.0, 5.0]))
         assert returns.tolist() == [[1.5, 1.5, 2.0, 0.0], [4.0, 0.0, 0.0, 0.0]]
         assert advantages.tolist() == [[0.5, 0.5, 1.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
 
     def test_one_score_gives_the_difference_on_every_chosen_token(self) -> None:
         scores, greedy, mask = normal(8, seed=0), normal(8, seed=1), random_masks(8, 11, seed=2)
         rewards = token_rewards(scores, torch.zeros(8, 11), None, mask, beta=0.0)
-        advantages, _ = remax(rewards, greedy, mask, gamma=1.0)
+        advantages, _ = reinforce(rewards, mask, 1.0, greedy)
         for i in range(8):
             torch.testing.assert_close(advantages[i, mask[i]], (scores[i] - greedy[i]).expand(int(mask[i].sum())))
         assert (advantages[~mask] == 0).all()
@@ -350,7 +234,7 @@ class TestReMax:
         mask = torch.ones(9, 2)
         greedy = scores[log_probs.sum(-1).argmax()].expand(9)
         rewards = token_rewards(scores, log_probs, reference, mask, beta)
-        advantages, returns = remax(rewards, greedy, mask, gamma=1.0)
+        advantages, returns = reinforce(rewards, mask, 1.0, greedy)
         truth = true_gradient(lambda now: scores - beta * (now - reference).sum(-1), actions, logits)
         torch.testing.assert_close(expected_policy_gradient(advantages, actions, logits), truth)
         weight = log_probs.sum(-1).exp()
@@ -358,96 +242,31 @@ class TestReMax:
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
-        with pytest.raises(BadInput, match=r"greedy_score_B has shape \[3\]"):
-            remax(x, torch.zeros(3), x, 1.0)
+        with pytest.raises(BadInput, match=r"baseline_B has shape \[3\]"):
+            reinforce(x, x, 1.0, torch.zeros(3))
         with pytest.raises(BadInput, match="gamma=2"):
-            remax(x, torch.zeros(2), x, 2.0)
+            reinforce(x, x, 2.0, torch.zeros(2))
 
-
-class TestLagrangian:
-    def test_limits(self) -> None:
-        reward, cost = normal(8, 11, seed=0), normal(8, 11, seed=1)
-        assert torch.equal(lagrangian(reward, cost, 0.0), reward)
-        torch.testing.assert_close(lagrangian(reward, cost, 1.0), (reward - cost) / 2)
-        torch.testing.assert_close(lagrangian(reward, cost, 1e9), -cost, rtol=0, atol=1e-8)
-        assert lagrangian(torch.tensor([[3.0]]), torch.tensor([[2.0]]), 0.5).item() == pytest.approx(2 / 1.5)
-
-    def test_gradient_is_that_of_the_lagrangian(self) -> None:
-        """Over all sequences of a small policy: (1 + lambda) times the expected gradient is J_r - lambda J_c's."""
+    def test_without_a_baseline_it_is_the_reward_to_go(self) -> None:
+        """REINFORCE++ before whitening, with the token KL in it: its gradient is the true one."""
         actions, logits = sequences()
-        rewards, costs, multiplier, beta = normal(9, seed=1), normal(9, seed=2), 0.7, 0.3
+        scores, beta, mask = normal(9, seed=8) + 3, 0.3, torch.ones(9, 2)
         reference = log_probs_of(actions, normal(4, 3, seed=9))
-        log_probs, mask = log_probs_of(actions, logits).detach(), torch.ones(9, 2)
-        values = normal(4, seed=3)  # any critic: of the first state, and of the second after each first token
-        values_BT = torch.stack((values[0].expand(9), values[1 + actions[:, 0]]), 1)
-        # the penalty lowers rewards and raises costs, and so keeps its weight whatever the multiplier
-        token_costs = -token_rewards(-costs, log_probs, reference, mask, beta)
-        reward_advantages, _ = gae(token_rewards(rewards, log_probs, reference, mask, beta), values_BT, mask, 1.0, 1.0)
-        cost_advantages, _ = gae(token_costs, -2 * values_BT, mask, 1.0, 1.0)
-        combined = lagrangian(reward_advantages, cost_advantages, multiplier)
-        truth = true_gradient(
-            lambda now: (rewards - multiplier * costs) / (1 + multiplier) - beta * (now - reference).sum(-1),
-            actions,
-            logits,
-        )
-        torch.testing.assert_close(expected_policy_gradient(combined, actions, logits), truth)
-
-    @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
-    def test_bad_input(self, multiplier: float) -> None:
-        with pytest.raises(BadInput, match="multiplier="):
-            lagrangian(torch.zeros(1, 1), torch.zeros(1, 1), multiplier)
-        with pytest.raises(BadInput, match="cost_advantages_BT has shape"):
-            lagrangian(torch.zeros(1, 2), torch.zeros(1, 1), 1.0)
+        rewards = token_rewards(scores, log_probs_of(actions, logits).detach(), reference, mask, beta)
+        advantages, returns = reinforce(rewards, mask, 1.0)
+        assert torch.equal(advantages, returns)
+        torch.testing.assert_close(returns[:, 0], rewards.sum(-1))
+        torch.testing.assert_close(returns[:, 1], rewards[:, 1])
+        truth = true_gradient(lambda now: scores - beta * (now - reference).sum(-1), actions, logits)
+        torch.testing.assert_close(expected_policy_gradient(advantages, actions, logits), truth)
 
 
-class TestDualStep:
-    @pytest.mark.parametrize("cost", [-3.0, 0.5, 0.6, 4.0])
-    def test_is_gradient_descent_on_the_log(self, cost: float) -> None:
-        log = torch.tensor(math.log(0.8), dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.SGD([log], lr=0.1)
-        multiplier = 0.8
-        for _ in range(5):
-            optimizer.zero_grad()
-            (-(cost - 0.5) * log.exp()).backward()
-            optimizer.step()
-            multiplier = dual_step(multiplier, cost, 0.5, 0.1, (1e-3, 100.0))
-        assert multiplier == pytest.approx(log.exp().item(), rel=1e-12)
-
-    def test_moves_up_above_the_limit_and_down_below(self) -> None:
-        assert dual_step(1.0, 2.1, 2.0, 0.1, (0.1, 10.0)) > 1.0
-        assert dual_step(1.0, 1.9, 2.0, 0.1, (0.1, 10.0)) < 1.0
-        assert dual_step(1.0, 2.0, 2.0, 0.1, (0.1, 10.0)) == 1.0
-
-    def test_stays_in_its_bounds_and_comes_back(self) -> None:
-        bounds = (0.05, 5.0)
-        assert dual_step(1.0, 1e12, 0.0, 1.0, bounds) == 5.0
-        assert dual_step(1.0, -1e12, 0.0, 1.0, bounds) == 0.05
-        assert dual_step(5.0, -1.0, 0.0, 0.1, bounds) < 5.0
-        assert dual_step(0.05, 1.0, 0.0, 0.1, bounds) > 0.05
-
-    def test_holds_the_cost_at_its_limit(self) -> None:
-        """One action is worth more and costs more. Policy steps on combined advantages, dual steps on the mean cost."""
-        worth, beta, limit = torch.tensor([[1.0, 0.0]], dtype=torch.float64), 0.5, 0.3  # reward and cost of each action
-        logits, multiplier = torch.zeros(2, dtype=torch.float64, requires_grad=True), 0.5
-        for _ in range(800):
-            log_policy = logits.log_softmax(-1)
-            policy = log_policy.exp().detach()
-            penalty = beta * log_policy.detach()  # KL to the uniform policy, which keeps the game from circling
-            advantage = lagrangian(worth - penalty, worth + penalty, multiplier)[0]
-            (gradient,) = torch.autograd.grad((policy * advantage * log_policy).sum(), logits)
-            logits = (logits + 0.5 * gradient).detach().requires_grad_()
-            multiplier = dual_step(multiplier, float((policy * worth).sum()), limit, 0.2, (0.01, 10.0))
-        assert float(policy[0]) == pytest.approx(limit, abs=1e-4)
-        # there the policy's gradient is 0: beta ln(0.3 / 0.7) = (1 - lambda) / (1 + lambda)
-        slope = beta * math.log(limit / (1 - limit))
-        assert multiplier == pytest.approx((1 - slope) / (1 + slope), rel=1e-3)
+class TestOverlongPenalty:
+    def test_by_hand(self) -> None:
+        lengths = torch.tensor([1, 16, 17, 18, 20, 21])
+        assert overlong_penalty(lengths, longest=20, buffer=4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
     def test_bad_input(self) -> None:
-        with pytest.raises(BadInput, match="mean_cost=nan"):
-            dual_step(1.0, math.nan, 0.0, 0.1, (0.1, 10.0))
-        with pytest.raises(BadInput, match="multiplier=20"):
-            dual_step(20.0, 0.0, 0.0, 0.1, (0.1, 10.0))
-        with pytest.raises(BadInput, match="more than 0"):
-            dual_step(1.0, 0.0, 0.0, 0.1, (0.0, 10.0))
-        with pytest.raises(BadInput, match="bounds"):
-            dual_step(1.0, 0.0, 0.0, 0.1, (2.0, 1.0))
+        for buffer in (0, 21):
+            with pytest.raises(BadInput, match=f"buffer={buffer}"):
+                overlong_penalty(torch.ones(1), 20, buffer)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.algorithms.kl import KLKind, kl_estimate
+from tests.algorithms.policies import normal
+from workbench.algorithms.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss
 from workbench.errors import BadInput
 
 REF = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64).log_softmax(0)
@@ -48,16 +49,44 @@ def test_k2_is_biased_yet_close() -> None:
         assert 1e-4 < error.abs() < relative_error
 
 
+def expected_loss_gradient(kind: KLLoss, logits: Tensor, log_pi: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and gradient of E[loss] over actions of pi_old, enumerated."""
+    loss = (log_old.exp() * kl_loss(log_pi, log_old, REF, kind)).sum()
+    return loss.detach(), gradient(loss, logits)
+
+
 def test_gradients_as_a_loss_on_policy() -> None:
+    """The table: k1 0, k2 reverse, k3 forward, corrected k3 reverse."""
     logits, log_pi = policy()
-    weights = log_pi.detach().exp()  # the sampling distribution, which a loss does not differentiate
     reverse, forward = gradient(divergence(log_pi, REF), logits), gradient(divergence(REF, log_pi), logits)
     assert not torch.allclose(reverse, forward, rtol=0.1)
-    expected: dict[KLKind, Tensor] = {"k1": torch.zeros_like(reverse), "k2": reverse, "k3": forward}
+    expected: dict[KLLoss, Tensor] = {
+        "k1": torch.zeros_like(reverse), "k2": reverse, "k3": forward, "k3_corrected": reverse
+    }  # fmt: skip
     for kind, slope in expected.items():
-        torch.testing.assert_close(gradient((weights * kl_estimate(log_pi, REF, kind)).sum(), logits), slope)
-    ratio = (log_pi - log_pi.detach()).exp()
-    torch.testing.assert_close(gradient((weights * ratio * kl_estimate(log_pi, REF, "k3")).sum(), logits), reverse)
+        torch.testing.assert_close(expected_loss_gradient(kind, logits, log_pi, log_pi.detach())[1], slope)
+
+
+def test_only_the_corrected_one_stays_right_off_policy() -> None:
+    logits, log_pi = policy()
+    log_old = (log_pi.detach() + torch.tensor([0.5, -0.4, 0.3, 0.0, 0.8])).log_softmax(0)
+    truth = divergence(log_pi, REF)
+    value, slope = expected_loss_gradient("k3_corrected", logits, log_pi, log_old)
+    torch.testing.assert_close(value, truth.detach())
+    torch.testing.assert_close(slope, gradient(truth, logits))
+    others: tuple[KLLoss, ...] = ("k1", "k2", "k3")
+    for kind in others:
+        assert not torch.allclose(expected_loss_gradient(kind, logits, log_pi, log_old)[1], slope, rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_corrected"])
+def test_loss_passes_gradcheck_and_moves_the_policy_alone(kind: KLLoss) -> None:
+    now, old, ref = (normal(3, 4, seed=seed).requires_grad_() for seed in range(3))
+    assert torch.autograd.gradcheck(lambda x: kl_loss(x, old, ref, kind), (now,))
+    kl_loss(now, old, ref, kind).sum().backward()
+    assert now.grad is not None
+    assert old.grad is None
+    assert ref.grad is None
 
 
 def test_k1_in_the_reward_gives_the_gradient_of_the_reverse_kl() -> None:
@@ -95,3 +124,31 @@ def test_bad_input() -> None:
         kl_estimate(torch.zeros(2, 3), torch.zeros(2, 1))
     with pytest.raises(BadInput, match="'k4'"):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="old_log_prob_BT has shape"):
+        kl_loss(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3))
+
+
+class TestAdaptiveKL:
+    def test_by_hand(self) -> None:
+        assert adaptive_kl_step(0.1, kl=6.6, target=6.0, responses=1000, horizon=10_000) == pytest.approx(0.101)
+        assert adaptive_kl_step(0.1, kl=60.0, target=6.0, responses=1000, horizon=10_000) == pytest.approx(0.102)
+        assert adaptive_kl_step(0.1, kl=-3.0, target=6.0, responses=1000, horizon=10_000) == pytest.approx(0.098)
+        assert adaptive_kl_step(0.1, kl=6.0, target=6.0, responses=1000, horizon=10_000) == 0.1
+
+    def test_holds_the_kl_at_its_target(self) -> None:
+        """The best policy of E[R] - c KL is ref exp(R / c): its KL, as c is stepped, settles at the target."""
+        worth, coefficient, target, kl = torch.arange(5.0).double(), 10.0, 0.2, 0.0
+        for _ in range(400):
+            log_pi = (REF + worth / coefficient).log_softmax(0)
+            kl = float(divergence(log_pi, REF))
+            coefficient = adaptive_kl_step(coefficient, kl, target, responses=64, horizon=320)
+        assert kl == pytest.approx(target, rel=1e-6)
+
+    def test_bad_input(self) -> None:
+        for kwargs, message in (
+            ({"coefficient": 0.0}, "coefficient=0"), ({"target": -1.0}, "target=-1"), ({"kl": float("nan")}, "kl=nan"),
+            ({"responses": 500}, "responses=500"), ({"horizon": 0}, "horizon=0"),
+        ):  # fmt: skip
+            right = {"coefficient": 0.1, "kl": 1.0, "target": 6.0, "responses": 10, "horizon": 100}
+            with pytest.raises(BadInput, match=message):
+                adaptive_kl_step(**{**right, **kwargs})  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.algorithms.losses import policy_loss, value_loss
+from workbench.algorithms.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator
+from workbench.algorithms.losses import PolicyLoss, cispo_loss, gspo_loss, policy_loss, ppo_loss, value_loss
 from workbench.errors import BadInput
 
 
@@ -22,12 +23,12 @@ def of_ratio(
     """Loss, its derivative by the ratio, and the clip flags at the given ratios."""
     log_prob = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
     a = torch.tensor([advantages], dtype=torch.float64)
-    loss, stats = policy_loss(log_prob, torch.zeros_like(log_prob), a, **options)
+    loss, stats = ppo_loss(log_prob, torch.zeros_like(log_prob), a, **options)
     (slope,) = torch.autograd.grad(loss.sum(), log_prob)
     return loss[0].tolist(), (slope / stats.ratio_BT)[0].tolist(), stats.clipped_BT[0].tolist()
 
 
-class TestPolicyLoss:
+class TestPPO:
     def test_clips_only_against_the_advantage(self) -> None:
         loss, slope, clipped = of_ratio([1.5, 1.5, 0.5, 0.5, 1.1], [2.0, -2.0, 2.0, -2.0, 2.0])
         assert loss == pytest.approx([-2.4, 3.0, -1.0, 1.6, -2.2])
@@ -50,7 +51,7 @@ class TestPolicyLoss:
     def test_first_minibatch(self, options: dict[str, float]) -> None:
         """pi = pi_old: the ratio is 1, nothing is clipped, the gradient is that of -A log pi."""
         log_prob, advantages = normal(4, 5, seed=0).requires_grad_(), normal(4, 5, seed=1)
-        loss, stats = policy_loss(log_prob, log_prob.detach().clone(), advantages, **options)
+        loss, stats = ppo_loss(log_prob, log_prob.detach().clone(), advantages, **options)
         assert torch.equal(loss, -advantages)
         assert (stats.ratio_BT == 1).all()
         assert not stats.clipped_BT.any()
@@ -61,13 +62,13 @@ class TestPolicyLoss:
     def test_gradcheck(self, dual_clip: float | None) -> None:
         log_prob = normal(6, 7, seed=0, scale=0.5).requires_grad_()
         old, advantages = normal(6, 7, seed=1, scale=0.5), normal(6, 7, seed=2)
-        clipped = policy_loss(log_prob, old, advantages, dual_clip=dual_clip)[1].clipped_BT
+        clipped = ppo_loss(log_prob, old, advantages, dual_clip=dual_clip)[1].clipped_BT
         assert 0.1 < clipped.double().mean() < 0.9  # both branches are under test
-        assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages, dual_clip=dual_clip)[0], (log_prob,))
+        assert torch.autograd.gradcheck(lambda x: ppo_loss(x, old, advantages, dual_clip=dual_clip)[0], (log_prob,))
 
     def test_only_the_policy_learns(self) -> None:
         log_prob, old, advantages = (normal(2, 3, seed=seed).requires_grad_() for seed in range(3))
-        loss, stats = policy_loss(log_prob, old, advantages)
+        loss, stats = ppo_loss(log_prob, old, advantages)
         loss.sum().backward()
         assert log_prob.grad is not None
         assert old.grad is None
@@ -76,7 +77,7 @@ class TestPolicyLoss:
 
     def test_far_apart_policies_stay_finite(self) -> None:
         log_prob = torch.tensor([[-0.1, -900.0]], requires_grad=True)
-        loss, stats = policy_loss(log_prob, torch.tensor([[-900.0, -0.1]]), torch.tensor([[-1.0, 1.0]]))
+        loss, stats = ppo_loss(log_prob, torch.tensor([[-900.0, -0.1]]), torch.tensor([[-1.0, 1.0]]))
         (slope,) = torch.autograd.grad(loss.sum(), log_prob)
         assert loss.isfinite().all()
         assert slope.tolist() == [[0.0, 0.0]]
@@ -84,16 +85,120 @@ class TestPolicyLoss:
 
     def test_half_precision_is_widened(self) -> None:
         x = torch.zeros(1, 2).bfloat16()
-        loss, stats = policy_loss(x, x, x)
+        loss, stats = ppo_loss(x, x, x)
         assert loss.dtype == stats.ratio_BT.dtype == torch.float32
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
         with pytest.raises(BadInput, match=r"log_prob_BT has shape \[2, 3\], advantages_BT has shape \[2\]"):
-            policy_loss(x, x, torch.zeros(2))
+            ppo_loss(x, x, torch.zeros(2))
         for options in ({"clip_low": 1.5}, {"clip_high": -0.1}, {"dual_clip": 0.5}):
             with pytest.raises(BadInput, match=next(iter(options))):
-                policy_loss(x, x, x, **options)
+                ppo_loss(x, x, x, **options)
+
+
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+
+
+class TestGSPO:
+    def test_by_hand(self) -> None:
+        log_prob = torch.tensor([[0.3, 0.1, 5.0], [-0.6, 0.0, 0.0]])
+        mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        advantages = torch.tensor([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
+        loss, stats = gspo_loss(log_prob, torch.zeros(2, 3), advantages, mask, 0.1, 0.1)
+        # geometric means exp(0.2), over the upper bound, and exp(-0.2), which no bound stops for a good answer
+        torch.testing.assert_close(stats.ratio_BT[0, :2], torch.tensor([0.2, 0.2]).exp())
+        torch.testing.assert_close(stats.ratio_BT[1], torch.tensor([-0.2] * 3).exp())
+        torch.testing.assert_close(loss[0, :2], torch.tensor([-2.2, -2.2]))
+        torch.testing.assert_close(loss[1], torch.tensor([-2 * math.exp(-0.2)] * 3))
+        assert stats.clipped_BT[:, :2].tolist() == [[True, True], [False, False]]
+
+    @pytest.mark.parametrize("how", AGGREGATIONS)
+    def test_with_one_advantage_a_sequence_it_is_the_plain_form(self, how: Aggregation) -> None:
+        """Value and gradient of min(s A, clip(s) A), where s is differentiated itself, under every aggregation."""
+        log_prob, old = normal(4, 5, seed=0, scale=0.3).requires_grad_(), normal(4, 5, seed=1, scale=0.3)
+        advantages = normal(4, 1, seed=2).expand(4, 5)
+        divisor = denominator(MASK, how, 8)
+        loss, stats = gspo_loss(log_prob, old, advantages, MASK, 0.1, 0.2)
+        share = aggregate(loss, MASK, how, divisor)
+        s = ((log_prob - old) * MASK).sum(-1).div(MASK.sum(-1).clamp(min=1)).exp()[:, None]
+        plain = -torch.minimum(s * advantages, s.clamp(0.9, 1.2) * advantages).expand(4, 5)
+        expected = aggregate(plain, MASK, how, divisor)
+        torch.testing.assert_close(share, expected)
+        found, slope = (torch.autograd.grad(x, log_prob)[0] for x in (share, expected))
+        torch.testing.assert_close(found, slope)
+        assert 0 < stats.clipped_BT[MASK.bool()].double().mean() < 1  # both branches are under test
+        # a sequence is clipped as a whole
+        assert all(len(set(row[keep].tolist())) <= 1 for row, keep in zip(stats.clipped_BT, MASK.bool(), strict=True))
+
+    def test_gradient_against_finite_differences(self) -> None:
+        log_prob, old = normal(4, 5, seed=0, scale=0.3), normal(4, 5, seed=1, scale=0.3)
+        advantages = normal(4, 1, seed=2).expand(4, 5)
+
+        def value(x: Tensor) -> Tensor:
+            return (gspo_loss(x, old, advantages, MASK, 0.1, 0.2)[0] * MASK).sum()
+
+        moving = log_prob.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(value(moving), moving)
+        for i, t in ((0, 0), (0, 3), (1, 2), (2, 0), (1, 1), (3, 4)):
+            step = torch.zeros_like(log_prob)
+            step[i, t] = 1e-6
+            difference = (value(log_prob + step) - value(log_prob - step)) / 2e-6
+            assert float(slope[i, t]) == pytest.approx(float(difference), abs=1e-7)
+
+    def test_padding_cannot_leak(self) -> None:
+        log_prob, old, advantages = (normal(4, 5, seed=seed) for seed in range(3))
+        loss, _ = gspo_loss(log_prob, old, advantages, MASK)
+        far, _ = gspo_loss(torch.where(MASK.bool(), log_prob, 300.0), old, advantages, MASK)
+        assert torch.equal(loss[MASK.bool()], far[MASK.bool()])
+
+
+class TestCISPO:
+    def test_by_hand(self) -> None:
+        ratio, advantages = torch.tensor([[0.1, 1.0, 2.5, 9.0]]), torch.tensor([[1.0, -1.0, 2.0, 2.0]])
+        log_prob = (ratio.log() - 1).requires_grad_()
+        loss, stats = cispo_loss(log_prob, torch.full((1, 4), -1.0), advantages)
+        (slope,) = torch.autograd.grad(loss.sum(), log_prob)
+        # epsilons are distances from 1: no lower bound, and weights up to 3
+        torch.testing.assert_close(slope, torch.tensor([[-0.1, 1.0, -5.0, -6.0]]))
+        torch.testing.assert_close(loss, slope * log_prob)
+        assert stats.clipped_BT.tolist() == [[False, False, False, True]]
+        loss, stats = cispo_loss(log_prob, torch.full((1, 4), -1.0), advantages, 0.2, 0.5)
+        (slope,) = torch.autograd.grad(loss.sum(), log_prob)
+        torch.testing.assert_close(slope, torch.tensor([[-0.8, 1.0, -3.0, -3.0]]))
+        assert stats.clipped_BT.tolist() == [[True, False, True, True]]
+
+    def test_within_its_bounds_it_is_ppo(self) -> None:
+        log_prob, old = normal(4, 5, seed=0, scale=0.3).requires_grad_(), normal(4, 5, seed=1, scale=0.3)
+        advantages = normal(4, 5, seed=2)
+        wide = [cispo_loss(log_prob, old, advantages, 1.0, 50.0), ppo_loss(log_prob, old, advantages, 1.0, 50.0)]
+        found, expected = (torch.autograd.grad(loss.sum(), log_prob)[0] for loss, _ in wide)
+        torch.testing.assert_close(found, expected)
+        assert not wide[0][1].clipped_BT.any()
+
+
+class TestPolicyLoss:
+    @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+    def test_first_step_is_reinforce(self, kind: PolicyLoss) -> None:
+        """At pi = pi_old every one has the gradient of -A log pi, with one advantage a sequence."""
+        log_prob, advantages = normal(4, 5, seed=0).requires_grad_(), normal(4, 1, seed=1).expand(4, 5)
+        loss, stats = policy_loss(kind, log_prob, log_prob.detach().clone(), advantages, MASK)
+        (slope,) = torch.autograd.grad((loss * MASK).sum(), log_prob)
+        torch.testing.assert_close(slope, -advantages * MASK)
+        assert (stats.ratio_BT == 1).all()
+        assert not stats.clipped_BT.any()
+        assert not stats.ratio_BT.requires_grad
+
+    def test_bad_input(self) -> None:
+        x = torch.zeros(2, 3)
+        with pytest.raises(BadInput, match=r"dual_clip=3\.0 with loss='gspo'"):
+            policy_loss("gspo", x, x, x, x, dual_clip=3.0)
+        with pytest.raises(BadInput, match="loss='trpo'"):
+            policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match="mask_BT has shape"):
+            gspo_loss(x, x, x, torch.ones(2, 2))
+        with pytest.raises(BadInput, match="clip_high=-1"):
+            cispo_loss(x, x, x, 0.2, -1.0)
 
 
 class TestValueLoss:

@@ -1,4 +1,4 @@
-"""PPO, ReMax and Safe-RLHF, line for line as they stand in `workbench.algorithms`, under three placements."""
+"""The algorithms, line for line as they stand in `workbench.algorithms`, under three placements."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def length(prompt: str, response: str, **row: Any) -> float:
 MAKERS: dict[str, Callable[[Any], Algorithm]] = {
     "PPO": lambda lab: wb.PPO(lab, prompts=ROWS, sampling=SAMPLING),
     "ReMax": lambda lab: wb.ReMax(lab, prompts=ROWS, sampling=SAMPLING),
+    "ReinforcePP": lambda lab: wb.ReinforcePP(lab, prompts=ROWS, sampling=SAMPLING),
     "SafeRLHF": lambda lab: wb.SafeRLHF(lab, prompts=ROWS, sampling=SAMPLING, limit=0.5, pretrain="prompt"),
 }
 
@@ -118,6 +119,7 @@ def test_the_lines_differ_from_ppo_as_the_paper_lists(one: Any) -> None:
         "critic.update_critic", "actor.update_actor",
     ]  # fmt: skip
     greedy = ["actor.generate_sequences", "reward.compute_reward"]
+    assert called["ReinforcePP"] == [name for name in ppo if not name.startswith("critic.")]
     assert called["ReMax"] == greedy + [name for name in ppo if not name.startswith("critic.")]
     costs = {
         "cost.compute_cost", "actor.compute_loss", "cost_critic.compute_cost_values", "cost_critic.update_cost_critic"

@@ -1,0 +1,36 @@
+"""What is computed: algorithms as dataflows, estimators and losses as pure functions.
+
+To add an algorithm: write it in a file of its own, as `ppo.py` is; name the file in `ALGORITHMS`, and the class below
+it for type checkers; write a lesson. Then it is `wb.Mine(lab)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# class -> module; loaded when first used, so that `import workbench` stays quick
+ALGORITHMS = {
+    "DAPO": "workbench.algorithms.dapo",
+    "GRPO": "workbench.algorithms.grpo",
+    "PPO": "workbench.algorithms.ppo",
+    "RLOO": "workbench.algorithms.rloo",
+    "ReMax": "workbench.algorithms.remax",
+    "ReinforcePP": "workbench.algorithms.reinforce_pp",
+    "SafeRLHF": "workbench.algorithms.safe_rlhf",
+}
+
+if TYPE_CHECKING:
+    from workbench.algorithms.dapo import DAPO as DAPO
+    from workbench.algorithms.grpo import GRPO as GRPO
+    from workbench.algorithms.ppo import PPO as PPO
+    from workbench.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
+    from workbench.algorithms.remax import ReMax as ReMax
+    from workbench.algorithms.rloo import RLOO as RLOO
+    from workbench.algorithms.safe_rlhf import SafeRLHF as SafeRLHF
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ALGORITHMS:
+        raise AttributeError(f"module 'workbench.algorithms' has no attribute {name!r}")
+    return getattr(importlib.import_module(ALGORITHMS[name]), name)

@@ -1,12 +1,10 @@
-"""From scores to advantages: token rewards, GAE, whitening, group baselines. Suffixes: see `arguments`.
+"""From scores to advantages of tokens: token rewards, GAE, REINFORCE, whitening. Suffixes: see `arguments`.
 
 Pure functions, without gradient, in at least fp32. What needs the whole global batch says so: `moments` are summed over
-ranks by the caller, `grpo` and `rloo` take the scores of all samples. Variances are unbiased: over n - 1.
+ranks by the caller. Variances are unbiased: over n - 1. Advantages from the group of a prompt's samples: `groups`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -14,9 +12,6 @@ from torch import Tensor
 from workbench.algorithms.arguments import full, one_per_row, same_shape, tokenwise, within
 from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.errors import BadInput
-
-# Far past what can be told from infinity in fp32, and still a number to divide by.
-MAX_MULTIPLIER = 1e9
 
 
 @torch.no_grad()
@@ -115,65 +110,45 @@ def discounted_returns(token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float) 
 
 
 @torch.no_grad()
-def remax(token_rewards_BT: Tensor, greedy_score_B: Tensor, mask_BT: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """ReMax's advantages and returns, both [B, T]; 0 outside the mask.
+def reinforce(
+    token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float, baseline_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE's advantages, reward to go less a baseline, and returns, both [B, T]; 0 outside the mask.
 
-        A_t = G_t - R(greedy response to the same prompt)
+        A_t = G_t - b
 
-    Source: Li et al. 2023, https://arxiv.org/abs/2310.10505. With one score a response and gamma = 1, A is
-    R(sampled) - R(greedy) on every token. A penalty in the token rewards counts from where it stands, and is none of
-    the baseline, which is the plain score.
+    b: the score of the greedy response to the same prompt in ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505);
+    none in REINFORCE++, the mean score of the group in REINFORCE++-baseline, both whitened afterwards over the global
+    batch (Hu et al. 2025, https://arxiv.org/abs/2501.03262). With one score a response and gamma = 1, A is R - b on
+    every token. A penalty in the token rewards counts from where it stands, and is none of the baseline, which is of
+    plain scores.
 
-    greedy_score_B: one number a row. It does not depend on the sampled tokens, so the policy gradient stays unbiased.
+    baseline_B: one number a row. Where it does not depend on the row's own tokens the policy gradient stays unbiased.
 
     Raises `BadInput` on shapes that do not fit, or gamma outside [0, 1].
     """
     returns_BT = discounted_returns(token_rewards_BT, mask_BT, gamma)
-    one_per_row("greedy_score_B", greedy_score_B, mask_BT)
-    return torch.where(mask_BT.bool(), returns_BT - full(greedy_score_B)[:, None], 0.0), returns_BT
+    if baseline_B is None:
+        return returns_BT, returns_BT
+    one_per_row("baseline_B", baseline_B, mask_BT)
+    return torch.where(mask_BT.bool(), returns_BT - full(baseline_B)[:, None], 0.0), returns_BT
 
 
 @torch.no_grad()
-def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: float) -> Tensor:
-    """Safe-RLHF's advantages for reward and cost in one, [B, T].
+def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
+    """DAPO's soft overlong punishment, [B], to be added to the score.
 
-        A = (A_r - lambda A_c) / (1 + lambda)
+        0                                   where |y| <= longest - buffer
+        (longest - buffer - |y|) / buffer   beyond it, down to
+        -1                                  where |y| >= longest
 
-    Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773. Its policy gradient is that of the
-    Lagrangian J_r - lambda (J_c - limit), divided by 1 + lambda so that a large multiplier makes no large steps.
-    At lambda = 0 it is A_r; as lambda grows it goes to -A_c.
+    Source: Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13. lengths_B, longest, buffer: tokens.
 
-    Raises `BadInput` on unequal shapes or a multiplier that is negative or infinite.
+    Raises `BadInput` unless 1 <= buffer <= longest.
     """
-    same_shape(advantages_BT=advantages_BT, cost_advantages_BT=cost_advantages_BT)
-    within("multiplier", multiplier, 0.0, MAX_MULTIPLIER)
-    return (full(advantages_BT) - multiplier * full(cost_advantages_BT)) / (1 + multiplier)
-
-
-def dual_step(
-    multiplier: float, mean_cost: float, limit: float, learning_rate: float, bounds: tuple[float, float]
-) -> float:
-    """The multiplier after one step of gradient ascent on its logarithm; it never leaves `bounds`.
-
-        ln lambda' = ln lambda + learning_rate * lambda * (J_c - limit)
-
-    Source: Dai et al. 2023, https://arxiv.org/abs/2310.12773, equation 31: d/d(ln lambda) of lambda (J_c - limit).
-    The step is proportional to lambda itself, so the lower bound also says how fast a multiplier that was not needed
-    for long comes back. mean_cost: of one response, over the rollouts of the policy as it is now.
-
-    Raises `BadInput` on a cost that is not finite, a multiplier outside the bounds, or bounds that are not
-    0 < low <= high.
-    """
-    low, high = bounds
-    within("bounds[1]", high, low, MAX_MULTIPLIER)
-    if not low > 0:
-        raise BadInput(f"bounds={bounds!r}", "the logarithm is stepped, so the lower bound must be more than 0")
-    within("multiplier", multiplier, low, high)
-    if not math.isfinite(mean_cost):
-        raise BadInput(f"mean_cost={mean_cost!r}", "must be a finite number")
-    log = math.log(multiplier) + learning_rate * multiplier * (mean_cost - limit)
-    # exp(log(bound)) need not be the bound to the last bit
-    return low if log <= math.log(low) else high if log >= math.log(high) else math.exp(log)
+    within("longest", longest, 1)
+    within("buffer", buffer, 1, longest)
+    return ((longest - buffer - full(lengths_B)) / buffer).clamp(-1.0, 0.0)
 
 
 @torch.no_grad()
@@ -207,64 +182,3 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, shift_mean: bool = Tr
     if not shift_mean:
         white_BT = white_BT + mean
     return torch.where(mask_BT.bool(), white_BT, 0.0).to(full(x_BT).dtype)
-
-
-@torch.no_grad()
-def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantages, one a sample, [N].
-
-        A_i = (R_i - mean_group) / (std_group + eps)    GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2
-        A_i =  R_i - mean_group                         with scale_by_std=False: Dr. GRPO, https://arxiv.org/abs/2503.20783
-
-    group_N: an integer for each sample, the same for all answers to one prompt; any ids in any order. Give the samples
-    of the whole global batch: a group may lie on several ranks. The standard deviation is the unbiased one. A group
-    whose scores are all equal, and a group of one, gets exactly 0: it carries no gradient.
-
-    Raises `BadInput` on shapes that do not fit or ids that are not integers.
-    """
-    centred_N, size_N, index_N = _centre(scores_N, group_N)
-    if scale_by_std:
-        variance_N = _group_sum(centred_N.square(), index_N) / (size_N - 1).clamp(min=1)
-        centred_N = centred_N / (variance_N.sqrt() + eps)
-    return centred_N.to(full(scores_N).dtype)
-
-
-@torch.no_grad()
-def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """Leave-one-out advantages, one a sample, [N]: A_i = R_i - mean of the other scores of the group.
-
-    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. group_N: as in `grpo`. Equal scores give exactly 0.
-
-    Raises `BadInput` as `grpo` does, and on a group of one, which has no others to take a baseline from.
-    """
-    centred_N, size_N, _ = _centre(scores_N, group_N)
-    if (size_N < 2).any():
-        lone = group_N[size_N < 2].tolist()
-        raise BadInput(
-            f"{len(lone)} group(s) hold one sample, the first is group {lone[0]}",
-            "leave-one-out needs at least two samples of each prompt",
-            "draw more samples a prompt or leave these prompts out",
-        )
-    # R - (S - R) / (n - 1) = (R - S / n) n / (n - 1)
-    return (centred_N * size_N / (size_N - 1)).to(full(scores_N).dtype)
-
-
-def _centre(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores minus their group's mean (float64), the size of each sample's group, and each sample's group index."""
-    same_shape(scores_N=scores_N, group_N=group_N)
-    if scores_N.ndim != 1 or group_N.is_floating_point():
-        raise BadInput(
-            f"scores_N has shape {list(scores_N.shape)}, group_N is {group_N.dtype}",
-            "one score a sample and one integer group id a sample are needed",
-        )
-    _, index_N = torch.unique(group_N, return_inverse=True)
-    # Shifted by the least score of the group, equal scores become zeros, whose mean is exactly 0 whatever the rounding.
-    lowest_N = scores_N.double().scatter_reduce(0, index_N, scores_N.double(), "amin", include_self=False)[index_N]
-    shifted_N = scores_N.double() - lowest_N
-    size_N = _group_sum(torch.ones_like(shifted_N), index_N)
-    return shifted_N - _group_sum(shifted_N, index_N) / size_N, size_N, index_N
-
-
-def _group_sum(x_N: Tensor, index_N: Tensor) -> Tensor:
-    """For each sample, the sum over its group. There are at most as many groups as samples."""
-    return torch.zeros_like(x_N).index_add(0, index_N, x_N)[index_N]

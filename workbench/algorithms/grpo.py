@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workbench.algorithms.aggregation import Aggregation
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling, at_least
 
@@ -18,9 +19,16 @@ if TYPE_CHECKING:
 class GRPO(Algorithm):
     """`GRPO(lab).run(n)`: n iterations of the calls in `define`.
 
-    prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient: k3 penalty against the
-    reference in the loss; at 0 no reference is needed. aggregation: "sequence-mean-token-mean" is the paper's.
-    estimator: "grpo", or "dr_grpo" without the standard deviation (arXiv:2503.20783), or "rloo" (arXiv:2402.14740).
+    prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
+    reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is needed. aggregation: how token losses
+    become one; the paper's is "sequence-mean-token-mean". correction: for rollouts of another distribution than the
+    trainer's, see `Correction`. Its variants:
+
+        Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
+        GSPO        loss="gspo", clip=3e-4, clip_high=4e-4                       arXiv:2507.18071
+        CISPO       loss="cispo", clip=1.0, clip_high=2.0, aggregation="token-mean"   arXiv:2506.13585
+        VCPO        estimator="off_policy_baseline", correction=Correction(level="sequence",
+                    reference_size=0.9), aggregation="sequence-mean-token-sum"   arXiv:2602.17616
     """
 
     lab: Workbench
@@ -29,7 +37,10 @@ class GRPO(Algorithm):
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | None = None
     estimator: str = "grpo"
+    loss: str = "ppo"
     kl_coefficient: float = 0.0
+    kl: str = "k3"
+    correction: Correction | None = None
     clip: float = 0.2
     clip_high: float | None = None
     epochs: int = 1
@@ -49,9 +60,13 @@ class GRPO(Algorithm):
         batch = lab.compute_advantages(batch, estimator=self.estimator)
         lab.actor.update_actor(
             batch,
+            loss=self.loss,
             clip=self.clip,
             clip_high=self.clip_high,
             epochs=self.epochs,
             kl_coefficient=self.kl_coefficient,
+            kl=self.kl,
+            correction=self.correction,
             aggregation=self.aggregation,
+            max_response_tokens=self.sampling.max_new_tokens,
         )

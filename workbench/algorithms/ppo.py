@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms.kl import adaptive_kl_step
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling
 
@@ -18,8 +19,10 @@ class PPO(Algorithm):
     """`PPO(lab).run(n)`: n iterations of the calls in `define`, which a notebook can also make one by one.
 
     prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own.
-    kl_coefficient, kl: penalty against the reference in the reward. clip, value_clip, epochs: of the updates, whose
-    minibatches are set by `Training.minibatches`. sampling: how responses are drawn.
+    kl_coefficient, kl: penalty against the reference in the reward. kl_target: nats a response; the coefficient is then
+    moved after each iteration by `adaptive_kl_step` (read it, set it), over kl_horizon responses; None: it is fixed.
+    macro_tokens: tokens that advantages take as one action (MA-PPO, arXiv:2410.02743). clip, value_clip,
+    epochs: of the updates, whose minibatches are set by `Training.minibatches`. sampling: how responses are drawn.
     """
 
     lab: Workbench
@@ -31,12 +34,17 @@ class PPO(Algorithm):
     lam: float = 0.95
     kl_coefficient: float = 0.05
     kl: str = "k1"
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    macro_tokens: int = 1
     clip: float = 0.2
     value_clip: float | None = 0.2
     epochs: int = 1
 
     def __post_init__(self) -> None:
         self.need("critic", "reference", "reward")
+        if self.kl_target is not None:  # a setting that the step would refuse is refused now
+            self._adapted(self.kl_target)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.prompts.next(self.prompts)
@@ -46,7 +54,22 @@ class PPO(Algorithm):
         batch = lab.critic.compute_values(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = lab.compute_advantages(
-            batch, gamma=self.gamma, lam=self.lam, kl_coefficient=self.kl_coefficient, kl=self.kl
+            batch,
+            gamma=self.gamma,
+            lam=self.lam,
+            macro_tokens=self.macro_tokens,
+            kl_coefficient=self.kl_coefficient,
+            kl=self.kl,
         )
         lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.epochs)
         lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs)
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """After an iteration, with its metrics: move the KL coefficient for the next one, if it has a target."""
+        if self.kl_target is not None:
+            self.kl_coefficient = self._adapted(metrics["compute_advantages/reference_kl_per_response"])
+
+    def _adapted(self, kl: float) -> float:
+        assert self.kl_target is not None
+        responses = self.prompts * self.samples
+        return adaptive_kl_step(self.kl_coefficient, kl, self.kl_target, responses, self.kl_horizon)

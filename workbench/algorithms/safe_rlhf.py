@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.estimators import dual_step
+from workbench.algorithms.lagrangian import dual_step
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.algorithms.correction import effective_sample_size
 from workbench.dataflow.columns import Column, Ragged, Table
 from workbench.dataflow.location import Pull
 from workbench.dataflow.row_numbers import pack
@@ -127,10 +128,29 @@ class Max:
         return Max(value=max(self.value, other.value))
 
 
-Metrics = dict[str, Mean | Max]
+@dataclass(frozen=True, kw_only=True)
+class SampleSize:
+    """A metric that is an effective sample size, as a share of the samples; of their weights the sums of w and w^2."""
+
+    total: float
+    squares: float
+    count: float
+
+    def merge(self, other: SampleSize) -> SampleSize:
+        return SampleSize(
+            total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count
+        )
+
+    @property
+    def value(self) -> float:
+        return effective_sample_size(self.total, self.squares, self.count)
 
 
-def merge_metrics(into: Metrics, more: Mapping[str, Mean | Max]) -> Metrics:
+Metric = Mean | Max | SampleSize
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:
     """Merge `more` into `into`, and return it."""
     for name, metric in more.items():
         into[name] = into[name].merge(metric) if name in into else metric  # type: ignore[arg-type]

@@ -57,10 +57,11 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def step(self, losses: Sequence[Callable[[], Tensor]]) -> StepReport:
+    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
         """One optimizer step. Each callable runs `forward` and returns the loss of one micro-batch, a scalar already
         divided by the global denominator: gradients are *summed* over micro-batches and over data-parallel ranks,
         then clipped by the global norm. Every rank must pass equally many callables, at least one.
+        rate_scale: factor of the scheduled learning rate in this step, the same on every rank.
 
         When a callable raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
         """

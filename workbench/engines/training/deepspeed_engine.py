@@ -98,9 +98,9 @@ class DeepSpeedEngine(TrainingEngine):
         with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
             return self._engine(**inputs)
 
-    def step(self, losses: Sequence[Callable[[], Tensor]]) -> StepReport:
+    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
         require_losses(losses)
-        rate = learning_rate(self.settings, self.steps)
+        rate = rate_scale * learning_rate(self.settings, self.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         try:

@@ -63,11 +63,11 @@ class TorchEngine(TrainingEngine):
         with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
             return self.module(**inputs)
 
-    def step(self, losses: Sequence[Callable[[], Tensor]]) -> StepReport:
+    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
         if self.settings is None or self._optimizer is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
         require_losses(losses)
-        rate = learning_rate(self.settings, self.steps)
+        rate = rate_scale * learning_rate(self.settings, self.steps)
         try:
             for loss in losses:
                 value = loss()

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation
-from workbench.algorithms.kl import KLKind, kl_estimate
-from workbench.algorithms.losses import policy_loss
+from workbench.algorithms.arguments import within
+from workbench.algorithms.correction import Correction
+from workbench.algorithms.kl import KLLoss, kl_estimate, kl_loss
+from workbench.algorithms.losses import PolicyLoss, policy_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
@@ -30,6 +32,7 @@ from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
+from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
@@ -59,17 +62,23 @@ def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages"]
     columns += ["ref_log_prob"] if arguments["kl_coefficient"] else []
     columns += ["pretrain_ids"] if arguments["pretrain_coefficient"] else []
+    columns += ["rollout_log_prob"] if arguments["correction"] is not None else []
     return tuple(columns)
 
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     check_temperature(arguments)
-    at_least("clip", arguments["clip"], 0)
+    within("clip", arguments["clip"], 0, 1)
     at_least("pretrain_coefficient", arguments["pretrain_coefficient"], 0)
     for name in ("clip_high", "dual_clip"):
         if arguments[name] is not None:
             at_least(name, arguments[name], 0 if name == "clip_high" else 1)
+    if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
+        raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
+    correction = arguments["correction"]
+    if correction is not None and not isinstance(correction, Correction):
+        raise BadInput(f"correction={correction!r:.60}", "must be a wb.Correction(...), or None")
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
@@ -288,6 +297,7 @@ class ActorWorker(TrainedWorker):
         self,
         batch: Shard,
         *,
+        loss: PolicyLoss = "ppo",
         clip: float = 0.2,
         clip_high: float | None = None,
         dual_clip: float | None = None,
@@ -296,29 +306,38 @@ class ActorWorker(TrainedWorker):
         max_response_tokens: int | None = None,
         entropy_coefficient: float = 0.0,
         kl_coefficient: float = 0.0,
-        kl: KLKind = "k3",
+        kl: KLLoss = "k3",
+        correction: Correction | None = None,
         pretrain_coefficient: float = 0.0,
         temperature: float | None = None,
     ) -> Output:
-        """PPO's clipped policy update, one optimizer step a minibatch and epoch.
+        """A policy update, one optimizer step a minibatch and epoch.
 
+        loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight).
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
-        dual_clip: bound of the objective for negative advantages. aggregation: how token losses become one.
-        entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its estimator.
+        dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
+        entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
+        `workbench.algorithms.kl.kl_loss`.
+        correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for
+        engines that sample from another distribution than the trainer's, or from older weights.
         pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:
         its gradient is part of the same optimizer step.
         """
         scale = sampling_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
         high = clip if clip_high is None else clip_high
+        weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
-        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+        def token_loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
             log_probs_N, entropy_N = self.engine.forward(
                 **micro.inputs, targets=micro.targets, temperature=scale, with_entropy=entropy_coefficient != 0
             )
             log_probs_BR, mask_BR = micro.to_BR(log_probs_N), micro.mask_BR(mask)
             old_BR = micro.column_BR(old)
-            loss_BR, stats = policy_loss(log_probs_BR, old_BR, micro.column_BR(advantages), clip, high, dual_clip)
+            advantages_BR = micro.column_BR(advantages)
+            loss_BR, stats = policy_loss(loss, log_probs_BR, old_BR, advantages_BR, mask_BR, clip, high, dual_clip)
+            if weights is not None:
+                loss_BR = loss_BR * micro.column_BR(weights.column)
             count = float(mask_BR.sum())
 
             def mean(x_BR: Tensor) -> Mean:
@@ -341,15 +360,17 @@ class ActorWorker(TrainedWorker):
                 loss_BR = loss_BR - entropy_coefficient * entropy_BR
                 metrics["entropy"] = mean(entropy_BR)
             if kl_coefficient:
-                kl_BR = kl_estimate(log_probs_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
+                kl_BR = kl_loss(log_probs_BR, old_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
                 loss_BR = loss_BR + kl_coefficient * kl_BR
                 metrics["reference_kl"] = mean(kl_BR)
             return loss_BR, metrics
 
-        terms = [Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)]
+        terms = [Term(shard=batch, loss=token_loss, aggregation=aggregation, max_response_tokens=max_response_tokens)]
         if pretrain_coefficient:
             terms.append(self._pretraining(batch, pretrain_coefficient))
-        return self.update(*terms, epochs=epochs)
+        output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output.metrics.update(weights.metrics if weights else {})
+        return output
 
     def _pretraining(self, batch: Shard, coefficient: float) -> Term:
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))

@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.arguments import within
-from workbench.algorithms.estimators import (
-    MAX_MULTIPLIER,
-    gae,
-    grpo,
-    lagrangian,
-    moments,
-    remax,
-    rloo,
-    token_rewards,
-    whiten,
-)
+from workbench.algorithms.correction import log_weights
+from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
+from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
 from workbench.algorithms.kl import KLKind, kl_estimate
+from workbench.algorithms.lagrangian import MAX_MULTIPLIER, lagrangian
+from workbench.algorithms.macro_actions import macro_gae
 from workbench.dataflow.columns import Ragged
 from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Metrics, Output, Shard
+from workbench.workers.calls import Mean, Metrics, Output, SampleSize, Shard
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
 from workbench.workers.worker import Worker
 
-Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "remax"]
+Estimator = Literal[
+    "gae", "grpo", "dr_grpo", "rloo", "off_policy_baseline", "remax", "reinforce_pp", "reinforce_pp_baseline"
+]
+# the samples of a prompt are each other's baseline: one response a prompt teaches nothing
+GROUPED = ("grpo", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline")
+WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +43,10 @@ class Signal:
     baseline: str
     sign: int
 
-    def columns(self, estimator: Estimator) -> tuple[str, str]:
+    def columns(self, estimator: Estimator) -> tuple[str, ...]:
         """The columns that an estimator reads of it."""
-        return self.scores, {"gae": self.values, "remax": self.baseline}.get(estimator, "prompt_uid")
+        more = {"gae": (self.values,), "remax": (self.baseline,)}.get(estimator, ())
+        return self.scores, *more
 
 
 REWARD = Signal(scores="rewards", values="values", baseline="baseline_rewards", sign=1)
@@ -59,6 +59,10 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = [name for signal in signals for name in signal.columns(arguments["estimator"])]
     if arguments["bootstrap"]:
         columns += ["finished", *(f"final_{signal.values}" for signal in signals)]
+    if arguments["estimator"] in GROUPED:
+        columns += ["prompt_uid"]
+    if arguments["estimator"] == "off_policy_baseline":
+        columns += ["old_log_prob", "rollout_log_prob"]
     if arguments["kl_coefficient"]:
         columns += ["old_log_prob", "ref_log_prob"]
     return tuple(dict.fromkeys(("response_mask", *columns)))
@@ -72,13 +76,27 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _check(arguments: Mapping[str, Any]) -> None:
     for name in ("gamma", "lam"):
         within(name, arguments[name], 0, 1)
-    if arguments["bootstrap"] and arguments["estimator"] != "gae":
+    if arguments["bootstrap"] and (arguments["estimator"] != "gae" or arguments["macro_tokens"] > 1):
         raise BadInput(
-            f"bootstrap=True with estimator={arguments['estimator']!r}",
-            "values continue a response that was cut: gae's",
+            f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']}",
+            "values continue a response that was cut: gae's, token by token",
         )
     if arguments["multiplier"] is not None:
         within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
+    within("macro_tokens", arguments["macro_tokens"], 1)
+    if arguments["macro_tokens"] > 1 and arguments["estimator"] != "gae":
+        raise BadInput(
+            f"macro_tokens={arguments['macro_tokens']} with estimator={arguments['estimator']!r}",
+            "macro actions are steps of GAE; the other estimators give one advantage a response",
+        )
+    if arguments["overlong_buffer"]:
+        if arguments["max_response_tokens"] is None:
+            raise BadInput(
+                f"overlong_buffer={arguments['overlong_buffer']} without max_response_tokens",
+                "the penalty begins that many tokens before the longest response that is allowed",
+                "give max_response_tokens, the max_new_tokens of the rollouts",
+            )
+        within("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])
 
 
 class NumericWorker(Worker):
@@ -100,22 +118,28 @@ class NumericWorker(Worker):
         gamma: float = 1.0,
         lam: float = 0.95,
         bootstrap: bool = False,
+        macro_tokens: int = 1,
         kl_coefficient: float = 0.0,
         kl: KLKind = "k1",
+        overlong_buffer: int = 0,
+        max_response_tokens: int | None = None,
         whiten_advantages: bool | None = None,
         multiplier: float | None = None,
     ) -> Output:
         """Advantages and returns from rewards, a number a response token.
 
-        estimator: "gae" (PPO; reads `values`), "remax" (reads `baseline_rewards`, scores of greedy responses), "grpo",
-        "dr_grpo" (no standard deviation), "rloo": over the samples of one prompt.
+        estimator: "gae" (PPO; reads `values`); "remax" (reads `baseline_rewards`, scores of greedy responses) and
+        "reinforce_pp": reward to go; over the samples of one prompt "grpo", "dr_grpo" (no standard deviation), "rloo",
+        "off_policy_baseline" (VCPO; reads `rollout_log_prob`), "reinforce_pp_baseline" (reward to go less their mean).
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
-        False: after the last token nothing more is to come, cut or not.
+        False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
+        action (MA-PPO).
         kl_coefficient, kl: per-token penalty against `ref_log_prob` in the reward, and its estimator.
-        whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae only.
+        overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens; 0: none.
+        whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae and reinforce_pp.
         multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
-        sign, are held against those of the rewards, see `estimators.lagrangian`, before whitening.
-        Columns: `token_rewards` (after the penalty), `advantages`, `returns`; with a multiplier `cost_returns`.
+        sign, are held against those of the rewards, see `lagrangian`, before whitening.
+        Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
         """
         mask = batch.ragged("response_mask")
         mask_BT = mask.pad().bool()
@@ -130,19 +154,30 @@ class NumericWorker(Worker):
             scores = _padded(batch, signal.scores)
             mean(signal.scores, scores, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
+            if overlong_buffer and signal is REWARD:
+                assert max_response_tokens is not None
+                penalty_B = overlong_penalty(mask_BT.sum(-1), max_response_tokens, overlong_buffer)
+                mean("overlong_penalty", penalty_B, len(batch))
+                rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
             if estimator == "gae":
                 values_BT, after_B = batch.ragged(signal.values).pad(), None
+                if macro_tokens > 1:
+                    return rewards_BT, *macro_gae(rewards_BT, values_BT, mask_BT, gamma, lam, macro_tokens)
                 if bootstrap:
                     after_B = torch.where(
                         _numbers(batch, "finished").bool(), 0.0, _numbers(batch, f"final_{signal.values}")
                     )
                 return rewards_BT, *gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
+            if estimator == "reinforce_pp":
+                return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
             if estimator == "remax":
-                baseline = _padded(batch, signal.baseline)
-                baseline_B = baseline if baseline.ndim == 1 else baseline.sum(-1)
+                baseline_B = _summed(_padded(batch, signal.baseline))
                 mean(signal.baseline, baseline_B, len(batch))
-                return rewards_BT, *remax(rewards_BT, baseline_B, mask_BT, gamma)
-            advantages_B = self._group_advantages(rewards_BT.sum(-1), batch, estimator)
+                return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
+            if estimator == "reinforce_pp_baseline":
+                centred_B = self._over_groups(_summed(scores), batch, mask_BT, estimator, metrics)
+                return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, _summed(scores) - centred_B)
+            advantages_B = self._over_groups(rewards_BT.sum(-1), batch, mask_BT, estimator, metrics)
             return rewards_BT, advantages_B[:, None] * mask_BT, rewards_BT.sum(-1, keepdim=True) * mask_BT
 
         rewards_BT, advantages_BT, returns_BT = estimate(REWARD)
@@ -153,14 +188,16 @@ class NumericWorker(Worker):
             mean("cost_returns", columns["cost_returns"], tokens)
             advantages_BT = lagrangian(advantages_BT, cost_advantages_BT, multiplier)
             metrics["multiplier"] = Mean(total=multiplier, count=1)
-        if whiten_advantages or (whiten_advantages is None and estimator == "gae"):
+        if whiten_advantages or (whiten_advantages is None and estimator in WHITENED):
             total = self.context.communicator.all_reduce(moments(advantages_BT, mask_BT))
             advantages_BT = whiten(advantages_BT, mask_BT, total)
         columns["advantages"] = advantages_BT
         mean("advantages", advantages_BT, tokens)
         if "old_log_prob" in batch.columns and "ref_log_prob" in batch.columns:
             kl_BT = kl_estimate(batch.ragged("old_log_prob").pad(), batch.ragged("ref_log_prob").pad(), "k1")
-            metrics["reference_kl"] = Mean(total=float((kl_BT * mask_BT).sum()), count=tokens)
+            total_kl = float((kl_BT * mask_BT).sum())
+            metrics["reference_kl"] = Mean(total=total_kl, count=tokens)
+            metrics["reference_kl_per_response"] = Mean(total=total_kl, count=len(batch))
         return Output(
             columns={name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()},
             metrics=metrics,
@@ -176,24 +213,43 @@ class NumericWorker(Worker):
         # what lowers a reward raises a cost: the cost is a reward turned round
         return sign * token_rewards(sign * scores, old_BT, ref_BT, mask_BT, kl_coefficient, kl)
 
-    def _group_advantages(self, scores_B: Tensor, batch: Shard, estimator: str) -> Tensor:
+    def _over_groups(self, scores_B: Tensor, batch: Shard, mask_BT: Tensor, estimator: str, metrics: Metrics) -> Tensor:
+        """The advantage of each response over its prompt's others, [B]."""
         # The samples of a prompt may lie on several ranks: every rank sees all scores, a number a row.
-        communicator, groups_B = self.context.communicator, batch.columns["prompt_uid"]
+        groups_B = batch.columns["prompt_uid"]
         assert isinstance(groups_B, Tensor)
-        scores_N = torch.cat(communicator.all_gather(scores_B))
-        groups_N = torch.cat(communicator.all_gather(groups_B))
+        scores_N, groups_N = self._gathered(scores_B), self._gathered(groups_B)
+        if estimator != "rloo" and len(torch.unique(groups_N)) == len(groups_N):
+            raise BadInput(
+                f"estimator={estimator!r} on one response a prompt",
+                "the other responses of a prompt are the baseline: alone, every advantage is 0",
+                "generate with samples=2 or more",
+            )
         if estimator == "rloo":
             advantages_N = rloo(scores_N, groups_N)
+        elif estimator == "off_policy_baseline":
+            old_BT, rollout_BT = (batch.ragged(name).pad() for name in ("old_log_prob", "rollout_log_prob"))
+            # one weight a response, at its tokens; none where it has no token
+            weight_B = log_weights(old_BT, rollout_BT, mask_BT, "sequence").sum(-1) / mask_BT.sum(-1).clamp(min=1)
+            weight_N = self._gathered(weight_B.exp())
+            tokens_N = self._gathered(mask_BT.sum(-1))
+            advantages_N = scores_N - off_policy_baseline(scores_N, groups_N, weight_N, tokens_N)
+            metrics["effective_sample_size"] = SampleSize(
+                total=float(weight_B.exp().sum()), squares=float(weight_B.exp().square().sum()), count=len(batch)
+            )
+        elif estimator == "reinforce_pp_baseline":
+            advantages_N = scores_N - group_mean(scores_N, groups_N)
         else:
-            if len(torch.unique(groups_N)) == len(groups_N):
-                raise BadInput(
-                    f"estimator={estimator!r} on one response a prompt",
-                    "the other responses of a prompt are the baseline: alone, every advantage is 0",
-                    "generate with samples=2 or more",
-                )
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
-        before = sum(len(part) for part in communicator.all_gather(scores_B)[: communicator.rank])
-        return advantages_N[before : before + len(scores_B)].float()
+        communicator = self.context.communicator
+        before = sum(map(len, communicator.all_gather(scores_B)[: communicator.rank]))
+        mine = slice(before, before + len(scores_B))
+        without = ~with_variance(scores_N, groups_N)[mine]
+        metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=len(batch)))
+        return advantages_N[mine].float()
+
+    def _gathered(self, x_B: Tensor) -> Tensor:
+        return torch.cat(self.context.communicator.all_gather(x_B))
 
 
 def _numbers(batch: Shard, name: str) -> Tensor:
@@ -209,3 +265,8 @@ def _padded(batch: Shard, name: str) -> Tensor:
     scores = column.pad() if isinstance(column, Ragged) else column
     assert isinstance(scores, Tensor)
     return scores
+
+
+def _summed(scores: Tensor) -> Tensor:
+    """One score a row."""
+    return scores if scores.ndim == 1 else scores.sum(-1)

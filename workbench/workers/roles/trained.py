@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,8 +80,10 @@ class TrainedWorker(Worker):
         """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
         return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
 
-    def update(self, *terms: Term, epochs: int) -> Output:
+    def update(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
         """One optimizer step a minibatch and epoch, on the sum of the terms.
+
+        rate_scales: a factor of the learning rate for each minibatch, equal on all ranks; empty: all 1.
 
         The token losses of a term are aggregated with the denominator of its whole minibatch, over all ranks and
         micro-batches.
@@ -116,7 +118,7 @@ class TrainedWorker(Worker):
                 for term, micros in zip(terms, minibatch, strict=True):
                     divisor = self._divisor(term, micros)
                     losses += [partial(share, term, divisor, micro, step) for micro in micros]
-                report = self.engine.step(losses)
+                report = self.engine.step(losses, rate_scales[number] if rate_scales else 1.0)
                 # each rank holds its share of one global loss: the shares add up, the count is one a step
                 step.metrics["loss"] = Mean(total=step.share, count=1 / context.communicator.world_size)
                 step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)

@@ -1,0 +1,164 @@
+"""The algorithms on an inline workbench: what their stages are told, dynamic sampling, and the adaptive coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import tiny_lab
+from workbench.algorithms.kl import adaptive_kl_step
+from workbench.dataflow.columns import Ragged
+from workbench.errors import BadInput
+
+SHORT = wb.Sampling(max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("dataflows", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+def even(prompt: str, response: str, **row: Any) -> float:
+    """Teaches on about half of the prompts: on the others every response gets 1."""
+    return float(len(response)) if sum(map(ord, prompt)) % 2 else 1.0
+
+
+def nothing(prompt: str, response: str, **row: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "stages"),
+    [
+        (lambda lab: wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT),
+         "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
+        (lambda lab: wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT, kl_coefficient=0.0),
+         "compute_log_prob compute_reward compute_advantages update_actor"),
+        (lambda lab: wb.ReinforcePP(lab, prompts=4, sampling=SHORT),
+         "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
+        (lambda lab: wb.ReinforcePP(lab, prompts=2, samples=2, baseline=True, sampling=SHORT),
+         "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
+        (lambda lab: wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT),
+         "compute_reward dynamic_sampling compute_log_prob compute_advantages update_actor"),
+        (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss="gspo", clip=3e-4, clip_high=4e-4),
+         "compute_log_prob compute_reward compute_advantages update_actor"),
+        (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="off_policy_baseline",
+                             correction=wb.Correction(level="sequence"), aggregation="sequence-mean-token-sum"),
+         "compute_log_prob compute_reward compute_advantages update_actor"),
+        (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="dr_grpo", loss="cispo", clip=1.0,
+                             aggregation="fixed-length", kl_coefficient=0.1, kl="k3_corrected"),
+         "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
+    ],
+)  # fmt: skip
+def test_an_iteration(lab: wb.Workbench, make: Any, stages: str) -> None:
+    algorithm = make(lab)
+    assert algorithm.graph().names == ["prompts", "generate_sequences", *stages.split()]
+    steps = lab.weights["actor"].steps
+    metrics = algorithm.iterate()
+    assert metrics["update_actor/optimizer_steps"] == steps + 2
+    assert metrics["update_actor/first_minibatch/ratio/max_deviation"] <= 1e-6
+    assert metrics["update_actor/first_minibatch/clip_fraction"] == 0
+
+
+def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
+    for make, message in (
+        (lambda: wb.RLOO(lab, samples=1), "RLOO.samples=1"),
+        (lambda: wb.ReinforcePP(lab, baseline=True), r"ReinforcePP\(baseline=True\).samples=1"),
+        (lambda: wb.DAPO(lab, samples=1), "DAPO.samples=1"),
+        (lambda: wb.DAPO(lab, rounds=-1), "DAPO.rounds=-1"),
+        (lambda: wb.DAPO(lab, sampling=SHORT, overlong_buffer=7).graph(), "overlong_buffer=7"),
+        (lambda: wb.PPO(lab, kl_target=0.0), "target=0"),
+        (lambda: wb.PPO(lab, kl_target=6.0, kl_horizon=3), "responses=16"),
+        (lambda: wb.GRPO(lab, loss="trpo").graph(), "loss='trpo'"),
+        (lambda: wb.GRPO(lab, correction=2.0).graph(), r"correction=2\.0"),  # type: ignore[arg-type]
+        (lambda: wb.GRPO(lab, clip=1.5).graph(), r"clip=1\.5"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            make()
+
+
+class TestDynamicSampling:
+    def test_more_is_drawn_until_every_group_teaches(self, lab: wb.Workbench) -> None:
+        algorithm = wb.DAPO(lab, prompts=4, samples=3, sampling=SHORT, reward=even, rounds=20)
+        drawn = lab.prompts.drawn
+        while algorithm.next_stage != "dynamic_sampling":
+            algorithm.step()
+        iteration = lab.iteration
+        batch = algorithm.step()
+        assert lab.iteration == iteration  # prompts were drawn for the iteration under way
+        metrics = lab.last_metrics["dynamic_sampling"]
+        assert batch.rows == 12
+        assert lab.prompts.drawn == drawn + 4 * (1 + metrics["rounds"])
+        assert 1 <= metrics["rounds"] <= 20
+        assert metrics["filled/fraction"] == 0
+        frame = batch.df(["prompt_uid", "prompt", "rewards"])
+        assert frame.groupby("prompt_uid").size().tolist() == [3] * 4
+        assert (frame.groupby("prompt_uid")["rewards"].nunique() > 1).all()
+        assert all(sum(map(ord, prompt)) % 2 for prompt in frame["prompt"])
+        assert 0 < metrics["kept/fraction"] < 1
+        recorded = lab.metrics("dynamic_sampling")
+        assert recorded["rounds"].to_list()[-1] == metrics["rounds"]
+        whole = algorithm.iterate()
+        assert whole["compute_advantages/without_variance/fraction"] == 0
+        assert whole["dynamic_sampling/rounds"] == recorded["rounds"].to_list()[-1]
+
+    def test_what_is_missing_after_the_last_round_is_filled_up(self, lab: wb.Workbench) -> None:
+        algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=nothing, rounds=2, overlong_buffer=0)
+        drawn = lab.prompts.drawn
+        metrics = algorithm.iterate()
+        assert lab.prompts.drawn == drawn + 6
+        assert metrics["dynamic_sampling/rounds"] == 2
+        assert metrics["dynamic_sampling/filled/fraction"] == 1
+        assert metrics["compute_advantages/without_variance/fraction"] == 1
+        assert metrics["update_actor/grad_norm"] == 0
+        assert algorithm.made["compute_advantages"].rows == 4
+
+    def test_the_penalty_counts_after_the_choice(self, lab: wb.Workbench) -> None:
+        """Groups are chosen by the reward itself; the penalty is part of the advantages' reward."""
+        algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=nothing, rounds=0, overlong_buffer=6)
+        algorithm.iterate()
+        table = algorithm.made["compute_advantages"].fetch(["token_rewards", "rewards", "response_ids"])
+        rewards, ids, scores = table["token_rewards"], table["response_ids"], table["rewards"]
+        assert isinstance(rewards, Ragged) and isinstance(ids, Ragged) and isinstance(scores, torch.Tensor)
+        found = torch.stack([row.sum() for row in rewards.rows()])
+        assert scores.abs().sum() == 0
+        torch.testing.assert_close(found, -ids.lengths / 6)
+
+    def test_in_a_loop(self, lab: wb.Workbench) -> None:
+        history = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=even).run(2)
+        assert history.index.to_list() == [lab.iteration - 1, lab.iteration]
+        assert history["dynamic_sampling/kept/fraction"].between(0, 1).all()
+
+
+def test_the_coefficient_follows_its_target(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=4, sampling=SHORT, kl_coefficient=0.1, kl_target=0.5, kl_horizon=20)
+    for _ in range(2):
+        before = algorithm.kl_coefficient
+        metrics = algorithm.iterate()
+        kl = metrics["compute_advantages/reference_kl_per_response"]
+        table = algorithm.made["compute_advantages"].fetch(["old_log_prob", "ref_log_prob"])
+        old, ref = table["old_log_prob"], table["ref_log_prob"]
+        assert isinstance(old, Ragged) and isinstance(ref, Ragged)
+        assert kl == pytest.approx(float((old.values - ref.values).sum()) / 4, abs=1e-5)
+        assert algorithm.kl_coefficient == adaptive_kl_step(before, kl, 0.5, 4, 20)
+        assert algorithm.kl_coefficient != before
+    fixed = wb.PPO(lab, prompts=4, sampling=SHORT)
+    fixed.iterate()
+    assert fixed.kl_coefficient == 0.05
+
+
+def test_macro_actions_reach_the_stage(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=4, sampling=SHORT, macro_tokens=3)
+    algorithm.iterate()
+    column = algorithm.made["compute_advantages"].fetch(["returns"])["returns"]
+    assert isinstance(column, Ragged)
+    rows = [row for row in column.rows() if len(row) == 6]
+    assert rows
+    for row in rows:  # one return a macro action
+        assert len(row.unique()) == 2
+        assert torch.equal(row, row[[0, 0, 0, 3, 3, 3]])

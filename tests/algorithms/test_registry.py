@@ -1,0 +1,38 @@
+"""One list of algorithms, from which the package takes its public names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import workbench as wb
+import workbench.algorithms
+from workbench.algorithms import ALGORITHMS
+from workbench.algorithms.loop import Algorithm
+
+
+def test_every_algorithm_is_public_under_its_name() -> None:
+    for name, module in ALGORITHMS.items():
+        found = getattr(wb, name)
+        assert issubclass(found, Algorithm)
+        assert not inspect.isabstract(found)
+        assert (found.__name__, found.__module__) == (name, module)
+        assert found is getattr(workbench.algorithms, name)
+        assert name in wb.__all__
+
+
+def test_every_file_with_an_algorithm_is_listed() -> None:
+    folder = Path(workbench.algorithms.__file__).parent
+    written = {
+        (node.name, f"workbench.algorithms.{path.stem}")
+        for path in folder.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id == "Algorithm" for b in node.bases)
+    }
+    assert written == set(ALGORITHMS.items())
+    tree = ast.parse((folder / "__init__.py").read_text())
+    for_type_checkers = {
+        (alias.name, node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert set(ALGORITHMS.items()) <= for_type_checkers

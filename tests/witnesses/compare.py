@@ -1,0 +1,266 @@
+"""Our pure functions against those of libraries of other lineage, on the same random input: a table of differences.
+
+    python tests/witnesses/compare.py [--witnesses FOLDER]
+
+The witnesses (torchrl, verl, trl) live in a folder of their own, which `make witnesses` fills, and are never imported
+by the product. These libraries partly follow each other, so agreement is the weaker kind of evidence: the tests of
+`tests/algorithms` hold the same functions to enumerations and closed forms. Ends with code 1 where a difference is
+larger than rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
+from workbench.algorithms.correction import Correction, correct
+from workbench.algorithms.estimators import gae, moments, reinforce, token_rewards, whiten
+from workbench.algorithms.groups import group_mean, grpo, rloo
+from workbench.algorithms.kl import KLKind, adaptive_kl_step, kl_estimate, kl_loss
+from workbench.algorithms.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, TOKENS, SAMPLES = 24, 17, 4
+Row = tuple[str, str, float]
+KINDS: tuple[KLKind, ...] = ("k1", "k2", "k3")
+
+
+def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+LENGTHS = torch.randint(1, TOKENS + 1, (ROWS, 1), generator=torch.Generator().manual_seed(0))
+MASK = (torch.arange(TOKENS) < LENGTHS).double()
+GROUP = torch.arange(ROWS) // SAMPLES
+REWARDS = normal(ROWS, TOKENS, seed=1) * MASK
+SCORES = token_rewards(REWARDS.sum(-1), MASK, None, MASK, 0.0)  # the whole score on the last token
+VALUES = normal(ROWS, TOKENS, seed=2) * MASK
+OLD, REF = normal(ROWS, TOKENS, seed=3) - 2, normal(ROWS, TOKENS, seed=4) - 2
+NOW = OLD + normal(ROWS, TOKENS, seed=5, scale=0.4)
+ADVANTAGES = normal(ROWS, 1, seed=6).expand(ROWS, TOKENS)  # one a response, as the witnesses have it
+VERL_NAMES: dict[Aggregation, str] = {
+    "token-mean": "token-mean",
+    "sequence-mean-token-mean": "seq-mean-token-mean",
+    "sequence-mean-token-sum": "seq-mean-token-sum",
+    "fixed-length": "seq-mean-token-sum-norm",
+}
+
+
+def whole(loss_BT: Tensor, how: Aggregation) -> Tensor:
+    """The loss of all rows as one minibatch."""
+    return aggregate(loss_BT, MASK, how, denominator(MASK, how, TOKENS))
+
+
+def apart(ours: Tensor, theirs: Tensor, mask: Tensor | None = None) -> float:
+    """The largest difference, relative to the largest value (where that is over 1)."""
+    if mask is not None:
+        ours, theirs = ours * mask, theirs * mask
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+
+
+def slopes(loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Value and gradient at the current log-probabilities."""
+    now = NOW.clone().requires_grad_()
+    value = loss(now)
+    return value.detach(), torch.autograd.grad(value, now)[0]
+
+
+def losses_apart(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> float:
+    """The larger difference of value and gradient."""
+    return max(apart(a, b) for a, b in zip(slopes(ours), slopes(theirs), strict=True))
+
+
+def against_torchrl() -> Iterator[Row]:
+    from torchrl.objectives.value.functional import generalized_advantage_estimate
+
+    for gamma, lam in ((1.0, 0.95), (0.9, 0.5)):
+        following = torch.cat((VALUES[:, 1:], torch.zeros(ROWS, 1)), 1)
+        done = torch.arange(TOKENS) == LENGTHS - 1
+        found = generalized_advantage_estimate(
+            gamma, lam, *(x[..., None] for x in (VALUES, following, REWARDS)), done[..., None], done[..., None]
+        )
+        for name, ours, theirs in zip(("advantages", "returns"), gae(REWARDS, VALUES, MASK, gamma, lam), found):  # noqa: B905
+            yield "torchrl", f"GAE {name}, gamma {gamma}, lambda {lam}", apart(ours, theirs[..., 0], MASK)
+
+
+def against_verl() -> Iterator[Row]:
+    import verl.utils.torch_functional as functional
+    from verl.trainer.ppo import core_algos as verl
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+    from verl.workers.config import ActorConfig
+
+    index = np.asarray(GROUP)
+    white = whiten(REWARDS, MASK, moments(REWARDS, MASK))
+    yield "verl", "whitening", apart(white, functional.masked_whiten(REWARDS, MASK), MASK)
+    raw, returns = gae(REWARDS, VALUES, MASK, 0.9, 0.5)
+    advantages, theirs = verl.compute_gae_advantage_return(REWARDS, VALUES, MASK, 0.9, 0.5)
+    yield "verl", "GAE, whitened", apart(whiten(raw, MASK, moments(raw, MASK)), advantages, MASK)
+    yield "verl", "GAE returns", apart(returns, theirs, MASK)
+    scores = SCORES.sum(-1)
+    for name, ours, found in (
+        ("GRPO", grpo(scores, GROUP), verl.compute_grpo_outcome_advantage(SCORES, MASK, index)),
+        (
+            "Dr. GRPO",
+            grpo(scores, GROUP, scale_by_std=False),
+            verl.compute_grpo_outcome_advantage(SCORES, MASK, index, norm_adv_by_std_in_grpo=False),
+        ),
+        ("RLOO", rloo(scores, GROUP), verl.compute_rloo_outcome_advantage(SCORES, MASK, index)),
+    ):
+        yield "verl", name, apart(ours[:, None].expand(ROWS, TOKENS), found[0], MASK)
+    ours, _ = reinforce(REWARDS, MASK, 0.9)
+    found = verl.compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK, config=types.SimpleNamespace(gamma=0.9))
+    yield "verl", "REINFORCE++", apart(whiten(ours, MASK, moments(ours, MASK)), found[0], MASK)
+    ours, _ = reinforce(SCORES, MASK, 1.0, group_mean(scores, GROUP))
+    found = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(SCORES.clone(), MASK, index)
+    yield "verl", "REINFORCE++-baseline", apart(whiten(ours, MASK, moments(ours, MASK)), found[0], MASK)
+    greedy = normal(ROWS, seed=7)
+    found = verl.compute_remax_outcome_advantage(REWARDS, greedy, MASK)
+    yield "verl", "ReMax", apart(reinforce(REWARDS, MASK, 1.0, greedy)[0], found[0], MASK)
+
+    for how, name in VERL_NAMES.items():
+        theirs = verl.agg_loss(NOW, MASK, name, loss_scale_factor=TOKENS)
+        yield "verl", f"aggregation {how}", apart(whole(NOW, how), theirs)
+
+    def config(low: float, high: float) -> Any:
+        sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": 1}
+        return ActorConfig(strategy="fsdp", clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=3.0, **sizes)
+
+    for title, name, loss, low, high in (
+        ("PPO, dual clip", "vanilla", lambda now: ppo_loss(now, OLD, ADVANTAGES, 0.2, 0.3, 3.0)[0], 0.2, 0.3),
+        ("GSPO", "gspo", lambda now: gspo_loss(now, OLD, ADVANTAGES, MASK, 0.05, 0.1)[0], 0.05, 0.1),
+        ("CISPO", "cispo", lambda now: cispo_loss(now, OLD, ADVANTAGES, 0.2, 0.3)[0], 0.2, 0.3),
+    ):
+        for how in ("token-mean", "sequence-mean-token-mean"):
+            theirs = verl.get_policy_loss_fn(name)
+            yield (
+                "verl",
+                f"{title}: loss and gradient, {how}",
+                losses_apart(
+                    lambda now: whole(loss(now), how),  # noqa: B023
+                    lambda now: theirs(OLD, now, ADVANTAGES, MASK, VERL_NAMES[how], config(low, high))[0],  # noqa: B023
+                ),
+            )
+    theirs = verl.compute_value_loss(NOW, REF, OLD, MASK, 0.2, "token-mean")[0]
+    yield "verl", "value loss, clipped", apart(whole(value_loss(NOW, OLD, REF, 0.2)[0], "token-mean"), theirs)
+    for kind in KINDS:
+        ours = kl_estimate(NOW, REF, kind).clamp(max=10 if kind == "k3" else float("inf"))  # verl cuts its k3 there
+        yield "verl", f"KL estimate {kind}", apart(ours, verl.kl_penalty(NOW, REF, kind), MASK)
+    controller = verl.AdaptiveKLController(0.1, 6.0, 1000)
+    controller.update(8.0, 64)
+    yield "verl", "adaptive KL coefficient", abs(adaptive_kl_step(0.1, 8.0, 6.0, 64, 1000) - controller.value)
+    for title, settings, level, bounds in (
+        ("TIS", Correction(high=1.5), "token", 1.5),
+        ("IcePop", Correction(bound="mask", low=0.6, high=1.5), "token", "0.6_1.5"),
+        ("sequence TIS", Correction(level="sequence", high=1.5), "sequence", 1.5),
+        ("sequence mask", Correction(level="sequence", bound="mask", low=0.6, high=1.5), "sequence", "0.6_1.5"),
+    ):
+        theirs, _ = compute_rollout_correction_weights(NOW - OLD, MASK, level, bounds)
+        yield "verl", f"correction {title}", apart(correct(NOW, OLD, MASK, settings).weight_BT, theirs)
+
+
+def against_trl() -> Iterator[Row]:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.utils import selective_log_softmax
+
+    from workbench.models.heads import TokenLogProbs
+
+    yield "trl", "selective log softmax", _head_apart(TokenLogProbs, selective_log_softmax)
+
+    def theirs(now: Tensor, loss_type: str, level: str, beta: float, corrected: bool, high: float) -> Tensor:
+        """GRPOTrainer's own loss, with a stand-in for what it asks of a trainer and a model."""
+        accelerator = types.SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, gather_for_metrics=lambda x: x
+        )
+        stand_in = types.SimpleNamespace(
+            args=types.SimpleNamespace(use_bias_correction_kl=corrected, delta=None, steps_per_generation=1),
+            _get_per_token_logps_and_entropies=lambda *args, **kwargs: (now, torch.zeros_like(now), None),
+            aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+            importance_sampling_level=level, loss_type=loss_type, beta=beta, epsilon_low=0.2, epsilon_high=high,
+            use_vllm=False, vllm_importance_sampling_correction=False, _entropy_bonus_enabled=False,
+            max_completion_length=TOKENS, current_gradient_accumulation_steps=1, accelerator=accelerator,
+            model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)},
+        )  # fmt: skip
+        ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+        inputs = {
+            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": MASK,
+            "advantages": ADVANTAGES[:, 0], "old_per_token_logps": OLD, "ref_per_token_logps": REF,
+            "num_items_in_batch": MASK.sum(),
+        }  # fmt: skip
+        return GRPOTrainer._compute_loss(stand_in, None, inputs)
+
+    def ppo(now: Tensor) -> Tensor:
+        return ppo_loss(now, OLD, ADVANTAGES, 0.2, 0.3)[0]
+
+    def gspo(now: Tensor) -> Tensor:
+        return gspo_loss(now, OLD, ADVANTAGES, MASK, 0.2, 0.3)[0]
+
+    def cispo(now: Tensor) -> Tensor:
+        return cispo_loss(now, OLD, ADVANTAGES, 1.0, 0.3)[0]  # trl's epsilon is the cap itself
+
+    cases: list[tuple[str, Callable[[Tensor], Tensor], Aggregation, tuple[Any, ...]]] = [
+        ("GRPO", ppo, "sequence-mean-token-mean", ("grpo", "token", 0.0, False, 0.3)),
+        ("DAPO's token mean", ppo, "token-mean", ("dapo", "token", 0.0, False, 0.3)),
+        ("Dr. GRPO", ppo, "fixed-length", ("dr_grpo", "token", 0.0, False, 0.3)),
+        ("GSPO", gspo, "sequence-mean-token-mean", ("grpo", "sequence", 0.0, False, 0.3)),
+        ("CISPO", cispo, "token-mean", ("cispo", "token", 0.0, False, 1.3)),
+        ("GRPO + 0.1 k3", lambda now: ppo(now) + 0.1 * kl_loss(now, OLD, REF, "k3"),
+         "sequence-mean-token-mean", ("grpo", "token", 0.1, False, 0.3)),
+        ("GRPO + 0.1 k3_corrected", lambda now: ppo(now) + 0.1 * kl_loss(now, OLD, REF, "k3_corrected"),
+         "sequence-mean-token-mean", ("grpo", "token", 0.1, True, 0.3)),
+    ]  # fmt: skip
+    for title, ours, how, arguments in cases:
+        yield (
+            "trl",
+            f"{title}: loss and gradient",
+            losses_apart(lambda now: whole(ours(now), how), lambda now: theirs(now, *arguments)),  # noqa: B023
+        )
+
+
+def _head_apart(head: Any, selective_log_softmax: Callable[..., Tensor]) -> float:
+    """Log-probabilities of a tiny model's tokens: our head, and trl's function on transformers' logits."""
+    from workbench.models import load_causal_lm
+
+    model = load_causal_lm("tiny-llama", dtype=torch.float32, device=torch.device("cpu")).eval()
+    ids = torch.randint(0, 100, (3, 9), generator=torch.Generator().manual_seed(0))
+    rows, times = torch.arange(3).repeat_interleave(8), torch.arange(8).repeat(3)
+    with torch.no_grad():
+        ours, _ = head(model, micro_batch_tokens=64)(
+            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(9).expand(3, 9),
+            rows=rows, times=times, targets=ids[rows, times + 1], temperature=0.7,
+        )  # fmt: skip
+        logits = model(ids).logits.float()
+    return apart(ours, selective_log_softmax(logits[:, :-1], ids[:, 1:], temperature=0.7).flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare pure functions with those of other libraries.")
+    parser.add_argument("--witnesses", default=str(ROOT / ".witnesses"), help="folder with them (default: .witnesses)")
+    folder = parser.parse_args().witnesses
+    if not (Path(folder) / "verl").exists():
+        sys.exit(f"no verl in {folder}: run `make witnesses`")
+    sys.path.append(folder)
+    warnings.simplefilter("ignore")
+    failed = 0
+    print(f"{'witness':8} {'quantity':60} difference")
+    for comparison in (against_torchrl, against_verl, against_trl):
+        for witness, quantity, difference in comparison():
+            # float64 throughout, but for the model and for eps inside a square root or beside it
+            right = difference <= 3e-6
+            failed += not right
+            print(f"{witness:8} {quantity:60} {difference:8.1e}{'' if right else '  <-- more than rounding'}")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Options of compute_advantages and update_actor in an inline workbench, against closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.algorithms.estimators import moments, whiten
+from workbench.algorithms.macro_actions import macro_gae
+from workbench.dataflow.columns import Ragged
+from workbench.errors import BadInput, UnknownColumn
+
+BETA = 0.1
+GROUPS = [slice(0, 3), slice(3, 6)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+    training = {"minibatches": 1, "learning_rate": 0.0, "max_grad_norm": 0.0}
+    with tiny_lab("policy", tmp_path_factory.mktemp("runs"), models=models, training=training, backend="inline") as lab:
+        yield lab
+
+
+def ragged(batch: wb.Batch, name: str) -> Ragged:
+    column = batch.fetch([name])[name]
+    assert isinstance(column, Ragged)
+    return column
+
+
+@pytest.fixture(scope="module")
+def scored(lab: wb.Workbench) -> wb.Batch:
+    """Three responses to each of two prompts; rewards 0 to 5; a KL of 0.5 a token; engine and trainer apart."""
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=3, max_new_tokens=8)
+    table = lab.actor.compute_log_prob(batch).fetch()
+    old = table["old_log_prob"]
+    assert isinstance(old, Ragged)
+    generator = torch.Generator().manual_seed(0)
+    table["ref_log_prob"] = old.like(old.values - 0.5)
+    table["rollout_log_prob"] = old.like(old.values - 0.3 * torch.randn(len(old.values), generator=generator))
+    table["values"] = old.like(torch.randn(len(old.values), generator=generator))
+    table["rewards"] = torch.arange(6.0) ** 2
+    return lab.put(table, meta=batch.meta)
+
+
+@pytest.fixture(scope="module")
+def ready(lab: wb.Workbench, scored: wb.Batch) -> wb.Batch:
+    """What an update reads, with one advantage a response."""
+    return lab.compute_advantages(scored, estimator="dr_grpo")
+
+
+def rewards_of(scored: wb.Batch) -> Tensor:
+    rewards = scored.fetch(["rewards"])["rewards"]
+    assert isinstance(rewards, Tensor)
+    return rewards
+
+
+def white(column: Ragged) -> Ragged:
+    flat = column.values[None]
+    return column.like(whiten(flat, torch.ones_like(flat), moments(flat, torch.ones_like(flat)))[0])
+
+
+class TestAdvantages:
+    def test_reinforce_pp_is_the_whitened_reward_to_go(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        made = lab.compute_advantages(scored, estimator="reinforce_pp", kl_coefficient=BETA)
+        rewards = rewards_of(scored)
+        expected = torch.cat([
+            rewards[i] - BETA * 0.5 * torch.arange(len(row), 0, -1.0)
+            for i, row in enumerate(ragged(scored, "old_log_prob").rows())
+        ])  # fmt: skip
+        torch.testing.assert_close(ragged(made, "returns").values, expected, rtol=1e-5, atol=1e-5)
+        column = ragged(made, "returns").like(expected)
+        torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
+
+    def test_its_baseline_is_the_groups_mean(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        made = lab.compute_advantages(scored, estimator="reinforce_pp_baseline")
+        rewards = rewards_of(scored)
+        centred = torch.cat([rewards[group] - rewards[group].mean() for group in GROUPS])
+        old = ragged(scored, "old_log_prob")
+        column = old.like(torch.repeat_interleave(centred, old.lengths))
+        torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
+
+    def test_off_policy_baseline(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        made = lab.compute_advantages(scored, estimator="off_policy_baseline")
+        old, rollout = ragged(scored, "old_log_prob"), ragged(scored, "rollout_log_prob")
+        weight = torch.stack([(a - b).sum().exp() for a, b in zip(old.rows(), rollout.rows(), strict=True)]).double()
+        importance, rewards = weight**2 * old.lengths, rewards_of(scored).double()
+        for group in GROUPS:
+            baseline = (importance[group] * rewards[group]).sum() / importance[group].sum()
+            for i in range(group.start, group.stop):
+                row = ragged(made, "advantages").rows()[i]
+                torch.testing.assert_close(row.double(), (rewards[i] - baseline).expand(len(row)), rtol=1e-5, atol=1e-5)
+        expected = float(weight.sum() ** 2 / (6 * (weight**2).sum()))
+        assert lab.last_metrics["compute_advantages"]["effective_sample_size"] == pytest.approx(expected, rel=1e-5)
+        assert expected < 0.99
+
+    def test_macro_actions(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        made = lab.compute_advantages(scored, macro_tokens=3, gamma=0.9, lam=0.8, whiten_advantages=False)
+        mask_BT, values_BT = ragged(scored, "response_mask").pad(), ragged(scored, "values").pad()
+        rewards_BT = ragged(made, "token_rewards").pad()
+        advantages_BT, returns_BT = macro_gae(rewards_BT, values_BT, mask_BT, 0.9, 0.8, 3)
+        torch.testing.assert_close(ragged(made, "advantages").pad(), advantages_BT)
+        torch.testing.assert_close(ragged(made, "returns").pad(), returns_BT)
+
+    def test_groups_without_variance_are_counted(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        table = scored.fetch()
+        table["rewards"] = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 3.0])
+        made = lab.compute_advantages(lab.put(table, meta=scored.meta), estimator="grpo")
+        assert lab.last_metrics["compute_advantages"]["without_variance/fraction"] == 0.5
+        assert all(not row.any() for row in ragged(made, "advantages").rows()[:3])
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"estimator": "grpo", "macro_tokens": 2}, "macro_tokens=2 with estimator='grpo'"),
+            ({"macro_tokens": 0}, "macro_tokens=0"),
+            ({"overlong_buffer": 3}, "overlong_buffer=3 without max_response_tokens"),
+            ({"overlong_buffer": 9, "max_response_tokens": 8}, "overlong_buffer=9"),
+            ({"estimator": "reinforce"}, "'reinforce_pp'"),
+        ],
+    )
+    def test_bad_arguments(self, lab: wb.Workbench, scored: wb.Batch, arguments: Any, message: str) -> None:
+        with pytest.raises(BadInput, match=message):
+            lab.compute_advantages(scored, **arguments)
+
+    def test_one_response_a_prompt(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        with pytest.raises(BadInput, match="one response a prompt"):
+            lab.compute_advantages(scored.take([0, 3]), estimator="reinforce_pp_baseline")
+        with pytest.raises(UnknownColumn, match="rollout_log_prob"):
+            lab.compute_advantages(scored.drop("rollout_log_prob"), estimator="off_policy_baseline")
+
+
+class TestUpdates:
+    """The learning rate is 0: every call sees the same weights, and the gradient's norm tells what was minimised."""
+
+    def with_weight(self, lab: wb.Workbench, ready: wb.Batch, weights: Tensor) -> wb.Batch:
+        """The same rows, with pi_old / pi_rollout as given for each token."""
+        table = ready.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        table["rollout_log_prob"] = old.like(old.values - weights.log())
+        return lab.put(table, meta=ready.meta)
+
+    @pytest.mark.parametrize("loss", ["gspo", "cispo"])
+    def test_first_step_is_ppos(self, lab: wb.Workbench, ready: wb.Batch, loss: str) -> None:
+        ppo = lab.actor.update_actor(ready)
+        other = lab.actor.update_actor(ready, loss=loss)
+        assert other["grad_norm"] == pytest.approx(ppo["grad_norm"], rel=1e-5)
+        assert other["ratio/max_deviation"] <= 1e-6
+        assert other["clip_fraction"] == 0
+        if loss == "gspo":
+            assert other["loss"] == pytest.approx(ppo["loss"], rel=1e-6)
+
+    def test_gspo_clips_sequences(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        """The policy has moved by 0.1 nats on every token: every sequence's ratio is exp(0.1)."""
+        table = ready.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        table["old_log_prob"] = old.like(old.values - 0.1)
+        metrics = lab.actor.update_actor(lab.put(table, meta=ready.meta), loss="gspo", clip=0.05)
+        good = torch.cat([row > 0 for row in ragged(ready, "advantages").rows()])
+        assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.1).exp()), rel=1e-4)
+        assert metrics["clip_fraction"] == pytest.approx(float(good.float().mean()), abs=1e-6)
+
+    def test_a_constant_weight_scales_the_gradient(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        tokens = len(ragged(ready, "old_log_prob").values)
+        plain = lab.actor.update_actor(ready)
+        batch = self.with_weight(lab, ready, torch.full((tokens,), 1.5))
+        assert lab.actor.update_actor(batch)["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+        for bound, factor in ((1.2, 1.2), (2.0, 1.5)):
+            found = lab.actor.update_actor(batch, correction=wb.Correction(high=bound))
+            assert found["grad_norm"] == pytest.approx(factor * plain["grad_norm"], rel=1e-4)
+            assert found["correction/weight/mean"] == pytest.approx(factor, rel=1e-5)
+            assert found["correction/bounded_fraction"] == float(bound < 1.5)
+            assert found["correction/effective_sample_size"] == pytest.approx(1.0)
+        masked = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", high=1.2))
+        assert masked["grad_norm"] == 0
+        assert masked["correction/effective_sample_size"] == 0
+
+    def test_metrics_are_those_of_the_whole_minibatch(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        """Over all micro-batches: the share of an effective sample is no mean of the micro-batches' shares."""
+        old = ragged(ready, "old_log_prob")
+        weights = torch.linspace(0.2, 4.0, len(old.values))
+        batch = self.with_weight(lab, ready, weights)
+        found = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", low=0.5, high=3.0))
+        kept = torch.where((weights >= 0.5) & (weights <= 3.0), weights, 0.0).double()
+        assert found["correction/bounded_fraction"] == pytest.approx(float((kept == 0).double().mean()), rel=1e-4)
+        share = float(kept.sum() ** 2 / (len(kept) * (kept**2).sum()))
+        assert found["correction/effective_sample_size"] == pytest.approx(share, rel=1e-4)
+        found = lab.actor.update_actor(batch, correction=wb.Correction(level="geometric", high=100.0))
+        rows = torch.stack([row.log().mean().exp() for row in old.like(weights).rows()]).double()
+        share = float(rows.sum() ** 2 / (6 * (rows**2).sum()))
+        assert found["correction/effective_sample_size"] == pytest.approx(share, rel=1e-4)
+
+    def test_few_effective_samples_make_small_steps(self, tmp_path: Path) -> None:
+        """VCPO's scale, for each minibatch its own: the weights of the second one are equal."""
+        training = {"minibatches": 2, "learning_rate": 1e-3}
+        with tiny_lab("steps", tmp_path, models={"actor": TINY}, training=training, backend="inline") as lab:
+            batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6)
+            table = lab.actor.compute_log_prob(batch).fetch()
+            old = table["old_log_prob"]
+            assert isinstance(old, Ragged)
+            weights = torch.tensor([1.0, 3.0, 2.0, 2.0])
+            shift = torch.repeat_interleave(weights.log() / old.lengths, old.lengths)
+            table |= {"rollout_log_prob": old.like(old.values - shift), "advantages": old.like(torch.ones_like(shift))}
+            correction = wb.Correction(level="sequence", high=10.0, reference_size=0.9)
+            metrics = lab.actor.update_actor(lab.put(table, meta=batch.meta), correction=correction)
+        scale = (0.8 / 0.9) ** 0.5
+        assert metrics["first_minibatch/learning_rate"] == pytest.approx(scale * 1e-3, rel=1e-5)
+        assert metrics["learning_rate"] == pytest.approx((scale + 1) / 2 * 1e-3, rel=1e-5)
+        assert metrics["correction/effective_sample_size"] == pytest.approx(64 / (4 * 18), rel=1e-5)
+
+    def test_kl_losses(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        """d is 0.5 on each token; with no advantages the gradient is the penalty's, d loss / d log pi on each token."""
+        table = ready.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        table["advantages"] = old.like(torch.zeros(len(old.values)))
+        batch = lab.put(table, meta=ready.meta)
+        norms = {}
+        for kind in ("k1", "k2", "k3", "k3_corrected"):
+            found = lab.actor.update_actor(batch, kl_coefficient=1.0, kl=kind)
+            norms[kind] = found["grad_norm"]
+            k3 = float(torch.tensor(-0.5).exp()) - 0.5
+            value = {"k1": 0.5, "k2": 0.125}.get(kind, k3)
+            assert found["reference_kl"] == pytest.approx(value, rel=1e-4)
+            assert found["loss"] == pytest.approx(value, rel=1e-4)
+        assert norms["k2"] == pytest.approx(0.5 * norms["k1"], rel=1e-4)
+        assert norms["k3"] == pytest.approx((1 - float(torch.tensor(-0.5).exp())) * norms["k1"], rel=1e-4)
+        # rho k3: k3 from the ratio, and k3's own slope, which make d
+        assert norms["k3_corrected"] == pytest.approx(0.5 * norms["k1"], rel=1e-4)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"loss": "trpo"}, "loss='trpo'"),
+            ({"loss": "gspo", "dual_clip": 3.0}, "dual_clip with loss='gspo'"),
+            ({"kl": "k4"}, "kl='k4'"),
+            ({"correction": "tis"}, "correction='tis'"),
+            ({"clip": 1.5}, r"clip=1\.5"),
+        ],
+    )
+    def test_bad_arguments(self, lab: wb.Workbench, ready: wb.Batch, arguments: Any, message: str) -> None:
+        with pytest.raises(BadInput, match=message):
+            lab.actor.update_actor(ready, **arguments)
+
+    def test_a_correction_needs_the_rollouts_log_probs(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        with pytest.raises(UnknownColumn, match="rollout_log_prob"):
+            lab.actor.update_actor(ready.drop("rollout_log_prob"), correction=wb.Correction())

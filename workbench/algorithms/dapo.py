@@ -1,0 +1,104 @@
+"""DAPO (Yu et al. 2025, arXiv:2503.14476): GRPO that clips higher, samples on, and counts tokens alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from workbench.algorithms.groups import with_variance
+from workbench.algorithms.loop import Algorithm
+from workbench.dataflow.batch import Batch
+from workbench.dataflow.columns import Ragged
+from workbench.engines.settings import Sampling, at_least
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+@dataclass
+class DAPO(Algorithm):
+    """`DAPO(lab).run(n)`: n iterations of the lines in `define`.
+
+    Against GRPO: unequal clip bounds, a mean over all tokens of the batch, a penalty for responses that run into their
+    limit, and dynamic sampling, see `dynamic_sampling`; no KL.
+
+    prompts: prompts an update; samples: responses a prompt, at least 2. rounds: how often more prompts may be drawn in
+    an iteration. overlong_buffer: tokens before `sampling.max_new_tokens` over which the penalty grows to 1; None: a
+    fifth of these, as in the paper; 0: no penalty.
+    """
+
+    lab: Workbench
+    prompts: int = 16
+    samples: int = 8
+    sampling: Sampling = field(default_factory=Sampling)
+    reward: Callable[..., Any] | None = None
+    rounds: int = 3
+    overlong_buffer: int | None = None
+    clip: float = 0.2
+    clip_high: float = 0.28
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        at_least("DAPO.samples", self.samples, 2)  # one sample has no variance
+        at_least("DAPO.rounds", self.rounds, 0)
+        self.need("reward")
+
+    def define(self, lab: Workbench) -> None:
+        longest = self.sampling.max_new_tokens
+        buffer = longest // 5 if self.overlong_buffer is None else self.overlong_buffer
+        batch = lab.prompts.next(self.prompts)
+        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
+        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.apply(self.dynamic_sampling, batch)
+        batch = lab.actor.compute_log_prob(batch)
+        batch = lab.compute_advantages(batch, estimator="grpo", overlong_buffer=buffer, max_response_tokens=longest)
+        lab.actor.update_actor(
+            batch, clip=self.clip, clip_high=self.clip_high, epochs=self.epochs, aggregation="token-mean"
+        )
+
+    def dynamic_sampling(self, batch: Batch) -> Batch:
+        """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough.
+
+        After `rounds` further draws what is missing is made up of groups without variance: they add no gradient, so
+        the step is smaller by their share of the tokens, and the batch keeps its size. Its rows: first those that
+        teach. Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction`
+        (groups without variance in the batch), `rewards/mean` over all that was drawn.
+        """
+        lab, wanted = self.lab, self.prompts * self.samples
+        kept: list[Batch] = []
+        others: list[Batch] = []
+        total, drawn, rows, rounds = 0.0, 0, 0, 0
+        while True:
+            scores_N, varied_N = _varied(batch)
+            total, drawn, rows = total + float(scores_N.sum()), drawn + batch.rows, rows + int(varied_N.sum())
+            for found, part in ((varied_N, kept), (~varied_N, others)):
+                if found.any():
+                    part.append(batch.take(np.flatnonzero(found.numpy())))
+            if rows >= wanted or rounds == self.rounds:
+                break
+            rounds += 1
+            batch = lab.prompts.more(self.prompts)
+            batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
+            batch = lab.reward.compute_reward(batch, function=self.reward)
+        metrics = {
+            "rounds": rounds,
+            "kept/fraction": rows / drawn,
+            "filled/fraction": max(0, wanted - rows) / wanted,
+            "rewards/mean": total / drawn,
+        }
+        lab.report("dynamic_sampling", metrics)
+        whole = Batch.concat([*kept, *others])
+        return whole.take(np.arange(min(wanted, whole.rows)))
+
+
+def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The score of each response, and whether its prompt's responses differ in it."""
+    table = batch.fetch(["rewards", "prompt_uid"])
+    rewards, uids = table["rewards"], table["prompt_uid"]
+    scores_N = rewards.pad().sum(-1) if isinstance(rewards, Ragged) else rewards
+    assert isinstance(scores_N, Tensor) and isinstance(uids, Tensor)
+    return scores_N, with_variance(scores_N, uids)

@@ -1,0 +1,49 @@
+"""RLOO (Ahmadian et al. 2024, arXiv:2402.14740): REINFORCE on whole responses, the other samples as the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.algorithms.loop import Algorithm
+from workbench.engines.settings import Sampling, at_least
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+@dataclass
+class RLOO(Algorithm):
+    """`RLOO(lab).run(n)`: n iterations of the lines in `define`.
+
+    A response is one action: its reward, less the KL of the whole response, is held against the mean of the others to
+    its prompt, and the log-probabilities of its tokens are summed.
+
+    prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
+    reference in the reward; at 0 no reference is needed. clip: matters from the second optimizer step on.
+    """
+
+    lab: Workbench
+    prompts: int = 16
+    samples: int = 4
+    sampling: Sampling = field(default_factory=Sampling)
+    reward: Callable[..., Any] | None = None
+    kl_coefficient: float = 0.05
+    kl: str = "k1"
+    clip: float = 0.2
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        at_least("RLOO.samples", self.samples, 2)  # nobody is left out of one
+        self.need("reward", *(["reference"] if self.kl_coefficient else []))
+
+    def define(self, lab: Workbench) -> None:
+        batch = lab.prompts.next(self.prompts)
+        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
+        batch = lab.actor.compute_log_prob(batch)
+        if self.kl_coefficient:
+            batch = lab.reference.compute_ref_log_prob(batch)
+        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.compute_advantages(batch, estimator="rloo", kl_coefficient=self.kl_coefficient, kl=self.kl)
+        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, aggregation="sequence-mean-token-sum")

@@ -1,0 +1,53 @@
+"""The importance weights of a shard's rollouts: a column for the policy loss, metrics, factors of the learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.algorithms.correction import Correction, correct, effective_sample_size, step_scale
+from workbench.dataflow.columns import Ragged
+from workbench.workers.calls import Mean, Metrics, SampleSize, Shard
+from workbench.workers.micro_batches import minibatch_indices
+from workbench.workers.worker import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutWeights:
+    """column: a weight a response token. rate_scales: a factor of each minibatch's learning rate; empty: all 1."""
+
+    column: Ragged
+    metrics: Metrics
+    rate_scales: tuple[float, ...]
+
+
+def rollout_weights(batch: Shard, correction: Correction, context: Context) -> RolloutWeights:
+    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it."""
+    mask = batch.ragged("response_mask")
+    mask_BT = mask.pad().bool()
+    weights = correct(batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad(), mask_BT, correction)
+    tokens = float(mask_BT.sum())
+    total, squares, count = _sums(weights.weight_BT, mask_BT, correction).tolist()
+    metrics: Metrics = {
+        "correction/weight/mean": Mean(total=float(weights.weight_BT.sum()), count=tokens),
+        "correction/bounded_fraction": Mean(total=float(weights.bounded_BT.sum()), count=tokens),
+        "correction/effective_sample_size": SampleSize(total=total, squares=squares, count=count),
+    }
+    scales: tuple[float, ...] = ()
+    if correction.reference_size is not None:
+        each = minibatch_indices(batch.minibatch_sizes)
+        sums = [_sums(weights.weight_BT[rows], mask_BT[rows], correction) for rows in each]
+        sums_M3 = context.communicator.all_reduce(torch.stack(sums).to(context.device))
+        scales = tuple(step_scale(effective_sample_size(*row), correction.reference_size) for row in sums_M3.tolist())
+    return RolloutWeights(column=Ragged.unpad(weights.weight_BT, mask.lengths), metrics=metrics, rate_scales=scales)
+
+
+def _sums(weight_BT: Tensor, mask_BT: Tensor, correction: Correction) -> Tensor:
+    """[sum w, sum w^2, count], float64: over the tokens, or over the sequences where a sequence has one weight."""
+    if correction.level == "token":
+        weights = weight_BT[mask_BT].double()
+    else:
+        weights = weight_BT.amax(-1)[mask_BT.any(-1)].double()
+    return torch.stack((weights.sum(), weights.square().sum(), weights.new_tensor(weights.numel())))
