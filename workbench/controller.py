@@ -622,7 +622,7 @@ class Workbench:
     # --- seeing -----------------------------------------------------------------------------------------------------
 
     def topology(self) -> pd.DataFrame:
-        """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
+        """Role x rank: host, process, device, how sequences run, and bytes by use, asked of the live processes."""
         self._check_open()
         import pandas as pd
 
@@ -632,11 +632,12 @@ class Workbench:
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
-                known = {"role", "model"}
+                known = {"role", "model", "sequences"}
                 rows.append(
                     {
                         "role": role,
                         "model": held["model"],
+                        "sequences": held.get("sequences"),
                         "pool": info.pool,
                         "rank": info.rank,
                         "device": info.device,

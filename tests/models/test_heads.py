@@ -24,19 +24,22 @@ def llama(tied: bool = False, **changes: Any) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(1, 61, (n,), generator=generator) for n in (9, 4, 13, 2)]
-    input_ids, attention_mask, position_ids = pad_right(tokens, 0)
-    rows, times = attention_mask[:, 1:].nonzero(as_tuple=True)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "rows": rows,
-        "times": times,
-        "targets": input_ids[rows, times + 1],
-    }
+    input_ids, lengths = torch.cat(tokens), tuple(map(len, tokens))
+    last = torch.tensor(lengths).cumsum(0) - 1
+    positions = torch.tensor([t for t in range(len(input_ids)) if t not in last.tolist()])
+    return {"input_ids": input_ids, "lengths": lengths, "positions": positions, "targets": input_ids[positions + 1]}
+
+
+def sequence_and_time(given: dict[str, Any], position: int) -> tuple[Tensor, int]:
+    """The sequence [1, length] that a position of the pack is in, and the time there."""
+    for sequence in given["input_ids"].split(given["lengths"]):
+        if position < len(sequence):
+            return sequence[None], position
+        position -= len(sequence)
+    raise AssertionError
 
 
 def test_pad_right() -> None:
@@ -54,9 +57,9 @@ def test_log_probs_and_entropy_equal_the_whole_models(temperature: float, micro_
     log_probs, entropy = TokenLogProbs(model, micro_batch_tokens=micro_batch_tokens)(
         **given, temperature=temperature, with_entropy=True
     )
-    for n, (row, time) in enumerate(zip(given["rows"], given["times"], strict=True)):
-        unpadded = given["input_ids"][row][given["attention_mask"][row] == 1][None]
-        expected = torch.log_softmax(model(input_ids=unpadded).logits[0, time] / temperature, -1)
+    for n, position in enumerate(given["positions"].tolist()):
+        sequence, time = sequence_and_time(given, position)
+        expected = torch.log_softmax(model(input_ids=sequence).logits[0, time] / temperature, -1)
         torch.testing.assert_close(log_probs[n], expected[given["targets"][n]], rtol=0, atol=1e-5)
         torch.testing.assert_close(entropy[n], -(expected.exp() * expected).sum(), rtol=0, atol=1e-5)
 
@@ -101,7 +104,7 @@ def test_gradient_equals_finite_differences() -> None:
 
 def test_no_asked_positions() -> None:
     head, given = TokenLogProbs(llama()), batch()
-    for key in ("rows", "times", "targets"):
+    for key in ("positions", "targets"):
         given[key] = given[key][:0]
     log_probs, _ = head(**given)
     assert log_probs.shape == (0,)
@@ -136,8 +139,9 @@ def test_values_are_a_linear_read_out() -> None:
     del given["targets"]
     values = TokenValues(backbone, 32, init="normal", seed=4)
     values.score.bias.data.fill_(0.25)
-    hidden = backbone(**{k: given[k] for k in ("input_ids", "attention_mask", "position_ids")}).last_hidden_state
-    expected = hidden[given["rows"], given["times"]] @ values.score.weight[0] + 0.25
+    places = [sequence_and_time(given, position) for position in given["positions"].tolist()]
+    hidden = torch.stack([backbone(input_ids=sequence).last_hidden_state[0, time] for sequence, time in places])
+    expected = hidden @ values.score.weight[0] + 0.25
     torch.testing.assert_close(values(**given), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert values(**given).dtype == torch.float32
@@ -163,9 +167,8 @@ def test_saved_score_is_loaded(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     module, given = load_token_values(tmp_path), batch()
     assert set(module.weight_names().values()) == {name for name, _ in saved.named_parameters()} | {"score.bias"}
-    row = given["input_ids"][2]
-    last = torch.tensor([len(row) - 1])
-    score = module(row[None], torch.ones(1, len(row)), torch.arange(len(row))[None], torch.tensor([0]), last)
+    row = given["input_ids"][:9]
+    score = module(row, (9,), torch.tensor([8]))
     torch.testing.assert_close(score, saved(input_ids=row[None]).logits[:, 0])
 
 

@@ -65,9 +65,10 @@ class CriticWorker(TrainedWorker):
         return self._regress(batch, "values", "returns", clip, epochs, aggregation, max_response_tokens)
 
     def _values(self, batch: Shard, column: str) -> Output:
-        values = each_response_token(
-            batch, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
-        )
+        def forward(micro: MicroBatch) -> Tensor:
+            return self.engine.forward(**micro.inputs)
+
+        values = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
         return Output(columns={column: values}, metrics={f"{column}/mean": mean_of(values)})
 
     def _regress(
