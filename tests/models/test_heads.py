@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.training_ranks import run_ranks
 from workbench.errors import BadInput
-from workbench.models.heads import TokenLogProbs, TokenValues, load_token_values, pad_right
+from workbench.models.heads import ROWS_PER_CALL, TokenLogProbs, TokenValues, load_token_values, pad_right
 
 
 def llama(tied: bool = False, **changes: Any) -> Any:
@@ -100,6 +102,32 @@ def test_gradient_equals_finite_differences() -> None:
         expected = float((values[0] - values[1]) / (2 * step))  # the head answers in fp32: hence the wide step
         assert parameter.grad is not None
         assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=2e-3, abs=2e-3)
+
+
+VOCABULARY = 65_536
+
+
+def grown_by(more_tokens: int) -> int:
+    """Bytes by which more tokens, forward and backward, raise a process's peak above that of two calls of the head."""
+    shape = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    head = TokenLogProbs(llama(**shape), micro_batch_tokens=more_tokens)
+    head.head_calls = 2
+    peaks = []
+    for tokens in (2 * ROWS_PER_CALL, more_tokens):
+        ids = torch.arange(tokens)
+        log_probs, _ = head(ids, (64,) * (tokens // 64), ids, ids, temperature=0.7)
+        log_probs.sum().backward()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        head.head_calls = more_tokens // ROWS_PER_CALL
+    return peaks[1] - peaks[0]
+
+
+@pytest.mark.slow
+def test_memory_of_logits_does_not_grow_with_tokens() -> None:
+    tokens = 8 * ROWS_PER_CALL
+    assert TokenLogProbs(llama(), micro_batch_tokens=tokens).head_calls == 8
+    (growth,) = run_ranks(grown_by, 1, tokens)  # in a process of its own, whose peak is nobody else's
+    assert growth < 0.1 * 4 * tokens * VOCABULARY
 
 
 def test_no_asked_positions() -> None:
