@@ -58,6 +58,9 @@ def _run(case: Case) -> list[dict[str, Any]]:
     generation = Generation(engine="transformers", check_sync=False)
     spec = Model(name="tiny-llama", dtype="float32", training=training, generation=generation)
     worker: Any = actor.ActorWorker(spec, context) if case.role == "actor" else CriticWorker(spec, context)
+    if case.role == "critic":  # whose head starts at 0, and then sends no gradient into the layers
+        drawn = torch.randn(worker.engine.module.score.weight.shape, generator=torch.Generator().manual_seed(1))
+        worker.engine.module.score.weight.data.copy_(drawn / 10)
     find = actor._rows_without_advantage
     if not case.skipping:
         actor._rows_without_advantage = lambda advantages, mask: frozenset()
