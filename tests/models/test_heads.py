@@ -109,7 +109,12 @@ VOCABULARY = 65_536
 
 def grown_by(more_tokens: int) -> int:
     """Bytes by which more tokens, forward and backward, raise a process's peak above that of two calls of the head."""
-    shape = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+    }
     head = TokenLogProbs(llama(**shape), micro_batch_tokens=more_tokens)
     head.head_calls = 2
     peaks = []

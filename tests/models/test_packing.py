@@ -137,8 +137,8 @@ def test_flash_attention_equals_one_sequence_at_a_time(window: int | None, key_v
     shapes = [(1, heads, sum(LENGTHS), 32) for heads in (4, key_value_heads, key_value_heads)]
     drawn = [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
     for dtype in (torch.bfloat16, torch.float32):
-        inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in drawn]
-        out, _ = packed_attention(module, *inputs, None, scaling=32**-0.5, sliding_window=window, pack=pack)
+        query, key, value = inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in drawn]
+        out, _ = packed_attention(module, query, key, value, None, scaling=32**-0.5, sliding_window=window, pack=pack)
         out.float().square().sum().backward()
         results.append([out.float(), *(x.grad.float() for x in inputs)])  # type: ignore[union-attr]
     for flash, loop in zip(*results, strict=True):

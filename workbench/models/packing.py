@@ -127,9 +127,9 @@ def packed_attention(
     # rotary embeddings may have brought query and key to fp32 under autocast
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         return _flash(query.to(value.dtype), key.to(value.dtype), value, scaling, sliding_window, pack), None
+    of_each = zip(*(x.split(pack.lengths, dim=2) for x in (query, key, value)), strict=True)
     parts = [
-        sdpa_attention_forward(module, *part, _window(part[0], sliding_window), scaling=scaling)[0]
-        for part in zip(*(x.split(pack.lengths, dim=2) for x in (query, key, value)), strict=True)
+        sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), scaling=scaling)[0] for q, k, v in of_each
     ]
     return torch.cat(parts, dim=1), None
 
@@ -149,10 +149,9 @@ def _flash(
     """The same by torch's flash attention for sequences of varying length, all of them in one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(pack.lengths)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        pack.boundaries, pack.boundaries, longest, longest,
+        q, k, v, pack.boundaries, pack.boundaries, max(pack.lengths), max(pack.lengths),
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
