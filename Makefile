@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control clean help
+.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control bench-forward clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -51,6 +51,9 @@ bench-overlap: $(READY) ## measure what overlapping the stages of two pools gain
 
 bench-control: $(READY) ## measure what the controller adds to a stage, by ranks and by rows
 	$(BIN)/python tests/benchmarks/control_cost.py
+
+bench-forward: $(READY) ## measure packed against padded passes, and log-probabilities against whole logits
+	$(BIN)/python tests/benchmarks/forward.py
 
 clean: ## remove .venv/ and what tools left behind; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -37,7 +37,7 @@ class Views:
         raise NotImplementedError
 
     def topology(self) -> pd.DataFrame:
-        """Role x rank: host, process, device, and bytes by use, asked of the live processes."""
+        """Role x rank: host, process, device, how sequences run, and bytes by use, asked of the live processes."""
         self._check_open()
         import pandas as pd
 
@@ -47,11 +47,12 @@ class Views:
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
-                known = {"role", "model"}
+                known = {"role", "model", "sequences"}
                 rows.append(
                     {
                         "role": role,
                         "model": held["model"],
+                        "sequences": held.get("sequences"),
                         "pool": info.pool,
                         "rank": info.rank,
                         "device": info.device,

@@ -7,6 +7,7 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from workbench.engines.settings import Training
 from workbench.engines.training.base import TrainingEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
-from workbench.models.heads import TokenLogProbs, TokenValues, pad_right
+from workbench.models.heads import TokenLogProbs, TokenValues
 
 CPU = torch.device("cpu")
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")
@@ -98,27 +99,22 @@ def make_engine(
 
 
 def negative_log_likelihood(engine: TrainingEngine, batch: list[Tensor]) -> Tensor:
-    input_ids, attention_mask, position_ids = pad_right(batch, 0)
-    rows, times = attention_mask[:, 1:].nonzero(as_tuple=True)
+    input_ids, lengths = torch.cat(batch), tuple(map(len, batch))
+    positions = torch.cat([torch.arange(n - 1) + end - n for n, end in zip(lengths, accumulate(lengths), strict=True)])
     log_probs, _ = engine.forward(
         input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        rows=rows,
-        times=times,
-        targets=input_ids[rows, times + 1],
+        lengths=lengths,
+        positions=positions,
+        targets=input_ids[positions + 1],
         temperature=TEMPERATURE,
     )
     return -log_probs.sum() / DENOMINATOR
 
 
 def squared_values(engine: TrainingEngine, batch: list[Tensor]) -> Tensor:
-    input_ids, attention_mask, position_ids = pad_right(batch, 0)
-    rows, times = attention_mask.nonzero(as_tuple=True)
-    values = engine.forward(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, rows=rows, times=times
-    )
-    return (values - input_ids[rows, times] / 97).square().sum() / DENOMINATOR
+    input_ids = torch.cat(batch)
+    values = engine.forward(input_ids=input_ids, lengths=tuple(map(len, batch)), positions=torch.arange(len(input_ids)))
+    return (values - input_ids / 97).square().sum() / DENOMINATOR
 
 
 Loss = Callable[[TrainingEngine, list[Tensor]], Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.training_ranks import run_ranks
 from workbench.errors import BadInput
-from workbench.models.heads import TokenLogProbs, TokenValues, load_token_values, pad_right
+from workbench.models.heads import ROWS_PER_CALL, TokenLogProbs, TokenValues, load_token_values, pad_right
 
 
 def llama(tied: bool = False, **changes: Any) -> Any:
@@ -24,19 +26,22 @@ def llama(tied: bool = False, **changes: Any) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(1, 61, (n,), generator=generator) for n in (9, 4, 13, 2)]
-    input_ids, attention_mask, position_ids = pad_right(tokens, 0)
-    rows, times = attention_mask[:, 1:].nonzero(as_tuple=True)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "rows": rows,
-        "times": times,
-        "targets": input_ids[rows, times + 1],
-    }
+    input_ids, lengths = torch.cat(tokens), tuple(map(len, tokens))
+    last = torch.tensor(lengths).cumsum(0) - 1
+    positions = torch.tensor([t for t in range(len(input_ids)) if t not in last.tolist()])
+    return {"input_ids": input_ids, "lengths": lengths, "positions": positions, "targets": input_ids[positions + 1]}
+
+
+def sequence_and_time(given: dict[str, Any], position: int) -> tuple[Tensor, int]:
+    """The sequence [1, length] that a position of the pack is in, and the time there."""
+    for sequence in given["input_ids"].split(given["lengths"]):
+        if position < len(sequence):
+            return sequence[None], position
+        position -= len(sequence)
+    raise AssertionError
 
 
 def test_pad_right() -> None:
@@ -54,9 +59,9 @@ def test_log_probs_and_entropy_equal_the_whole_models(temperature: float, micro_
     log_probs, entropy = TokenLogProbs(model, micro_batch_tokens=micro_batch_tokens)(
         **given, temperature=temperature, with_entropy=True
     )
-    for n, (row, time) in enumerate(zip(given["rows"], given["times"], strict=True)):
-        unpadded = given["input_ids"][row][given["attention_mask"][row] == 1][None]
-        expected = torch.log_softmax(model(input_ids=unpadded).logits[0, time] / temperature, -1)
+    for n, position in enumerate(given["positions"].tolist()):
+        sequence, time = sequence_and_time(given, position)
+        expected = torch.log_softmax(model(input_ids=sequence).logits[0, time] / temperature, -1)
         torch.testing.assert_close(log_probs[n], expected[given["targets"][n]], rtol=0, atol=1e-5)
         torch.testing.assert_close(entropy[n], -(expected.exp() * expected).sum(), rtol=0, atol=1e-5)
 
@@ -99,9 +104,40 @@ def test_gradient_equals_finite_differences() -> None:
         assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=2e-3, abs=2e-3)
 
 
+VOCABULARY = 65_536
+
+
+def grown_by(more_tokens: int) -> int:
+    """Bytes by which more tokens, forward and backward, raise a process's peak above that of two calls of the head."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+    }
+    head = TokenLogProbs(llama(**shape), micro_batch_tokens=more_tokens)
+    head.head_calls = 2
+    peaks = []
+    for tokens in (2 * ROWS_PER_CALL, more_tokens):
+        ids = torch.arange(tokens)
+        log_probs, _ = head(ids, (64,) * (tokens // 64), ids, ids, temperature=0.7)
+        log_probs.sum().backward()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        head.head_calls = more_tokens // ROWS_PER_CALL
+    return peaks[1] - peaks[0]
+
+
+@pytest.mark.slow
+def test_memory_of_logits_does_not_grow_with_tokens() -> None:
+    tokens = 8 * ROWS_PER_CALL
+    assert TokenLogProbs(llama(), micro_batch_tokens=tokens).head_calls == 8
+    (growth,) = run_ranks(grown_by, 1, tokens)  # in a process of its own, whose peak is nobody else's
+    assert growth < 0.1 * 4 * tokens * VOCABULARY
+
+
 def test_no_asked_positions() -> None:
     head, given = TokenLogProbs(llama()), batch()
-    for key in ("rows", "times", "targets"):
+    for key in ("positions", "targets"):
         given[key] = given[key][:0]
     log_probs, _ = head(**given)
     assert log_probs.shape == (0,)
@@ -136,8 +172,9 @@ def test_values_are_a_linear_read_out() -> None:
     del given["targets"]
     values = TokenValues(backbone, 32, init="normal", seed=4)
     values.score.bias.data.fill_(0.25)
-    hidden = backbone(**{k: given[k] for k in ("input_ids", "attention_mask", "position_ids")}).last_hidden_state
-    expected = hidden[given["rows"], given["times"]] @ values.score.weight[0] + 0.25
+    places = [sequence_and_time(given, position) for position in given["positions"].tolist()]
+    hidden = torch.stack([backbone(input_ids=sequence).last_hidden_state[0, time] for sequence, time in places])
+    expected = hidden @ values.score.weight[0] + 0.25
     torch.testing.assert_close(values(**given), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert values(**given).dtype == torch.float32
@@ -163,9 +200,8 @@ def test_saved_score_is_loaded(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     module, given = load_token_values(tmp_path), batch()
     assert set(module.weight_names().values()) == {name for name, _ in saved.named_parameters()} | {"score.bias"}
-    row = given["input_ids"][2]
-    last = torch.tensor([len(row) - 1])
-    score = module(row[None], torch.ones(1, len(row)), torch.arange(len(row))[None], torch.tensor([0]), last)
+    row = given["input_ids"][:9]
+    score = module(row, (9,), torch.tensor([8]))
     torch.testing.assert_close(score, saved(input_ids=row[None]).logits[:, 0])
 
 

@@ -21,11 +21,14 @@ from workbench.workers.micro_batches import MicroBatch, Scatter, cut, each_minib
 ALONE = Communicator(0, 1, Recorder())
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 120), st.integers(0, 10))
-def test_every_row_once_within_the_budget(lengths: list[int], budget: int, least: int) -> None:
-    groups = cut(lengths, budget, least)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 120), st.integers(0, 10), st.booleans())
+def test_every_row_once_within_the_budget(lengths: list[int], budget: int, least: int, padded: bool) -> None:
+    def at(group: list[int]) -> list[int]:
+        return [lengths[i] for i in group]
+
+    groups = cut(lengths, budget, least, padded=padded)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    assert all(len(g) == 1 or len(g) * max(lengths[i] for i in g) <= budget for g in groups)
+    assert all(len(g) == 1 or (len(g) * max(n) if padded else sum(n)) <= budget for g in groups if (n := at(g)))
     assert len(groups) >= min(least, len(lengths))
 
 
@@ -37,13 +40,10 @@ def shard(prompts: list[list[int]], responses: list[list[int]], sizes: tuple[int
 def test_what_a_forward_pass_is_given() -> None:
     (micros,) = each_minibatch(shard([[5, 6], [7]], [[8], [9, 10]], (2,)), 100, ALONE, torch.device("cpu"))
     (micro,) = micros
-    assert micro.inputs["input_ids"].tolist() == [[5, 6, 8], [7, 9, 10]]
-    # the state before a token predicts it: position 1 of row 0 predicts 8, positions 0 and 1 of row 1 predict 9, 10
-    assert list(zip(micro.inputs["rows"].tolist(), micro.inputs["times"].tolist(), strict=True)) == [
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    ]
+    assert micro.inputs["input_ids"].tolist() == [5, 6, 8, 7, 9, 10]
+    assert micro.inputs["lengths"] == (3, 3)
+    # the state before a token predicts it: that of 6 predicts 8, those of 7 and 9 predict 9 and 10
+    assert micro.inputs["positions"].tolist() == [1, 3, 4]
     assert micro.targets.tolist() == [8, 9, 10]
     assert micro.to_BR(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0], [2, 3]]
 

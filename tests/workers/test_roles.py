@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
@@ -64,3 +65,27 @@ def test_tensor_groups_that_cannot_be_are_refused(tmp_path: Path) -> None:
             "lonely", models={"actor": TINY}, generation=wb.Generation(tensor_parallel_size=2, max_model_tokens=64),
             training=wb.Training(engine="torch"), backend="inline", runs=tmp_path,
         )  # fmt: skip
+
+
+def test_rows_without_advantage_are_left_out_unless_something_else_pulls_on_them(tmp_path: Path) -> None:
+    with tiny_lab("skip", tmp_path, backend="inline", training={"minibatches": 1}) as lab:
+        batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=8, seed=1))
+        responses = batch.fetch(["response_ids"])["response_ids"]
+        assert isinstance(responses, Ragged)
+        rows = [torch.full((len(row),), float(i % 2)) for i, row in enumerate(responses.rows())]
+        batch = batch.join(lab.put({"advantages": Ragged.of(rows, torch.float32)}))
+        seen = lab.actor.update_actor(batch)
+        assert seen["skipped_rows/fraction"] == 0.5
+        assert seen["first_minibatch/ratio/max_deviation"] <= 1e-6
+        spans = lab.spans()
+        forward = spans[(spans["kind"] == "forward") & (spans["stage"] == "update_actor")]
+        tokens = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+        assert forward["processed_tokens"].sum() == tokens[1] + tokens[3]
+        assert lab.actor.update_actor(batch, entropy_coefficient=0.01)["skipped_rows/fraction"] == 0
+
+
+def test_topology_says_how_sequences_run(tmp_path: Path) -> None:
+    with tiny_lab("ways", tmp_path, backend="inline") as lab:
+        said = lab.topology().set_index("role")["sequences"]
+    assert said[["actor", "critic", "reference"]].tolist() == ["packed"] * 3
+    assert said.isna()["reward"]  # a function

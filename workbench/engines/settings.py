@@ -38,8 +38,10 @@ class Training:
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
     minibatches: optimizer steps that one update takes from one batch (of one epoch).
-    micro_batch_tokens: upper bound of rows x longest sequence in one forward pass; a single longer row goes alone.
-        `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1.
+    micro_batch_tokens: upper bound of the tokens in one forward pass, prompts and responses together; a single longer
+        row goes alone. Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
+        `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
+        (within rounding where an update skips rows without advantage).
     activation_checkpointing: recompute layer activations in the backward pass.
     """
 

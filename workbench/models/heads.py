@@ -1,7 +1,8 @@
 """Models with the head that a role needs: log-probabilities of tokens, or one value a token.
 
-Both compute only what is asked for: the backbone runs on whole sequences, the head on the asked positions alone.
-Shapes: B sequences, T longest length, N asked positions, V vocabulary.
+Both compute only what is asked for: the backbone runs on sequences packed end to end, the head on the asked positions
+alone. A model that cannot run packs (see `packing.use_packing`) is given its sequences padded, and says why.
+Shapes: S sequences, T tokens of all of them together, N asked positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
+from workbench.models.packing import Pack, run_packed, use_packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HeadInit = Literal["zero", "normal"]
 
-# Rows of logits that live at the same time: enough for full speed, little memory (512 x 49,152 x 4 bytes = 100 MB).
+# Rows of logits that live at the same time: enough for full speed, little memory (512 x 49,152 x 4 bytes = 100 MB each
+# copy, of which a backward pass holds about four).
 ROWS_PER_CALL = 512
 # Names under which a scalar head is saved: transformers' sequence classification, other reward models, TRL's values.
 SAVED_HEADS = ("score", "value_head", "v_head.summary")
@@ -36,12 +39,27 @@ def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor,
     return input_ids, attention_mask, position_ids
 
 
-class TokenLogProbs(nn.Module):
+class PackedModule(nn.Module):
+    """What a role trains or runs, on sequences packed end to end.
+
+    padded_because: why its model is given padded sequences all the same; None: it runs packs.
+    """
+
+    padded_because: str | None
+
+    def describe(self) -> str:
+        """How sequences go through it: "packed", or "padded: " and why."""
+        return "packed" if self.padded_because is None else f"padded: {self.padded_because}"
+
+
+class TokenLogProbs(PackedModule):
     """log softmax(logits / temperature) at given tokens, from a causal language model.
 
-    micro_batch_tokens: the largest B x T that `forward` is given on any rank (larger still works, with more memory).
+    micro_batch_tokens: the largest T that `forward` is given on any rank (larger still works, with more memory).
     The head runs in ceil(micro_batch_tokens / 512) calls whatever N is: where its weight is sharded over ranks each
-    call gathers it, so every rank must make equally many.
+    call gathers it, so every rank must make equally many. Never more than the logits of one call live in memory, in the
+    backward pass either, which computes them anew. Cutting rows, and not the vocabulary with a running log-sum-exp,
+    keeps each log-probability the work of one product and one softmax, and the head a module that is called whole.
 
     Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
     """
@@ -51,29 +69,28 @@ class TokenLogProbs(nn.Module):
         self.model = model.eval()
         self.head_calls = max(1, -(-micro_batch_tokens // ROWS_PER_CALL))
         _require_plain_head(model)
+        self.padded_because = use_packing(model)
 
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        rows: Tensor,
-        times: Tensor,
+        lengths: Sequence[int],
+        positions: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities, entropies or None), each fp32 [N], in nats.
 
-        input_ids, attention_mask, position_ids: [B, T]. rows, times, targets: [N]; the hidden state of sequence
-        `rows[n]` at position `times[n]` predicts `targets[n]`, the token at `times[n] + 1`. Values with and without
-        grad are equal to the last bit.
+        input_ids: [T], S sequences of these `lengths` end to end. positions, targets: [N]; the hidden state at
+        `positions[n]` of the T predicts `targets[n]`, the token after it. Values with and without grad are equal to the
+        last bit.
         """
         if temperature <= 0:
             raise BadInput(
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
             )
-        hidden = _hidden_states(self.model.base_model, input_ids, attention_mask, position_ids, rows, times)
+        hidden = _hidden_states(self.model.base_model, self.padded_because is None, input_ids, lengths, positions)
         parts: list[Any] = [
             # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
             checkpoint(self._score, *part, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
@@ -89,7 +106,9 @@ class TokenLogProbs(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
         logits = self.model.get_output_embeddings()(hidden).float()
-        log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+        logits = logits if temperature == 1 else logits / temperature
+        log_probs = torch.log_softmax(logits, dim=-1)
+        del logits
         chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
         return chosen, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
 
@@ -98,7 +117,7 @@ class TokenLogProbs(nn.Module):
         return {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
 
 
-class TokenValues(nn.Module):
+class TokenValues(PackedModule):
     """One scalar a token: a critic's value, a reward or cost model's score.
 
     init: "zero" (a critic starts at 0 everywhere) or "normal", of standard deviation 1/sqrt(hidden_size + 1), from
@@ -108,6 +127,7 @@ class TokenValues(nn.Module):
     def __init__(self, backbone: PreTrainedModel, hidden_size: int, *, init: HeadInit = "zero", seed: int = 0) -> None:
         super().__init__()
         self.backbone = backbone.eval()
+        self.padded_because = use_packing(backbone)
         like = next(backbone.parameters())
         self.score = ScalarHead(hidden_size, 1, device=like.device)
         if init == "normal":
@@ -115,11 +135,9 @@ class TokenValues(nn.Module):
             with torch.no_grad():
                 self.score.weight.copy_(drawn / (hidden_size + 1) ** 0.5)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, rows: Tensor, times: Tensor
-    ) -> Tensor:
-        """Values, fp32 [N], read at position `times[n]` of sequence `rows[n]`."""
-        hidden = _hidden_states(self.backbone, input_ids, attention_mask, position_ids, rows, times)
+    def forward(self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor) -> Tensor:
+        """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end."""
+        hidden = _hidden_states(self.backbone, self.padded_because is None, input_ids, lengths, positions)
         return cast(Tensor, self.score(hidden)).squeeze(-1)
 
     def weight_names(self) -> dict[str, str]:
@@ -190,13 +208,16 @@ def saved_head(folder: Path) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _hidden_states(
-    backbone: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, rows: Tensor, times: Tensor
+    backbone: nn.Module, packed: bool, input_ids: Tensor, lengths: Sequence[int], positions: Tensor
 ) -> Tensor:
-    """The backbone's last hidden states at (rows, times), [N, hidden]."""
-    output = backbone(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-    ).last_hidden_state
-    return cast(Tensor, output.flatten(0, 1).index_select(0, rows * input_ids.shape[1] + times))
+    """The backbone's last hidden states at the positions, [N, hidden]."""
+    if packed:
+        hidden = run_packed(backbone, input_ids, Pack.of(lengths, input_ids.device))
+    else:
+        ids, attention_mask, position_ids = pad_right(input_ids.split(list(lengths)), 0)
+        output = backbone(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        hidden = output.last_hidden_state[attention_mask.bool()]
+    return hidden.index_select(0, positions)
 
 
 @torch.no_grad()

@@ -16,11 +16,11 @@ from workbench.workers.worker import Context
 
 
 def each_response_token(
-    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget_tokens: int, context: Context
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget_tokens: int, context: Context, *, padded: bool = False
 ) -> Ragged:
-    """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order."""
+    """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order. padded: see `cut`."""
     scatter = Scatter(shard.ragged("response_ids"))
-    minibatches = each_minibatch(shard, budget_tokens, context.communicator, context.device)
+    minibatches = each_minibatch(shard, budget_tokens, context.communicator, context.device, padded=padded)
     micros = [micro for minibatch in minibatches for micro in minibatch]
     done_tokens = 0
     for done, micro in enumerate(micros):

@@ -1,34 +1,43 @@
-"""Rows of varying length into micro-batches that compute little padding, the same way wherever a stage runs.
+"""Rows of varying length into micro-batches without padding, the same way wherever a stage runs.
 
-Shape legend: B rows, T positions of prompt + response, R response tokens of the longest row, N response tokens in all.
+Shape legend: B rows, T tokens of their prompts and responses end to end, R response tokens of the longest row, N
+response tokens in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.dataflow.columns import Ragged, take
-from workbench.models.heads import pad_right
 from workbench.workers.calls import Shard
 from workbench.workers.communicator import Communicator
 
 
-def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0) -> list[list[int]]:
-    """Row numbers of each micro-batch: longest rows first, rows x longest <= budget (a longer single row goes alone).
+def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: bool = False) -> list[list[int]]:
+    """Row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer single row goes alone).
 
+    The longest rows first, each into the first micro-batch that has room for it. padded: for a model that cannot run
+    packed sequences; rows x longest counts, and a row joins only those next in length.
     At least `least` micro-batches where there are rows enough, so that ranks that step together take equally many.
     """
     groups: list[list[int]] = []
+    room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget_tokens:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
+        open_groups = range(len(groups))[-1:] if padded else range(len(groups))
+        group = next((g for g in open_groups if room[g] >= (lengths[groups[g][0]] if padded else lengths[i])), None)
+        if group is None:
+            group = len(groups)
+            groups.append([])
+            room.append(budget_tokens)
+        groups[group].append(i)
+        room[group] -= lengths[groups[group][0]] if padded else lengths[i]
     while len(groups) < least:
         largest = max(range(len(groups)), key=lambda g: len(groups[g]), default=-1)
         if largest < 0 or len(groups[largest]) < 2:
@@ -47,7 +56,7 @@ class MicroBatch:
     """
 
     index: list[int]
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     targets: Tensor
     response_rows: Tensor
     response_times: Tensor
@@ -74,41 +83,52 @@ class MicroBatch:
 
 
 def micro_batches(
-    shard: Shard, rows: Sequence[int], budget_tokens: int, communicator: Communicator, device: torch.device
+    shard: Shard,
+    rows: Sequence[int],
+    budget_tokens: int,
+    communicator: Communicator,
+    device: torch.device,
+    *,
+    padded: bool = False,
+    skip: Collection[int] = (),
 ) -> list[MicroBatch]:
     """The micro-batches of some rows of a shard (at least one), equally many on every rank of the group.
 
-    A rank that cannot cut its rows into as many goes through one again whose tokens count for nothing.
+    skip: rows to leave out. A rank that cannot cut its rows into as many goes through its shortest one, again, whose
+    tokens count for nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
-    lengths = [len(prompts[i]) + len(responses[i]) for i in rows]
-    most = int(communicator.all_reduce_max(torch.tensor([len(cut(lengths, budget_tokens))])).item())
-    groups = [[rows[i] for i in group] for group in cut(lengths, budget_tokens, most)]
+
+    def length(row: int) -> int:
+        return len(prompts[row]) + len(responses[row])
+
+    kept = [row for row in rows if row not in skip]
+    lengths = [length(row) for row in kept]
+    here = len(cut(lengths, budget_tokens, padded=padded))
+    most = max(1, int(communicator.all_reduce_max(torch.tensor([here])).item()))
+    groups = [[kept[i] for i in group] for group in cut(lengths, budget_tokens, most, padded=padded)]
     out = [_build(group, prompts, responses, device, 1.0) for group in groups]
-    filler = _build(groups[-1][:1], prompts, responses, device, 0.0)
-    return out + [filler] * (most - len(out))
+    filler = [_build([min(rows, key=length)], prompts, responses, device, 0.0)] if len(out) < most else []
+    return out + filler * (most - len(out))
 
 
 def _build(
     index: list[int], prompts: list[Tensor], responses: list[Tensor], device: torch.device, weight: float
 ) -> MicroBatch:
-    sequences = [torch.cat([prompts[i], responses[i]]) for i in index]
-    input_ids, attention_mask, position_ids = pad_right(sequences, 0)
+    lengths = tuple(len(prompts[i]) + len(responses[i]) for i in index)
     counts = torch.tensor([len(responses[i]) for i in index])
     rows_N = torch.repeat_interleave(torch.arange(len(index)), counts)
     times_N = torch.cat([torch.arange(int(n)) for n in counts])
-    starts = torch.tensor([len(prompts[i]) for i in index])
+    ends = torch.tensor(list(accumulate(lengths)))
     inputs = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "rows": rows_N,
+        "input_ids": torch.cat([part for i in index for part in (prompts[i], responses[i])]).long().to(device),
+        "lengths": lengths,
         # the hidden state one position earlier predicts the token, and is the state that the critic values
-        "times": starts[rows_N] + times_N - 1,
+        "positions": ((ends - counts)[rows_N] + times_N - 1).to(device),
     }
     return MicroBatch(
         index=index,
-        inputs={name: tensor.to(device) for name, tensor in inputs.items()},
+        inputs=inputs,
         targets=torch.cat([responses[i] for i in index]).to(device),
         response_rows=rows_N.to(device),
         response_times=times_N.to(device),
@@ -147,15 +167,21 @@ def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def each_minibatch(
-    shard: Shard, budget_tokens: int, communicator: Communicator, device: torch.device
+    shard: Shard,
+    budget_tokens: int,
+    communicator: Communicator,
+    device: torch.device,
+    *,
+    padded: bool = False,
+    skip: Collection[int] = (),
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each minibatch of a shard."""
+    """The micro-batches of each minibatch of a shard, see `micro_batches`."""
     return [
-        micro_batches(shard, rows, budget_tokens, communicator, device)
+        micro_batches(shard, rows, budget_tokens, communicator, device, padded=padded, skip=skip)
         for rows in minibatch_indices(shard.minibatch_sizes)
     ]
 
 
 def tokens_of(micro: MicroBatch) -> int:
-    """Real (unpadded) tokens of a micro-batch; 0 of one that only keeps step."""
-    return int(micro.inputs["attention_mask"].sum()) if micro.weight else 0
+    """Tokens of a micro-batch; 0 of one that only keeps step."""
+    return sum(micro.inputs["lengths"]) if micro.weight else 0

@@ -81,6 +81,12 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         raise BadInput(f"correction={correction!r:.60}", "must be a wb.Correction(...), or None")
 
 
+def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
+    """Rows whose valid tokens all have advantage 0, such as those of a group with equal rewards."""
+    valid = mask.pad().bool()
+    return frozenset(torch.where(valid, advantages.pad(), 0.0).eq(0).all(-1).nonzero()[:, 0].tolist())
+
+
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
     """Documents as rows whose prompt is the first token and whose response is all that follows."""
     rows = documents.rows()
@@ -277,7 +283,7 @@ class ActorWorker(TrainedWorker):
         def forward(micro: MicroBatch) -> Tensor:
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
 
-        column = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context)
+        column = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
         metrics: Metrics = {"old_log_prob/mean": mean_of(column, batch)}
         if "rollout_log_prob" in batch.columns:
             gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), batch)
@@ -322,6 +328,9 @@ class ActorWorker(TrainedWorker):
         engines that sample from another distribution than the trainer's, or from older weights.
         pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:
         its gradient is part of the same optimizer step.
+
+        Without bonus and penalty a row whose advantages are all 0 has no gradient: it counts in the denominators, but
+        no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others.
         """
         scale = sampling_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
@@ -365,10 +374,16 @@ class ActorWorker(TrainedWorker):
                 metrics["reference_kl"] = mean(kl_BR)
             return loss_BR, metrics
 
-        terms = [Term(shard=batch, loss=token_loss, aggregation=aggregation, max_response_tokens=max_response_tokens)]
+        # these two pull on every row, an advantage only where there is one
+        skip = () if entropy_coefficient or kl_coefficient else _rows_without_advantage(advantages, mask)
+        main = Term(
+            shard=batch, loss=token_loss, aggregation=aggregation, max_response_tokens=max_response_tokens, skip=skip
+        )
+        terms = [main]
         if pretrain_coefficient:
             terms.append(self._pretraining(batch, pretrain_coefficient))
         output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output.metrics["skipped_rows/fraction"] = Mean(total=len(skip), count=len(batch))
         output.metrics.update(weights.metrics if weights else {})
         return output
 
@@ -407,7 +422,9 @@ class ActorWorker(TrainedWorker):
         def forward(micro: MicroBatch) -> Tensor:
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)[0]
 
-        log_probs = each_response_token(texts, forward, self.training.micro_batch_tokens, self.context)
+        log_probs = each_response_token(
+            texts, forward, self.training.micro_batch_tokens, self.context, padded=self.padded
+        )
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(
@@ -460,18 +477,11 @@ class ActorWorker(TrainedWorker):
     def _probe_gap(self) -> float:
         vocabulary = int(self.engine.module.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator)
-        positions = torch.arange(PROBE_TOKENS)
-        inputs: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": positions[None],
-            "rows": torch.zeros(PROBE_TOKENS - 1, dtype=torch.int64),
-            "times": positions[:-1],
-            "targets": ids[0, 1:],
-        }
-        inputs = {name: tensor.to(self.context.device) for name, tensor in inputs.items()}
+        ids = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=generator).to(self.context.device)
+        positions = torch.arange(PROBE_TOKENS - 1, device=ids.device)
         with torch.no_grad():
-            trained, _ = self.engine.forward(**inputs, temperature=1.0)
-        sampled = self.generator.log_probs(ids[0].tolist())
+            trained, _ = self.engine.forward(
+                input_ids=ids, lengths=(PROBE_TOKENS,), positions=positions, targets=ids[1:], temperature=1.0
+            )
+        sampled = self.generator.log_probs(ids.tolist())
         return float((trained.cpu() - sampled.cpu()).abs().mean())

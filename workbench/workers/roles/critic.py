@@ -84,9 +84,11 @@ class CriticWorker(TrainedWorker):
     def _values(self, batch: Shard, column: str, final: bool) -> Output:
         # the value of the state after the last token is that before one token more, whichever it is
         shard = _with_one_token_more(batch) if final else batch
-        values = each_response_token(
-            shard, lambda micro: self.engine.forward(**micro.inputs), self.training.micro_batch_tokens, self.context
-        )
+
+        def forward(micro: MicroBatch) -> Tensor:
+            return self.engine.forward(**micro.inputs)
+
+        values = each_response_token(shard, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
         columns: Table = {column: values}
         if final:
             rows = values.rows()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from workbench.engines.training.torch_engine import TorchEngine
-from workbench.models.heads import TokenLogProbs
+from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.workers.calls import Output, Shard
@@ -19,16 +21,20 @@ from workbench.workers.worker import Context, Worker
 class FrozenWorker(Worker):
     """A worker whose module is never trained: forward passes only."""
 
-    def __init__(self, spec: Model, context: Context, module: torch.nn.Module) -> None:
+    def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
         self.micro_batch_tokens = spec.training.micro_batch_tokens
+        self.sequences, self.padded = module.describe(), module.padded_because is not None
         self.engine = TorchEngine(
             module, None, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes()
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "sequences": self.sequences}
 
 
 class ReferenceWorker(FrozenWorker):
@@ -57,5 +63,5 @@ class ReferenceWorker(FrozenWorker):
         def forward(micro: MicroBatch) -> torch.Tensor:
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
 
-        column = each_response_token(batch, forward, self.micro_batch_tokens, self.context)
+        column = each_response_token(batch, forward, self.micro_batch_tokens, self.context, padded=self.padded)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})

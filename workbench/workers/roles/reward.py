@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,14 +56,19 @@ class RewardWorker(Worker):
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(context.actor_name)
         self.engine: TorchEngine | None = None
+        self.sequences, self.padded = "", False
         if spec.name is not None:
             assert spec.training is not None and spec.dtype is not None
             dtype = getattr(torch, spec.dtype)
             module = load_token_values(spec.name, dtype=dtype, device=context.device, seed=spec.seed, init="normal")
+            self.sequences, self.padded = module.describe(), module.padded_because is not None
             self.engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
 
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes() if self.engine else {}
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | ({"sequences": self.sequences} if self.engine else {})
 
     @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(
@@ -100,14 +106,14 @@ class RewardWorker(Worker):
         assert self.spec.training is not None
         context, scores, tokens = self.context, torch.zeros(len(batch)), 0
         budget = self.spec.training.micro_batch_tokens
-        minibatches = each_minibatch(batch, budget, context.communicator, context.device)
+        minibatches = each_minibatch(batch, budget, context.communicator, context.device, padded=self.padded)
         micros = [micro for minibatch in minibatches for micro in minibatch]
         for done, micro in enumerate(micros):
             context.progress(done, len(micros), tokens)
-            inputs = {name: micro.inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
-            last = inputs["attention_mask"].sum(-1) - 1
+            inputs = {name: micro.inputs[name] for name in ("input_ids", "lengths")}
+            last = torch.tensor(list(accumulate(inputs["lengths"])), device=context.device) - 1
             with context.recorder.span("forward", tokens=tokens_of(micro)), torch.no_grad():
-                values = engine.forward(**inputs, rows=torch.arange(len(last), device=last.device), times=last)
+                values = engine.forward(**inputs, positions=last)
             if micro.weight:
                 scores[micro.index] = values.float().cpu()
             tokens += tokens_of(micro)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
 from workbench.engines.settings import at_least
 from workbench.engines.training import make_training_engine
 from workbench.errors import BadInput
+from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
-from workbench.workers.micro_batches import MicroBatch, each_minibatch, tokens_of
+from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL
 from workbench.workers.worker import Context, Worker
@@ -39,12 +40,14 @@ class Term:
 
     loss: from a micro-batch to a loss a response token [B, R], and metrics. The shard's minibatches are in step with
     those of the other terms.
+    skip: rows of the shard that have no gradient, so that they need only be counted.
     """
 
     shard: Shard
     loss: TokenLoss
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
+    skip: Collection[int] = ()
 
 
 @dataclass
@@ -58,16 +61,20 @@ class Minibatch:
 class TrainedWorker(Worker):
     """A worker whose module is trained."""
 
-    def __init__(self, spec: Model, context: Context, module: nn.Module) -> None:
+    def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
         self.training = spec.training
+        self.sequences, self.padded = module.describe(), module.padded_because is not None
         self.engine = make_training_engine(
             module, spec.training, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes()
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "sequences": self.sequences}
 
     def state(self) -> dict[str, Any]:
         return {"engine": self.engine.state_dict()}
@@ -93,7 +100,12 @@ class TrainedWorker(Worker):
         # for each minibatch, the micro-batches of each term
         minibatches = list(
             zip(
-                *(each_minibatch(term.shard, budget, context.communicator, context.device) for term in terms),
+                *(
+                    each_minibatch(
+                        term.shard, budget, context.communicator, context.device, padded=self.padded, skip=term.skip
+                    )
+                    for term in terms
+                ),
                 strict=True,
             )
         )
@@ -111,13 +123,13 @@ class TrainedWorker(Worker):
             done, done_tokens = done + 1, done_tokens + tokens_of(micro)
             return scalar
 
+        divisors = [self._divisors(term) for term in terms]
         for epoch in range(epochs):
             for number, minibatch in enumerate(minibatches):
                 step = Minibatch()
                 losses = []
-                for term, micros in zip(terms, minibatch, strict=True):
-                    divisor = self._divisor(term, micros)
-                    losses += [partial(share, term, divisor, micro, step) for micro in micros]
+                for term, of_term, micros in zip(terms, divisors, minibatch, strict=True):
+                    losses += [partial(share, term, of_term[number], micro, step) for micro in micros]
                 report = self.engine.step(losses, rate_scales[number] if rate_scales else 1.0)
                 # each rank holds its share of one global loss: the shares add up, the count is one a step
                 step.metrics["loss"] = Mean(total=step.share, count=1 / context.communicator.world_size)
@@ -130,7 +142,11 @@ class TrainedWorker(Worker):
         metrics["optimizer_steps"] = Max(value=self.engine.steps)
         return Output(metrics=metrics)
 
-    def _divisor(self, term: Term, micros: list[MicroBatch]) -> Tensor:
-        mask = term.shard.ragged("response_mask")
-        parts = [denominator(micro.mask_BR(mask), term.aggregation, term.max_response_tokens) for micro in micros]
-        return self.context.communicator.all_reduce(torch.stack(parts).sum())
+    def _divisors(self, term: Term) -> list[Tensor]:
+        """The denominator of each minibatch of a term, over the rows of all ranks, skipped ones among them."""
+        mask_BR = term.shard.ragged("response_mask").pad()
+        parts = [
+            denominator(mask_BR[rows], term.aggregation, term.max_response_tokens)
+            for rows in minibatch_indices(term.shard.minibatch_sizes)
+        ]
+        return list(self.context.communicator.all_reduce(torch.stack(parts).to(self.context.device)))

@@ -1,0 +1,145 @@
+"""Packed sequences give what each gives alone; models for which that would not hold keep padding, and say why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from workbench.engines.training.base import recompute_activations
+from workbench.models.heads import TokenLogProbs, TokenValues
+from workbench.models.packing import NAME, Pack, packed_attention, use_packing
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2 with windows": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "smollm3": {"pad_token_id": 0},
+    "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+}
+LENGTHS = (9, 4, 13, 1)
+
+
+def model(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(family.split()[0], **(SHAPE | FAMILIES.get(family, {}) | changes))
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def packed_inputs() -> dict[str, Any]:
+    tokens = torch.randint(1, 61, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "lengths": LENGTHS, "positions": torch.arange(len(tokens))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_sequence_is_as_if_alone(family: str, dtype: torch.dtype) -> None:
+    """Against the model as transformers made it, before packing; the windows are shorter than the sequences."""
+    causal, given = model(family).to(dtype), packed_inputs()
+    expected = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)]).float()
+    targets = given["input_ids"].roll(-1)
+    head = TokenLogProbs(causal)
+    assert head.describe() == "packed"
+    log_probs, _ = head(**given, targets=targets)
+    alone = torch.log_softmax(expected, -1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, alone, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.15)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_the_sequences_alone(family: str, recompute: bool) -> None:
+    given, gradients = packed_inputs(), []
+    weigh = torch.randn(len(given["input_ids"]), generator=torch.Generator().manual_seed(3))
+    for packed in (True, False):
+        values = TokenValues(model(family).base_model, 64, init="normal")
+        if recompute:
+            recompute_activations(values)
+        if packed:
+            out = values(**given)
+        else:
+            each = given["input_ids"].split(LENGTHS)
+            out = torch.cat([values.backbone(input_ids=s[None], use_cache=False).last_hidden_state[0] for s in each])
+            out = values.score(out)[:, 0]
+        (out * weigh).sum().backward()
+        gradients.append({name: p.grad for name, p in values.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_padded_generation_with_the_same_model_is_left_alone() -> None:
+    causal = model("llama")
+    ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
+    mask = (ids > 0).long()
+
+    def generated() -> Tensor:
+        return causal.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6, pad_token_id=0)
+
+    expected = generated()
+    assert use_packing(causal) is None
+    assert causal.config._attn_implementation == NAME
+    assert torch.equal(generated(), expected)
+
+
+def own_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention that no function can replace, written into the model's own class."""
+    query, key, value = (
+        p(args[0] if args else kwargs["hidden_states"]) for p in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    groups = query.shape[-1] // key.shape[-1]
+    key, value = key.repeat(1, 1, groups), value.repeat(1, 1, groups)
+    causal = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return self.o_proj(causal), None
+
+
+def test_a_model_with_attention_of_its_own_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    monkeypatch.setattr(LlamaAttention, "forward", own_attention)
+    causal, given = model("llama"), packed_inputs()
+    head = TokenLogProbs(causal)
+    assert head.describe() == "padded: LlamaForCausalLM computes something else in a pack"
+    assert causal.config._attn_implementation == "sdpa"
+    targets = given["input_ids"].roll(-1)
+    expected = torch.cat([causal(input_ids=s[None]).logits[0] for s in given["input_ids"].split(LENGTHS)])
+    alone = torch.log_softmax(expected, -1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(head(**given, targets=targets)[0], alone, rtol=0, atol=1e-4)
+
+
+def test_layers_that_are_no_attention_are_padded() -> None:
+    causal = model("llama")
+    causal.config.layer_types = ["full_attention", "linear_attention"]
+    assert use_packing(causal) == "LlamaForCausalLM has layers of linear_attention"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("key_value_heads", [2, 4])
+def test_flash_attention_equals_one_sequence_at_a_time(window: int | None, key_value_heads: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    pack = Pack.of(LENGTHS, torch.device("cuda"))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 4 // key_value_heads  # type: ignore[assignment]
+    results = []
+    shapes = [(1, heads, sum(LENGTHS), 32) for heads in (4, key_value_heads, key_value_heads)]
+    drawn = [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
+    for dtype in (torch.bfloat16, torch.float32):
+        query, key, value = inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in drawn]
+        out, _ = packed_attention(module, query, key, value, None, scaling=32**-0.5, sliding_window=window, pack=pack)
+        out.float().square().sum().backward()
+        results.append([out.float(), *(x.grad.float() for x in inputs)])  # type: ignore[union-attr]
+    for flash, loop in zip(*results, strict=True):
+        torch.testing.assert_close(flash, loop, rtol=0.05, atol=0.05)

@@ -1,0 +1,99 @@
+"""What the tests of updates run inside ranks of their own: updates of an actor or a critic on eight fixed rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workbench.dataflow.columns import Ragged
+from workbench.engines.settings import Generation, Training
+from workbench.models.spec import Model
+from workbench.placement import Layout
+from workbench.telemetry import Recorder
+from workbench.workers.calls import HostInfo, Shard
+from workbench.workers.communicator import Communicator
+from workbench.workers.roles import actor
+from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.worker import Context
+
+ROWS = 8
+LONGEST = 22  # prompt and response together; the shortest row has 20, so a budget of k x 22 tokens means k rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Updates to make. rows: of a micro-batch. without_advantage: rows whose advantages are 0, for each update."""
+
+    role: str = "actor"
+    engine: str = "torch"
+    rows: int = 8
+    without_advantage: tuple[tuple[int, ...], ...] = ((),)
+    skipping: bool = True
+
+
+def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
+    """For each case the outcome of each update on this rank's share of the rows: metrics, and how weights moved."""
+    return [_run(case) for case in cases]
+
+
+def _run(case: Case) -> list[dict[str, Any]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    host = HostInfo(lab="x", pool="p", rank=rank, world_size=size, device="cpu:0", threads=1, log_path=None)
+    recorder = Recorder()
+    context = Context(
+        host=host, layout=Layout(p=1, t=1, d=size), communicator=Communicator(rank, size, recorder), recorder=recorder,
+        progress=lambda done, total, tokens: None, seed=0, actor_name="tiny-llama",
+    )  # fmt: skip
+    stage = 0 if case.engine == "torch" else int(case.engine[-1])
+    training = Training(
+        engine="torch" if case.engine == "torch" else "deepspeed", zero_stage=stage, max_grad_norm=0.0,
+        # with an eps this large AdamW moves a weight in proportion to its gradient, however small that is
+        learning_rate=100.0, eps=1e3, micro_batch_tokens=case.rows * LONGEST,
+    )  # fmt: skip
+    generation = Generation(engine="transformers", check_sync=False)
+    spec = Model(name="tiny-llama", dtype="float32", training=training, generation=generation)
+    worker: Any = actor.ActorWorker(spec, context) if case.role == "actor" else CriticWorker(spec, context)
+    if case.role == "critic":  # whose head starts at 0, and then sends no gradient into the layers
+        drawn = torch.randn(worker.engine.module.score.weight.shape, generator=torch.Generator().manual_seed(1))
+        worker.engine.module.score.weight.data.copy_(drawn / 10)
+    find = actor._rows_without_advantage
+    if not case.skipping:
+        actor._rows_without_advantage = lambda advantages, mask: frozenset()
+    outcomes = []
+    try:
+        for without in case.without_advantage:
+            before = _weights(worker)
+            shard = _shard(list(range(rank, ROWS, size)), without)
+            update = worker.update_actor if case.role == "actor" else worker.update_critic
+            output = update(shard, aggregation="sequence-mean-token-mean")
+            moved = {name: weight - before[name] for name, weight in _weights(worker).items()}
+            outcomes.append({"metrics": output.metrics, "moved": moved})
+    finally:
+        actor._rows_without_advantage = find
+    return outcomes
+
+
+def _weights(worker: Any) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in worker.engine.named_weights()}
+
+
+def _shard(mine: list[int], without_advantage: tuple[int, ...]) -> Shard:
+    """This rank's rows: prompts of 5 to 7 tokens, responses of 15, of which the first of some rows are masked."""
+    generator = torch.Generator().manual_seed(0)
+    columns: dict[str, list[Tensor]] = {}
+    for row in range(ROWS):
+        columns.setdefault("prompt_ids", []).append(torch.randint(8, 264, (5 + row % 3,), generator=generator))
+        columns.setdefault("response_ids", []).append(torch.randint(8, 264, (15,), generator=generator))
+        columns.setdefault("response_mask", []).append(torch.arange(15) >= row % 4)
+        for name in ("old_log_prob", "advantages", "values", "returns"):
+            columns.setdefault(name, []).append(torch.randn(15, generator=generator))
+        columns["old_log_prob"][-1] -= 6
+        if row in without_advantage:
+            columns["advantages"][-1] = torch.where(columns["response_mask"][-1], 0.0, 1.0)
+    table = {name: Ragged.of([rows[i] for i in mine], rows[0].dtype) for name, rows in columns.items()}
+    return Shard(columns=dict(table), rows=np.array(mine), minibatch_sizes=(len(mine),), meta={"temperature": 1.0})
