@@ -10,10 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
     from workbench.algorithms.ppo import PPO as PPO
     from workbench.algorithms.remax import ReMax as ReMax
+    from workbench.algorithms.reward_modeling import RewardModeling as RewardModeling
     from workbench.algorithms.safe_rlhf import SafeRLHF as SafeRLHF
+    from workbench.algorithms.sft import SFT as SFT
     from workbench.controller import Workbench as Workbench
     from workbench.dataflow import verifiers as verifiers
     from workbench.dataflow.batch import Batch as Batch
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {
     "Batch": "workbench.dataflow.batch",
+    "DPO": "workbench.algorithms.dpo",
     "GRPO": "workbench.algorithms.grpo",
     "Generation": "workbench.engines.settings",
     "Layout": "workbench.placement",
@@ -42,6 +46,8 @@ _PUBLIC = {
     "PROTOCOLS": "workbench.workers.protocols",
     "Placement": "workbench.placement",
     "ReMax": "workbench.algorithms.remax",
+    "RewardModeling": "workbench.algorithms.reward_modeling",
+    "SFT": "workbench.algorithms.sft",
     "SafeRLHF": "workbench.algorithms.safe_rlhf",
     "Sampling": "workbench.engines.settings",
     "Training": "workbench.engines.settings",

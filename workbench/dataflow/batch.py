@@ -61,8 +61,12 @@ NUMBER_COLUMNS = frozenset(
         *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
         *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
         *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
+        *("chosen_rewards", "rejected_rewards", "chosen_costs", "rejected_costs"),
+        *("chosen_log_prob", "rejected_log_prob", "ref_chosen_log_prob", "ref_rejected_log_prob"),
     )
 )
+# columns of token ids, which are shown as text
+TOKEN_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 
 class ShardCounts:
@@ -485,6 +489,8 @@ class Batch:
                 "returns": "compute_advantages", "costs": "cost.compute_cost",
                 "cost_values": "cost_critic.compute_cost_values",
                 "cost_returns": "compute_advantages(multiplier=...)", "pretrain_ids": "actor.compute_loss",
+                "ref_chosen_log_prob": "reference.compute_ref_pair_log_prob",
+                "ref_rejected_log_prob": "reference.compute_ref_pair_log_prob",
             }.get(missing[0])  # fmt: skip
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
@@ -515,9 +521,9 @@ class Batch:
                 out[name] = [row.tolist() for row in column.rows()]
             else:
                 out[name] = list(column) if isinstance(column, list) else column.tolist()
-        for ids, text in (("prompt_ids", "prompt_text"), ("response_ids", "response_text")):
+        for ids in TOKEN_COLUMNS:
             if ids in out:
-                out[text] = [self._source.decode(row) for row in out[ids]]
+                out[ids.replace("_ids", "_text")] = [self._source.decode(row) for row in out[ids]]
         return pd.DataFrame(out)
 
     def save(self, path: str | Path) -> Path:
@@ -534,7 +540,7 @@ class Batch:
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
         for name in frame.columns:
-            if name in ("prompt_ids", "response_ids"):
+            if name in TOKEN_COLUMNS:
                 frame[name.replace("_ids", "_tokens")] = frame[name].map(len)
                 drop.append(name)
             elif name in self.columns and self.columns[name].row_shape == ("*",):

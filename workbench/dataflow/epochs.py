@@ -8,7 +8,7 @@ import numpy as np
 
 
 class EpochOrder:
-    """Each epoch holds each of `rows` rows once: in the order of a permutation drawn from (seed, epoch), or as given."""
+    """Each epoch holds each of `rows` rows once: in an order drawn from (seed, epoch), or as given."""
 
     def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:
         self.rows, self.seed, self.shuffle = rows, seed, shuffle

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import html
 import reprlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal

@@ -74,18 +74,26 @@ class MicroBatch:
 
 
 def micro_batches(
-    shard: Shard, rows: Sequence[int], budget_tokens: int, communicator: Communicator, device: torch.device
+    shard: Shard,
+    rows: Sequence[int],
+    budget_tokens: int,
+    communicator: Communicator,
+    device: torch.device,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """The micro-batches of some rows of a shard (at least one), equally many on every rank of the group.
 
+    together: consecutive rows that stay side by side in one micro-batch, such as the 2 answers of a pair.
     A rank that cannot cut its rows into as many goes through one again whose tokens count for nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
-    lengths = [len(prompts[i]) + len(responses[i]) for i in rows]
+    units = [rows[i : i + together] for i in range(0, len(rows), together)]
+    lengths = [max(len(prompts[i]) + len(responses[i]) for i in unit) for unit in units]
+    budget_tokens //= together
     most = int(communicator.all_reduce_max(torch.tensor([len(cut(lengths, budget_tokens))])).item())
-    groups = [[rows[i] for i in group] for group in cut(lengths, budget_tokens, most)]
+    groups = [[row for u in group for row in units[u]] for group in cut(lengths, budget_tokens, most)]
     out = [_build(group, prompts, responses, device, 1.0) for group in groups]
-    filler = _build(groups[-1][:1], prompts, responses, device, 0.0)
+    filler = _build(groups[-1][:together], prompts, responses, device, 0.0)
     return out + [filler] * (most - len(out))
 
 
@@ -147,11 +155,11 @@ def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def each_minibatch(
-    shard: Shard, budget_tokens: int, communicator: Communicator, device: torch.device
+    shard: Shard, budget_tokens: int, communicator: Communicator, device: torch.device, together: int = 1
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each minibatch of a shard."""
+    """The micro-batches of each minibatch of a shard, see `micro_batches`."""
     return [
-        micro_batches(shard, rows, budget_tokens, communicator, device)
+        micro_batches(shard, rows, budget_tokens, communicator, device, together)
         for rows in minibatch_indices(shard.minibatch_sizes)
     ]
 

@@ -1,10 +1,11 @@
-"""What actor and critic share: an engine, and updates made of minibatches."""
+"""What trained roles share: an engine, and updates made of minibatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_met
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, tokens_of
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.saving import save_model
 from workbench.workers.worker import Context, Worker
 
 TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
@@ -38,13 +40,14 @@ class Term:
     """One summand of what is minimised: `loss` over the tokens of a shard, aggregated over each minibatch.
 
     loss: from a micro-batch to a loss a response token [B, R], and metrics. The shard's minibatches are in step with
-    those of the other terms.
+    those of the other terms. together: consecutive rows whose loss is one, see `micro_batches`.
     """
 
     shard: Shard
     loss: TokenLoss
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
+    together: int = 1
 
 
 @dataclass
@@ -80,6 +83,17 @@ class TrainedWorker(Worker):
         """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
         return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
 
+    @register(ONE_TO_ALL)
+    def save_model(self, path: str | Path) -> str:
+        """Write the weights as they are now, with configuration and tokenizer, as transformers does: `wb.Model(path)`,
+        and vLLM, load it. The absolute path, once a rank.
+
+        path: a folder that is empty or not there yet; relative to where the workbench was opened, on the machine of the
+        role's first rank. Weights are written in the role's dtype; those of a value or score head as "score".
+        """
+        assert self.spec.name is not None
+        return save_model(self.engine, path, self.spec.name, self.context)
+
     def update(self, *terms: Term, epochs: int) -> Output:
         """One optimizer step a minibatch and epoch, on the sum of the terms.
 
@@ -91,7 +105,10 @@ class TrainedWorker(Worker):
         # for each minibatch, the micro-batches of each term
         minibatches = list(
             zip(
-                *(each_minibatch(term.shard, budget, context.communicator, context.device) for term in terms),
+                *(
+                    each_minibatch(term.shard, budget, context.communicator, context.device, term.together)
+                    for term in terms
+                ),
                 strict=True,
             )
         )
