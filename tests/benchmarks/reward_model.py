@@ -3,8 +3,8 @@
     python tests/benchmarks/reward_model.py PAIRS.jsonl [--pairs 1500] [--held-out 250] [--seeds 1] [--max-tokens 384]
 
 PAIRS.jsonl: a pair a line, such as HH-RLHF's {"chosen": dialogue, "rejected": dialogue}. Every seed draws its own
-pairs, split, order and head. Half of all pairs are right by chance; a model that cannot be told from chance has an interval
-that holds 0.5. Writes curves.csv (a row an evaluation or an update) and result.json under runs/.
+pairs, split, order and head. Half of all pairs are right by chance: a model that cannot be told from chance has an
+interval that holds 0.5. Writes curves.csv (a row an evaluation or an update) and result.json under runs/.
 """
 
 from __future__ import annotations

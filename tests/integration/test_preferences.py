@@ -64,9 +64,9 @@ def inline(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], 
     runs = tmp_path_factory.mktemp("runs")
     threads = torch.get_num_threads()
     with lab_of("inline", runs, {}, backend="inline", devices=1) as lab:
-        metrics = learn(lab, runs / "inline_rm")
+        metrics = learn(lab, runs / "models" / "inline")
     torch.set_num_threads(threads)
-    return metrics, scores(runs, runs / "inline_rm"), runs
+    return metrics, scores(runs, runs / "models" / "inline"), runs
 
 
 @pytest.mark.slow
@@ -84,11 +84,13 @@ def test_ranks_engines_and_placements_agree(
 ) -> None:
     expected, expected_scores, runs = inline
     with lab_of(name, runs, training, placement=placement, devices=2) as lab:
-        metrics = learn(lab, runs / name)
+        metrics = learn(lab, runs / "models" / name)
     assert metrics.keys() == expected.keys()
     for metric, value in expected.items():
         assert metrics[metric] == pytest.approx(value, **TOLERANCE), metric
-    torch.testing.assert_close(scores(runs, runs / name), expected_scores, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(scores(runs, runs / "models" / name), expected_scores, rtol=2e-3, atol=2e-3)
     # what was saved is whole: a causal language model again
-    with tiny_lab(f"actor_{name}", runs, models={"actor": runs / f"{name}_actor"}, backend="inline") as again:
+    with tiny_lab(
+        f"actor_{name}", runs, models={"actor": runs / "models" / f"{name}_actor"}, backend="inline"
+    ) as again:
         assert again.actor.generate_sequences(again.prompts.next(2), max_new_tokens=2).rows == 2

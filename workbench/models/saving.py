@@ -32,8 +32,8 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
         config.dtype = next(iter(weights.values())).dtype
         if scalar_head:
             config.num_labels = 1
-            known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-            config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__] if known else None
+            known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+            config.architectures = None if known is None else [str(getattr(known, "__name__", known))]
         elif (origin / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(origin).save_pretrained(part)
         config.save_pretrained(part)

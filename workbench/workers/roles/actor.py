@@ -359,11 +359,11 @@ class ActorWorker(TrainedWorker):
         Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote.
         Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
         """
-        reference = reference_log_probs(batch)
+        ref_chosen, ref_rejected = reference_log_probs(batch)
 
         def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
-            ref_P = [values[pairs].to(chosen_P.device) for values in reference]
-            loss_P, rewards = dpo_loss(chosen_P, rejected_P, *ref_P, beta, label_smoothing)
+            ref_chosen_P, ref_rejected_P = (ref[pairs].to(chosen_P.device) for ref in (ref_chosen, ref_rejected))
+            loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
             return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
 
         term = pair_term(batch, partial(answer_log_probs, self.engine), loss, self.context)
