@@ -356,7 +356,8 @@ class ActorWorker(TrainedWorker):
         """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
         `workbench.algorithms.preference.dpo_loss`.
 
-        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote.
+        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
+        first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.
         Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
         """
         ref_chosen, ref_rejected = reference_log_probs(batch)
