@@ -20,7 +20,7 @@ FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "rewar
     ("options", "kind", "message"),
     [
         ({"models": {**FOUR, "critik": TINY}}, BadInput, "unknown role 'critik'"),
-        ({"models": {"critic": TINY}}, BadInput, "without an actor"),
+        ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
         ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
         ({"models": TINY}, BadInput, "a model for each role"),
         ({"device": "cuda"}, BadInput, "torch finds no GPU"),

@@ -40,12 +40,14 @@ from workbench.dataflow.planning import calls_on_batch, calls_without_batch, gro
 from workbench.dataflow.references import Column, ShardCounts
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
+from workbench.dataflow.sources import Source
 from workbench.dataflow.store import Origin, Store, Weights
 from workbench.description import Description
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted
+from workbench.example_stream import ExampleStream
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.placement import TRAINED_ROLES, Layout
+from workbench.placement import Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
@@ -78,11 +80,11 @@ class Workbench(Views):
         self._infos = description.hosts(run_folder)
         self._id = secrets.token_hex(4)  # of this controller: two never give a shard the same name
         self._counts = ShardCounts()
-        self._tokenizer = load_tokenizer(_name(description.models["actor"]))
+        self._tokenizer = load_tokenizer(_name(description.models[description.lead]))
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
         self._stage_name = ""
-        trained = [role for role in description.models if role in TRAINED_ROLES]
+        trained = [role for role, model in description.models.items() if model.trained]
         self.weights = {role: Weights(steps=0, state="") for role in trained}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
@@ -93,7 +95,8 @@ class Workbench(Views):
         self.groups: dict[str, WorkerGroup] = {}
         for role, model in description.models.items():
             self._add_group(role, model, self.placement.pool_of(role).name)
-        numeric = self._add_group("numeric", description.models["actor"], self.placement.pool_of("actor").name)
+        self.lead = self.groups[description.lead]  # whose tokenizer makes the tokens, and to whom tables are put
+        numeric = self._add_group("numeric", self.lead.spec, self.lead.pool.name)
         self.compute_advantages: GroupOperation = numeric.operations["compute_advantages"]
         self.prompts = PromptStream(self, description.prompts)
         self.telemetry = TelemetryStore(run_folder)
@@ -515,8 +518,26 @@ class Workbench(Views):
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
+    def demonstrations(self, source: Source, **options: Any) -> ExampleStream:
+        """Prompts with the responses to learn: `lab.demonstrations("sft.jsonl", held_out=100).next(64)` is a batch for
+        `update_sft`. Rows and options: see `Examples`; seed: default the workbench's."""
+        return ExampleStream(self, source, "demonstrations", **options)
+
+    def pairs(self, source: Source, **options: Any) -> ExampleStream:
+        """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost` and `update_dpo`:
+        `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows and options: see `Examples`."""
+        return ExampleStream(self, source, "pairs", **options)
+
+    def begin_iteration(self) -> None:
+        """Count the next iteration: what a batch that starts one does."""
+        self._check_alive(self.lead)
+        self.iteration += 1
+        self.last_metrics = {}
+        self.telemetry.append_event("iteration", iteration=self.iteration)
+
     def put(self, table: Table, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
-        """A batch from columns made here: they go to the first host of the actor's pool.
+        """A batch from columns made here: they go to the first host of the actor's pool
+        (without an actor, of the first role's that has a model).
 
         table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
         `Batch.fetch` gives). meta: plain values that travel along, such as the sampling temperature.
@@ -526,9 +547,9 @@ class Workbench(Views):
             raise BadInput(
                 f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
             )
-        self._check_alive(self.groups["actor"])
+        self._check_alive(self.lead)
         self._batch_number += 1
-        host, key = self.groups["actor"].hosts[0], f"{self._id}-put-{self._batch_number}"
+        host, key = self.lead.hosts[0], f"{self._id}-put-{self._batch_number}"
         self._backend.ask(host, "put", key, to_wire(table)).result()
         rows = len(next(iter(table.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])

@@ -14,7 +14,7 @@ from workbench.fingerprint import fingerprint
 from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model
-from workbench.placement import ROLES, TRAINED_ROLES, Layout, Placement, check_role
+from workbench.placement import ROLES, Layout, Placement, check_role
 from workbench.workers.calls import HostInfo
 
 BACKENDS = ("ray", "inline")
@@ -70,12 +70,14 @@ class Description:
             check_role(role)
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
-        if "actor" not in models:
-            raise BadInput(
-                "models without an actor", "its tokenizer makes every other role's tokens", "declare an actor"
-            )
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
-        filled = {check_role(role): Model.of(role, value).filled(**defaults) for role, value in models.items()}  # type: ignore[arg-type]
+        filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
+        if all(model.name is None for model in filled.values()):
+            raise BadInput(
+                f"models={{{', '.join(filled)}}}, all of them functions",
+                "the tokenizer of a model makes the tokens that all roles read",
+                "declare an actor",
+            )
         # An inline workbench has one device; everything else may declare its slots.
         placement = (placement or Placement.colocate(1)).restrict(filled)
         if address is not None and device is None:
@@ -105,6 +107,11 @@ class Description:
         description._check()
         return description
 
+    @property
+    def lead(self) -> str:
+        """The role whose tokenizer makes the tokens that all read: the actor, else the first that has a model."""
+        return "actor" if "actor" in self.models else next(r for r, model in self.models.items() if model.name)
+
     def _check(self) -> None:
         at_least("devices", self.devices, 1)
         if self.placement.devices > self.devices:
@@ -128,6 +135,8 @@ class Description:
         self._check_tensor_groups()
 
     def _check_tensor_groups(self) -> None:
+        if "actor" not in self.models:
+            return
         generation, ranks = self.models["actor"].generation, self.placement.pool_of("actor").devices
         if generation and ranks % generation.tensor_parallel_size:
             raise BadInput(
@@ -148,9 +157,9 @@ class Description:
                 )
 
     def _check_installed(self) -> None:
-        actor, trained = self.models["actor"], [m for r, m in self.models.items() if r in TRAINED_ROLES]
-        wanted = {str(m.training.engine) for m in trained if m.training} - {"torch"}
-        if actor.generation and actor.generation.engine != "transformers":
+        actor = self.models.get("actor")
+        wanted = {str(m.training.engine) for m in self.models.values() if m.training and m.trained} - {"torch"}
+        if actor and actor.generation and actor.generation.engine != "transformers":
             wanted.add(actor.generation.engine)
         if self.backend == "ray":
             wanted.add("ray")
@@ -166,24 +175,25 @@ class Description:
         for model in self.models.values():
             if model.name is not None:
                 resolve(model.name)
-        assert self.models["actor"].name is not None
-        words = load_tokenizer(self.models["actor"].name).get_vocab()
+        lead = self.models[self.lead]
+        assert lead.name is not None
+        words = load_tokenizer(lead.name).get_vocab()
         for role, model in self.models.items():
-            if model.name is not None and model.name != self.models["actor"].name:
+            if model.name is not None and model.name != lead.name:
                 same = load_tokenizer(model.name).get_vocab() == words
                 if not same:
                     raise BadInput(
-                        f"models[{role!r}]={str(model.name)!r} has another vocabulary than the actor's",
+                        f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {self.lead}'s",
                         "all roles read the same tokens",
                         "use a model of the same family"
                         + (", or score with a function" if role in ("reward", "cost") else ""),
                     )
-        generation = self.models["actor"].generation
-        longest = getattr(load_config(self.models["actor"].name), "max_position_embeddings", None)
+        generation = lead.generation if self.lead == "actor" else None
+        longest = getattr(load_config(lead.name), "max_position_embeddings", None)
         if generation and longest and generation.max_model_tokens > longest:
             raise BadInput(
                 f"Generation.max_model_tokens={generation.max_model_tokens}",
-                f"{self.models['actor'].name} knows {longest} positions",
+                f"{lead.name} knows {longest} positions",
                 f"use at most {longest}",
             )
 

@@ -29,7 +29,7 @@ class PromptStream:
             options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
             options.setdefault("seed", lab.seed)
             self.source = Prompts(**options, tokenizer=lab._tokenizer)
-            _check_room(self.source, lab.description.models["actor"].generation)
+            _check_room(self.source, lab.lead.spec.generation if lab.lead.role == "actor" else None)
 
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
@@ -44,15 +44,14 @@ class PromptStream:
 
     def _draw(self, n: int, *, begins: bool) -> Batch:
         lab = self._lab
-        lab._check_alive(lab.groups["actor"])
+        lab._check_alive(lab.lead)
         if self.source is None:
             raise BadInput(
                 "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
             )
         rows = self.source.next(n)
         if begins:
-            lab.iteration += 1
-            lab.last_metrics = {}
+            lab.begin_iteration()
         table: Table = {
             "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
             "prompt_uid": torch.arange(self.drawn, self.drawn + len(rows)),
@@ -66,8 +65,6 @@ class PromptStream:
             table[name] = [row.extra.get(name) for row in rows]
         self.drawn += len(rows)
         self.state = self.source.state_dict()
-        if begins:
-            lab.telemetry.append_event("iteration", iteration=lab.iteration)
         batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
         lab._save_state()
         return batch

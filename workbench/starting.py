@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from workbench.description import Description
@@ -48,14 +49,14 @@ def join_pools(backend: Backend, infos: Sequence[HostInfo], note: Note) -> None:
 
 def load_roles(backend: Backend, infos: Sequence[HostInfo], description: Description, note: Note) -> None:
     """Load the models of all roles; those of different pools at the same time. Raises as `settle` does."""
-    actor = description.models["actor"]
-    options = {"seed": description.seed, "actor_name": str(actor.name)}
+    lead = description.models[description.lead]
+    options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
     loading = []
     for pool in description.placement.pools:
-        # advantages are computed where the actor is
+        # advantages are computed where the actor is, or who stands in for it
         roles = {role: description.models[role] for role in pool.roles}
-        if "actor" in roles:
-            roles["numeric"] = actor
+        if description.lead in roles:
+            roles["numeric"] = lead
         for role, model in roles.items():
             worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
             layout = Layout(d=pool.devices) if role == "numeric" else description.placement.layout_of(role)

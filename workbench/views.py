@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.description import Description
-from workbench.placement import TRAINED_ROLES, Placement
+from workbench.placement import Placement
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend
 from workbench.workers.calls import HostInfo
@@ -113,8 +113,7 @@ class Views:
         for pool in self.placement.pools:
             for role in pool.roles:
                 spec = self.groups[role].spec
-                trained = role in TRAINED_ROLES
-                engine: str = spec.training.engine if spec.training and trained else ""
+                engine: str = spec.training.engine if spec.training and spec.trained else ""
                 if role == "actor" and spec.generation:
                     engine += f" + {spec.generation.engine}"
                 rows.append(

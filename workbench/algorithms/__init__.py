@@ -12,22 +12,28 @@ from typing import TYPE_CHECKING, Any
 # class -> module; loaded when first used, so that `import workbench` stays quick
 ALGORITHMS = {
     "DAPO": "workbench.algorithms.dapo",
+    "DPO": "workbench.algorithms.dpo",
     "GRPO": "workbench.algorithms.grpo",
     "PPO": "workbench.algorithms.ppo",
     "RLOO": "workbench.algorithms.rloo",
     "ReMax": "workbench.algorithms.remax",
     "ReinforcePP": "workbench.algorithms.reinforce_pp",
+    "RewardModeling": "workbench.algorithms.reward_modeling",
+    "SFT": "workbench.algorithms.sft",
     "SafeRLHF": "workbench.algorithms.safe_rlhf",
 }
 
 if TYPE_CHECKING:
     from workbench.algorithms.dapo import DAPO as DAPO
+    from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
     from workbench.algorithms.ppo import PPO as PPO
     from workbench.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
     from workbench.algorithms.remax import ReMax as ReMax
+    from workbench.algorithms.reward_modeling import RewardModeling as RewardModeling
     from workbench.algorithms.rloo import RLOO as RLOO
     from workbench.algorithms.safe_rlhf import SafeRLHF as SafeRLHF
+    from workbench.algorithms.sft import SFT as SFT
 
 
 def __getattr__(name: str) -> Any:

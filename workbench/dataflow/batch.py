@@ -16,7 +16,7 @@ import numpy as np
 from workbench.dataflow import files
 from workbench.dataflow.batch_tools import BatchTools, rows_of
 from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.references import NUMBER_COLUMNS, Column, ShardCounts, Source
+from workbench.dataflow.references import NUMBER_COLUMNS, TOKEN_COLUMNS, Column, ShardCounts, Source
 from workbench.dataflow.turns import chosen_mean, marked
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, UnknownColumn
@@ -209,6 +209,8 @@ class Batch(BatchTools):
                 "returns": "compute_advantages", "costs": "cost.compute_cost",
                 "cost_values": "cost_critic.compute_cost_values",
                 "cost_returns": "compute_advantages(multiplier=...)", "pretrain_ids": "actor.compute_loss",
+                "ref_chosen_log_prob": "reference.compute_ref_pair_log_prob",
+                "ref_rejected_log_prob": "reference.compute_ref_pair_log_prob",
             }.get(missing[0])  # fmt: skip
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
@@ -242,9 +244,9 @@ class Batch(BatchTools):
                 out[name] = [row.tolist() for row in column.rows()]
             else:
                 out[name] = list(column) if isinstance(column, list) else column.tolist()
-        for ids, text in (("prompt_ids", "prompt_text"), ("response_ids", "response_text")):
+        for ids in TOKEN_COLUMNS:
             if ids in out:
-                out[text] = [self._source.decode(row) for row in out[ids]]
+                out[ids.replace("_ids", "_text")] = [self._source.decode(row) for row in out[ids]]
         if {"response_ids", "response_mask"} <= set(out):
             turns = zip(out["response_ids"], out["response_mask"], strict=True)
             out["response_text"] = [marked(ids, mask, self._source.decode) for ids, mask in turns]
@@ -264,7 +266,7 @@ class Batch(BatchTools):
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
         for name in frame.columns:
-            if name in ("prompt_ids", "response_ids"):
+            if name in TOKEN_COLUMNS:
                 frame[name.replace("_ids", "_tokens")] = frame[name].map(len)
                 drop.append(name)
             elif name in self.columns and self.columns[name].row_shape == ("*",):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
+from workbench.example_stream import ExampleStream
 from workbench.workers.group import GroupOperation, WorkerGroup
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class Stage:
     """One node: `operation` of `role` on the outputs of the stages `inputs`.
 
     name: unique in its graph; a second stage of one operation is called operation_2. role: a role of the workbench,
-    "numeric" (arithmetic on the actor's hosts), "prompts", "batch" (a batch's own method) or "notebook" (a function).
+    "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an iteration), "batch" (a batch's own
+    method) or "notebook" (a function).
     columns: what its batch has then; None where that is not known before it runs, or it makes no batch.
     """
 
@@ -67,7 +69,7 @@ class Stage:
         """Carry it out. values: the batches of its inputs, by stage name."""
         inputs = [values[name] for name in self.inputs]
         if self.role == "prompts":
-            return lab.prompts.next(*self.args, **self.kwargs)
+            return (self.function or lab.prompts.next)(*self.args, **self.kwargs)
         if self.role == "batch":
             args = [values[a.stage] if isinstance(a, StandIn) else a for a in self.args]
             return getattr(inputs[0], self.operation)(*args, **self.kwargs)
@@ -120,7 +122,7 @@ class Graph:
         old = self[name]
         if function is not None:
             new = replace(_stage_of(function, name, old.inputs, (), arguments), edited=True)
-        elif old.function is not None:
+        elif old.function is not None and old.role != "prompts":
             new = _stage_of(old.function, name, old.inputs, old.args, {**old.kwargs, **arguments})
         else:
             new = old.given(arguments)
@@ -283,7 +285,15 @@ class Tracer:
         return getattr(lab, name)  # plain values, such as the seed; and the error for a role that is not there
 
     def apply(self, function: Callable[..., Any], *batches: StandIn, **kwargs: Any) -> TracedBatch:
-        """A function of batches, as a stage."""
+        """A function of batches, as a stage; or the `next` of a stream of examples, whose columns are known."""
+        stream = getattr(function, "__self__", None)
+        if isinstance(stream, ExampleStream):
+            kind = stream.examples.kind
+            return self.note(
+                Stage(
+                    name=kind, role="prompts", operation=kind, kwargs=kwargs, writes=stream.columns, function=function
+                )
+            )
         name = str(getattr(function, "__name__", type(function).__name__))
         return self.note(_stage_of(function, name, tuple(batch.stage for batch in batches), (), kwargs))
 

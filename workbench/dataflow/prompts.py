@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import html
 import reprlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from workbench.dataflow.epochs import EpochOrder
 from workbench.dataflow.sources import Row, Source, read_rows
 from workbench.engines.settings import at_least, one_of
 from workbench.errors import BadInput
@@ -93,7 +93,7 @@ class Prompts:
                 "raise max_prompt_tokens",
             )
         self._position = 0
-        self._permutation: tuple[int, Sequence[int]] = (-1, ())  # the epoch of the last row handed out, and its order
+        self._order = EpochOrder(len(self._rows), seed=seed, shuffle=shuffle)
 
     def next(self, n: int) -> list[PromptRow]:
         """The next `n` rows. Each epoch holds every row exactly once; where one ends, the next begins."""
@@ -172,12 +172,7 @@ class Prompts:
         return f"<div><p><b>Prompts</b> {head}</p><table><thead>{titles}</thead><tbody>{body}</tbody></table></div>"
 
     def _at(self, position: int) -> PromptRow:
-        epoch, place = divmod(position, len(self))
-        if not self.shuffle:
-            return self._rows[place]
-        if self._permutation[0] != epoch:
-            self._permutation = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self)).tolist())
-        return self._rows[self._permutation[1][place]]
+        return self._rows[self._order.at(position)]
 
     def _identity(self) -> dict[str, Any]:
         """What the order of the prompts depends on."""

@@ -53,8 +53,12 @@ NUMBER_COLUMNS = frozenset(
         *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
         *("turns", "environment_rewards", "final_values", "final_cost_values"),
         *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
+        *("chosen_rewards", "rejected_rewards", "chosen_costs", "rejected_costs"),
+        *("chosen_log_prob", "rejected_log_prob", "ref_chosen_log_prob", "ref_rejected_log_prob"),
     )
 )
+# columns of token ids, which are shown as text
+TOKEN_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 
 class ShardCounts:

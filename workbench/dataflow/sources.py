@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,22 @@ _FORMS = (
 )
 
 
-def read_rows(source: Source) -> list[Row]:
+class Rows(list[Row]):
+    """Rows of a source, which can say where each of them stands in it.
+
+    lines: the line number of each row in a file, from 1; None where the source has no lines.
+    """
+
+    def __init__(self, rows: Iterable[Row], name: str, lines: Sequence[int] | None = None) -> None:
+        super().__init__(rows)
+        self.name, self.lines = name, lines
+
+    def where(self, index: int) -> str:
+        """Row `index` as an error names it, such as "pairs.jsonl, line 7"."""
+        return f"row {index} of {self.name}" if self.lines is None else f"{self.name}, line {self.lines[index]}"
+
+
+def read_rows(source: Source) -> Rows:
     """The rows of `source`, one dict a row, never empty.
 
     source:
@@ -41,11 +56,11 @@ def read_rows(source: Source) -> list[Row]:
     (hub id without the `datasets` library), `ModelUnavailable` (hub id that cannot be fetched).
     """
     if isinstance(source, (list, tuple)):
-        rows, name = _listed(source), f"a {type(source).__name__}"
+        rows = Rows(_listed(source), f"a {type(source).__name__}")
     elif isinstance(source, Path) or (isinstance(source, str) and source.endswith(".jsonl")):
-        rows, name = _lines(Path(source).expanduser()), str(source)
+        rows = _lines(Path(source).expanduser())
     elif isinstance(source, str):
-        rows, name = _named(source), source
+        rows = _named(source)
     else:
         raise BadInput(
             f"a source of type {type(source).__name__}",
@@ -53,7 +68,7 @@ def read_rows(source: Source) -> list[Row]:
             f"a DataFrame gives a list by .to_dict('records'), other tables by list(table); or else {_FORMS}",
         )
     if not rows:
-        raise BadInput(f"{name} holds no rows", "a source has at least one row", _FORMS)
+        raise BadInput(f"{rows.name} holds no rows", "a source has at least one row", _FORMS)
     return rows
 
 
@@ -71,7 +86,7 @@ def _listed(items: Sequence[Any]) -> list[Row]:
     return rows
 
 
-def _lines(path: Path) -> list[Row]:
+def _lines(path: Path) -> Rows:
     if path.suffix != ".jsonl":
         raise BadInput(
             f"{str(path)!r} is no .jsonl file",
@@ -80,7 +95,7 @@ def _lines(path: Path) -> list[Row]:
         )
     if not path.is_file():
         raise BadInput(f"no file {str(path)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
-    rows: list[Row] = []
+    rows, numbers = list[Row](), list[int]()
     rule = "each line is one JSON object in UTF-8"
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -93,10 +108,11 @@ def _lines(path: Path) -> list[Row]:
             if not isinstance(row, dict):
                 raise BadInput(f"{path}, line {number} is of type {type(row).__name__}", rule, 'write {"prompt": ...}')
             rows.append(row)
-    return rows
+            numbers.append(number)
+    return Rows(rows, str(path), numbers)
 
 
-def _named(source: str) -> list[Row]:
+def _named(source: str) -> Rows:
     """A name under datasets/ goes before a hub id of the same spelling."""
     bundled = {path.parent.name for path in DATASETS.glob("*/train.jsonl")}
     local = _NAME.fullmatch(source)
@@ -110,7 +126,7 @@ def _named(source: str) -> list[Row]:
     if path.exists() or path.suffix in _OTHER_FORMATS:
         return _lines(path)  # refuses: only .jsonl is read
     if hub := _HUB_ID.fullmatch(source):
-        return _from_hub(hub["repo"], hub["config"], hub["split"] or "train")
+        return Rows(_from_hub(hub["repo"], hub["config"], hub["split"] or "train"), source)
     known = ", ".join(map(repr, sorted(bundled)))
     rule = f"datasets/ holds {known}" if known else f"there are no data sets in {str(DATASETS)!r}"
     close = get_close_matches(source.partition("/")[0], bundled, n=1)

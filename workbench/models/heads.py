@@ -148,7 +148,12 @@ class TokenValues(PackedModule):
 
 
 class ScalarHead(nn.Linear):
-    """A linear layer, zero at first, that computes in fp32 in whatever dtype it is stored or called."""
+    """A linear layer, zero at first, that computes in fp32 in whatever dtype it is stored or called.
+
+    shift: subtracted from the bias, out of the optimizer's reach; saved as part of the bias.
+    """
+
+    shift: float = 0.0
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -156,7 +161,7 @@ class ScalarHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
+            return nn.functional.linear(input.float(), self.weight.float(), self.bias.float() - self.shift)
 
 
 def load_token_values(

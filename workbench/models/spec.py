@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from workbench.engines.settings import DTYPES, Generation, Training, one_of
 from workbench.errors import BadInput
+from workbench.placement import TRAINED_ROLES
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Model:
     name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
     function: for reward and cost, a rule in place of a model: `fn(prompt, response, **row) -> float`.
     dtype: "float32" or "bfloat16". A trained role computes in it and keeps fp32 master weights.
-    training, generation: engine settings of trained roles, and of the actor's rollouts.
+    training, generation: engine settings of trained roles, and of the actor's rollouts. A reward or cost model is
+        trained only where its settings are given here; else it is just run, with less memory.
     worker: a subclass of the role's worker class, with operations of your own.
     seed: seeds the head of a critic, reward or cost model that has none saved.
     """
@@ -30,6 +32,7 @@ class Model:
     generation: Generation | None = None
     worker: type | None = None
     seed: int = 0
+    trained: bool = field(default=False, init=False)  # `filled` knows
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.function is None):
@@ -55,11 +58,14 @@ class Model:
             raise BadInput(f"models[{role!r}] is a function", "only reward and cost can be a rule", "give a model name")
         return model
 
-    def filled(self, *, dtype: str, training: Training, generation: Generation) -> Model:
-        """With the workbench's defaults in place of None."""
-        return replace(
+    def filled(self, role: str, *, dtype: str, training: Training, generation: Generation) -> Model:
+        """With the workbench's defaults in place of None; then `trained` says whether the role's weights move."""
+        model = replace(
             self,
             dtype=self.dtype or dtype,
             training=self.training or training,
             generation=self.generation or generation,
         )
+        asked = role in ("reward", "cost") and self.name is not None and self.training is not None
+        object.__setattr__(model, "trained", role in TRAINED_ROLES or asked)
+        return model

@@ -84,7 +84,15 @@ class Host:
     # --- roles ---------------------------------------------------------------------------------------------------
 
     def build(
-        self, role: str, worker_class: type[Worker], spec: Model, *, layout: Layout, seed: int, actor_name: str
+        self,
+        role: str,
+        worker_class: type[Worker],
+        spec: Model,
+        *,
+        layout: Layout,
+        seed: int,
+        tokenizer_name: str,
+        folder: str,
     ) -> None:
         """Load a role's model and engines."""
         context = Context(
@@ -94,7 +102,8 @@ class Host:
             recorder=self.recorder,
             progress=self._note_progress,
             seed=seed,
-            actor_name=actor_name,
+            tokenizer_name=tokenizer_name,
+            folder=folder,
         )
         self._busy = f"loading {role}"
         try:

@@ -1,8 +1,8 @@
-"""One forward pass over a shard, micro-batch by micro-batch: a number a response token."""
+"""One forward pass over a shard, micro-batch by micro-batch: a number a response token, or a number a row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,16 +20,52 @@ def each_response_token(
 ) -> Ragged:
     """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order. padded: see `cut`."""
     scatter = Scatter(shard.ragged("response_ids"))
-    minibatches = each_minibatch(shard, budget_tokens, context.communicator, context.device, padded=padded)
+    for micro, values_N in _passes(shard, forward, budget_tokens, context, padded=padded):
+        scatter.put(micro, values_N)
+    return scatter.column()
+
+
+def each_row(
+    shard: Shard,
+    forward: Callable[[MicroBatch], Tensor],
+    budget_tokens: int,
+    context: Context,
+    *,
+    padded: bool = False,
+    together: int = 1,
+) -> Tensor:
+    """`forward(micro_batch)` -> [B], without gradients, as one fp32 tensor [rows] in the shard's row order.
+
+    padded: see `cut`. together: as in `micro_batches`.
+    """
+    out = torch.zeros(len(shard))
+    for micro, values_B in _passes(shard, forward, budget_tokens, context, padded=padded, together=together):
+        if micro.weight:
+            out[micro.index] = values_B.float().cpu()
+    return out
+
+
+def _passes(
+    shard: Shard,
+    forward: Callable[[MicroBatch], Tensor],
+    budget_tokens: int,
+    context: Context,
+    *,
+    padded: bool,
+    together: int = 1,
+) -> Iterator[tuple[MicroBatch, Tensor]]:
+    minibatches = each_minibatch(
+        shard, budget_tokens, context.communicator, context.device, padded=padded, together=together
+    )
     micros = [micro for minibatch in minibatches for micro in minibatch]
     done_tokens = 0
     for done, micro in enumerate(micros):
         context.progress(done, len(micros), done_tokens)
         tokens = tokens_of(micro)
         with context.recorder.span("forward", tokens=tokens), torch.no_grad():
-            scatter.put(micro, forward(micro))
+            values = forward(micro)
+        yield micro, values
         done_tokens += tokens
-    return scatter.column()
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:

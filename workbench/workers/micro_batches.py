@@ -91,24 +91,28 @@ def micro_batches(
     *,
     padded: bool = False,
     skip: Collection[int] = (),
+    together: int = 1,
 ) -> list[MicroBatch]:
     """The micro-batches of some rows of a shard (at least one), equally many on every rank of the group.
 
-    skip: rows to leave out. A rank that cannot cut its rows into as many goes through its shortest one, again, whose
-    tokens count for nothing.
+    skip: rows to leave out. together: consecutive rows that stay side by side in one micro-batch, such as the 2 answers
+    of a pair. A rank that cannot cut its rows into as many goes through its shortest, again, whose tokens count for
+    nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
+    units = [list(rows[i : i + together]) for i in range(0, len(rows), together)]
 
-    def length(row: int) -> int:
-        return len(prompts[row]) + len(responses[row])
+    def length(unit: Sequence[int]) -> int:
+        tokens = [len(prompts[row]) + len(responses[row]) for row in unit]
+        return len(unit) * max(tokens) if padded else sum(tokens)
 
-    kept = [row for row in rows if row not in skip]
-    lengths = [length(row) for row in kept]
+    kept = [unit for unit in units if any(row not in skip for row in unit)]
+    lengths = [length(unit) for unit in kept]
     here = len(cut(lengths, budget_tokens, padded=padded))
     most = max(1, int(communicator.all_reduce_max(torch.tensor([here])).item()))
-    groups = [[kept[i] for i in group] for group in cut(lengths, budget_tokens, most, padded=padded)]
+    groups = [[row for u in group for row in kept[u]] for group in cut(lengths, budget_tokens, most, padded=padded)]
     out = [_build(group, prompts, responses, device, 1.0) for group in groups]
-    filler = [_build([min(rows, key=length)], prompts, responses, device, 0.0)] if len(out) < most else []
+    filler = [_build(min(units, key=length), prompts, responses, device, 0.0)] if len(out) < most else []
     return out + filler * (most - len(out))
 
 
@@ -174,10 +178,11 @@ def each_minibatch(
     *,
     padded: bool = False,
     skip: Collection[int] = (),
+    together: int = 1,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each minibatch of a shard, see `micro_batches`."""
     return [
-        micro_batches(shard, rows, budget_tokens, communicator, device, padded=padded, skip=skip)
+        micro_batches(shard, rows, budget_tokens, communicator, device, padded=padded, skip=skip, together=together)
         for rows in minibatch_indices(shard.minibatch_sizes)
     ]
 

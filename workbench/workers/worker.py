@@ -21,7 +21,8 @@ class Context:
 
     layout: of the role: where this rank, `host.rank`, stands in it says `layout.coordinates`.
     progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
-    seed: the workbench's seed. actor_name: the actor's model, whose tokenizer made the tokens.
+    seed: the workbench's seed. tokenizer_name: the model whose tokenizer made the tokens.
+    folder: where relative paths start from: the working folder of who opened the workbench.
     """
 
     host: HostInfo
@@ -30,7 +31,8 @@ class Context:
     recorder: Recorder
     progress: Callable[[int, int, int], None]
     seed: int
-    actor_name: str
+    tokenizer_name: str
+    folder: str
 
     @property
     def device(self) -> torch.device:

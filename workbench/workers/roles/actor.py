@@ -15,6 +15,7 @@ from workbench.algorithms.arguments import within
 from workbench.algorithms.correction import Correction
 from workbench.algorithms.kl import KLLoss, kl_estimate, kl_loss
 from workbench.algorithms.losses import PolicyLoss, policy_loss
+from workbench.algorithms.preference import dpo_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
@@ -30,6 +31,16 @@ from workbench.workers.inference import check_temperature, chosen, each_response
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO
+from workbench.workers.roles.pairs import (
+    PAIR_COLUMNS,
+    REFERENCE_COLUMNS,
+    accuracy_bounds,
+    answer_log_probs,
+    pair_metrics,
+    pair_term,
+    pair_values,
+    reference_log_probs,
+)
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.rollout_weights import rollout_weights
@@ -40,6 +51,7 @@ from workbench.workers.worker import Context
 # shows as several tenths; rounding in bfloat16 as a few hundredths.
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 PROBE_TOKENS = 24
+REWARDS = ("chosen_rewards", "rejected_rewards")
 
 
 def _sampling(arguments: Mapping[str, Any]) -> Sampling:
@@ -85,6 +97,12 @@ def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
     """Rows whose valid tokens all have advantage 0, such as those of a group with equal rewards."""
     valid = mask.pad().bool()
     return frozenset(torch.where(valid, advantages.pad(), 0.0).eq(0).all(-1).nonzero()[:, 0].tolist())
+
+
+def _check_dpo(arguments: Mapping[str, Any]) -> None:
+    at_least("beta", arguments["beta"], 0, strictly=True)
+    at_least("epochs", arguments.get("epochs", 1), 1)
+    within("label_smoothing", arguments.get("label_smoothing", 0.0), 0.0, 0.5)
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
@@ -386,6 +404,84 @@ class ActorWorker(TrainedWorker):
         output.metrics["skipped_rows/fraction"] = Mean(total=len(skip), count=len(batch))
         output.metrics.update(weights.metrics if weights else {})
         return output
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask"),
+        minibatched=True,
+        updates=True,
+        check=check_update,
+    )
+    def update_sft(
+        self,
+        batch: Shard,
+        *,
+        epochs: int = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: int | None = None,
+    ) -> Output:
+        """Supervised fine-tuning: the mean of -log pi over the response tokens, one optimizer step a minibatch and
+        epoch. `compute_log_prob` gives the same number, turned round, without an update.
+
+        aggregation, max_response_tokens: as in `update_actor`.
+        Source: InstructGPT, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
+        """
+
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            log_probs_N, _ = self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
+            return -micro.to_BR(log_probs_N), {}
+
+        term = Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        return self.update(term, epochs=epochs)
+
+    @register(
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=REFERENCE_COLUMNS,
+        writes=("chosen_log_prob", "rejected_log_prob"),
+        minibatched=True,
+        check=_check_dpo,
+    )
+    def compute_pair_log_prob(self, batch: Shard, *, beta: float = 0.1) -> Output:
+        """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
+        summed over their tokens, nats.
+
+        Where the batch has the reference's, the metrics are those of `update_dpo`, with the bounds of the accuracy's
+        95 % interval: what held-out pairs say.
+        """
+        budget = self.training.micro_batch_tokens
+        values = partial(answer_log_probs, self.engine)
+        chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
+        metrics: Metrics = {}
+        if set(REFERENCE_COLUMNS) <= set(batch.columns):
+            loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta)
+            metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.communicator)
+        return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
+
+    @register(
+        THREE_D_PROTO,
+        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
+        minibatched=True,
+        updates=True,
+        check=_check_dpo,
+    )
+    def update_dpo(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0, epochs: int = 1) -> Output:
+        """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        `workbench.algorithms.preference.dpo_loss`.
+
+        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
+        first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.
+        Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
+        """
+        ref_chosen, ref_rejected = reference_log_probs(batch)
+
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
+            ref_chosen_P, ref_rejected_P = (ref[pairs].to(chosen_P.device) for ref in (ref_chosen, ref_rejected))
+            loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
+            return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
+
+        term = pair_term(batch, partial(answer_log_probs, self.engine), loss, self.context)
+        return self.update(term, epochs=epochs)
 
     def _pretraining(self, batch: Shard, coefficient: float) -> Term:
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from workbench.workers.inference import check_temperature, each_response_token, 
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import THREE_D_PROTO
+from workbench.workers.roles.pairs import PAIR_COLUMNS, answer_log_probs, pair_values
 from workbench.workers.worker import Context, Worker
 
 
@@ -44,6 +46,19 @@ class ReferenceWorker(FrozenWorker):
         assert spec.name and spec.training and spec.dtype
         model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+
+    @register(
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        writes=("ref_chosen_log_prob", "ref_rejected_log_prob"),
+        minibatched=True,
+    )
+    def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
+        """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
+        pair, summed over their tokens, nats."""
+        values = partial(answer_log_probs, self.engine)
+        chosen, rejected = pair_values(batch, values, self.micro_batch_tokens, self.context, padded=self.padded)
+        return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(
         THREE_D_PROTO,

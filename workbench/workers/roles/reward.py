@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from workbench.algorithms.preference import pairwise_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.engines.settings import at_least
+from workbench.engines.training import TrainingEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput, RewardError
 from workbench.models import load_tokenizer
-from workbench.models.heads import load_token_values
+from workbench.models.heads import ScalarHead, TokenValues, load_token_values
 from workbench.models.spec import Model
-from workbench.workers.calls import Mean, Output, Shard
-from workbench.workers.micro_batches import each_minibatch, tokens_of
+from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
+from workbench.workers.inference import each_row
+from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import ALL_TEXT, register
-from workbench.workers.protocols import THREE_D_PROTO
+from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
+from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
+from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.saving import save_model
 from workbench.workers.worker import Context, Worker
 
 TOKENS = ("prompt_ids", "response_ids")
@@ -49,26 +59,154 @@ def _check(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _check_epochs(arguments: Mapping[str, Any]) -> None:
+    at_least("epochs", arguments["epochs"], 1)
+
+
 class RewardWorker(Worker):
-    """A model with a score head, or no model and a function. Functions given to a call run here too."""
+    """A model with a score head, or no model and a function. Functions given to a call run here too.
+
+    The model has an optimizer where `Model(..., training=...)` was given for this role.
+    """
 
     def __init__(self, spec: Model, context: Context) -> None:
         super().__init__(spec, context)
-        self.tokenizer = load_tokenizer(context.actor_name)
-        self.engine: TorchEngine | None = None
+        self.tokenizer = load_tokenizer(context.tokenizer_name)
+        self._engine: TrainingEngine | None = None
+        self._trainer: TrainedWorker | None = None
         self.sequences, self.padded = "", False
         if spec.name is not None:
-            assert spec.training is not None and spec.dtype is not None
+            assert spec.dtype is not None
             dtype = getattr(torch, spec.dtype)
-            module = load_token_values(spec.name, dtype=dtype, device=context.device, seed=spec.seed, init="normal")
+            stored = torch.float32 if spec.trained else dtype
+            module = load_token_values(spec.name, dtype=stored, device=context.device, seed=spec.seed, init="normal")
             self.sequences, self.padded = module.describe(), module.padded_because is not None
-            self.engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
+            if spec.trained:
+                self._trainer = TrainedWorker(spec, context, module)
+                self._engine = self._trainer.engine
+            else:
+                self._engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
 
     def memory_bytes(self) -> dict[str, int]:
-        return self.engine.memory_bytes() if self.engine else {}
+        return self._engine.memory_bytes() if self._engine else {}
+
+    def state(self) -> dict[str, Any]:
+        return {**self._trainer.state(), "shift": self._head.shift} if self._trainer else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._trainer:
+            self._trainer.load_state(state)
+            self._head.shift = state["shift"]
+
+    @property
+    def engine(self) -> TrainingEngine:
+        """What runs the model; `BadInput` where the role is a function."""
+        if self._engine is None:
+            raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
+        return self._engine
+
+    @property
+    def trainer(self) -> TrainedWorker:
+        """What trains the model; `BadInput` where it is only run."""
+        if self._trainer is None:
+            raise BadInput(
+                f"{type(self).__name__} is not trained",
+                "a reward or cost model has an optimizer where its settings are given",
+                "open with wb.Model(name, training=wb.Training(...)) for this role",
+            )
+        return self._trainer
+
+    @property
+    def _head(self) -> ScalarHead:
+        module = self.engine.module
+        assert isinstance(module, TokenValues)
+        return module.score
+
+    @property
+    def _budget(self) -> int:
+        assert self.spec.training is not None
+        return self.spec.training.micro_batch_tokens
+
+    @register(ONE_TO_ALL)
+    def save_model(self, path: str | Path) -> str:
+        """Write the model as it is now, score head and centring included; see the actor's `save_model`."""
+        assert self.spec.name is not None
+        return save_model(self.engine, path, self.spec.name, self.context)
+
+    @register(
+        THREE_D_PROTO,
+        reads=lambda arguments: ("prompt_ids", arguments["answers"]),
+        updates=True,
+    )
+    def center(self, batch: Shard, *, answers: str = "response_ids") -> Output:
+        """Shift all scores so that the answers in this batch have mean 0. The shift is kept with the weights.
+
+        answers: the column with their tokens; "chosen_ids" for those of pairs. Take reference answers, such as
+        demonstrations: a loss on pairs leaves the level of the scores open.
+        Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
+        """
+        steps = self.trainer.engine.steps  # asked first: what is only run keeps its scores
+        scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
+        sums = torch.tensor([float(scores.double().sum()), len(scores)], dtype=torch.float64)
+        total, count = self.context.communicator.all_reduce(sums).tolist()
+        self._head.shift += total / count
+        told = {"shift": Mean(total=self._head.shift, count=1), "before/mean": Mean(total=total, count=count)}
+        return Output(metrics={**told, "optimizer_steps": Max(value=steps)})
+
+    @register(
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=("margin",),
+        writes=("chosen_rewards", "rejected_rewards"),
+        minibatched=True,
+    )
+    def compute_pair_rewards(self, batch: Shard) -> Output:
+        """Columns `chosen_rewards`, `rejected_rewards` [rows]: the scores of both answers of each pair.
+
+        Metrics: what `update_reward` says, without an update, and `accuracy/low`, `accuracy/high`: bounds of the
+        accuracy's 95 % interval.
+        """
+        return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
+
+    @register(
+        THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True, updates=True, check=_check_epochs
+    )
+    def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
+        """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
+        epoch; see `workbench.algorithms.preference.pairwise_loss`.
+
+        Scores are read at an answer's last token. `margin` is taken from the batch where it has one.
+        Metrics: `accuracy` (the chosen answer has the higher score), `margin` between the scores, their means.
+        """
+        return self._learn_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1, epochs=epochs)
+
+    def _scores(self, batch: Shard) -> torch.Tensor:
+        scores = partial(last_token_scores, self.engine)
+        return each_row(batch, scores, self._budget, self.context, padded=self.padded)
+
+    def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
+        values = partial(last_token_scores, self.engine)
+        chosen, rejected = pair_values(batch, values, self._budget, self.context, padded=self.padded)
+        loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
+        metrics = pair_metrics(loss, chosen, rejected, names=names, sign=sign)
+        metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.communicator)
+        return Output(columns={names[0]: chosen, names[1]: rejected}, metrics=metrics)
+
+    def _learn_pairs(self, batch: Shard, names: tuple[str, str], sign: int, epochs: int) -> Output:
+        margin = _margin(batch)
+
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
+            margin_P = None if margin is None else margin[pairs].to(chosen_P.device)
+            loss_P = pairwise_loss(sign * chosen_P, sign * rejected_P, margin_P)
+            return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
+
+        trainer = self.trainer
+        return trainer.update(
+            pair_term(batch, partial(last_token_scores, self.engine), loss, self.context), epochs=epochs
+        )
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | ({"sequences": self.sequences} if self.engine else {})
+        return super().describe() | ({"sequences": self.sequences} if self._engine else {})
 
     @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(
@@ -90,34 +228,12 @@ class RewardWorker(Worker):
         self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, timeout_s: float
     ) -> Output:
         function = function or self.spec.function
-        scores = (
-            self._by_model(batch) if function is None else self._by_function(batch, function, concurrency, timeout_s)
-        )
+        scores = self._scores(batch) if function is None else self._by_function(batch, function, concurrency, timeout_s)
         values = scores.values if isinstance(scores, Ragged) else scores
         assert isinstance(values, torch.Tensor)
         return Output(
             columns={column: scores}, metrics={f"{column}/mean": Mean(total=float(values.sum()), count=len(batch))}
         )
-
-    def _by_model(self, batch: Shard) -> torch.Tensor:
-        engine = self.engine
-        if engine is None:
-            raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
-        assert self.spec.training is not None
-        context, scores, tokens = self.context, torch.zeros(len(batch)), 0
-        budget = self.spec.training.micro_batch_tokens
-        minibatches = each_minibatch(batch, budget, context.communicator, context.device, padded=self.padded)
-        micros = [micro for minibatch in minibatches for micro in minibatch]
-        for done, micro in enumerate(micros):
-            context.progress(done, len(micros), tokens)
-            inputs = {name: micro.inputs[name] for name in ("input_ids", "lengths")}
-            last = torch.tensor(list(accumulate(inputs["lengths"])), device=context.device) - 1
-            with context.recorder.span("forward", tokens=tokens_of(micro)), torch.no_grad():
-                values = engine.forward(**inputs, positions=last)
-            if micro.weight:
-                scores[micro.index] = values.float().cpu()
-            tokens += tokens_of(micro)
-        return scores
 
     def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, timeout_s: float) -> Column:
         responses = batch.ragged("response_ids").rows()
@@ -161,6 +277,8 @@ class CostWorker(RewardWorker):
     """The cost model of Safe-RLHF: a reward worker that writes `costs`."""
 
     compute_reward = None  # type: ignore[assignment]
+    compute_pair_rewards = None  # type: ignore[assignment]
+    update_reward = None  # type: ignore[assignment]
 
     @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("costs",), minibatched=True, check=_check)
     def compute_cost(
@@ -168,3 +286,39 @@ class CostWorker(RewardWorker):
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
         return self._score(batch, "costs", function, concurrency, timeout_s)
+
+    @register(
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=("margin",),
+        writes=("chosen_costs", "rejected_costs"),
+        minibatched=True,
+    )
+    def compute_pair_costs(self, batch: Shard) -> Output:
+        """Columns `chosen_costs`, `rejected_costs` [rows], as `compute_pair_rewards`; it is right where the chosen
+        answer has the lower cost."""
+        return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
+
+    @register(
+        THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True, updates=True, check=_check_epochs
+    )
+    def update_cost(self, batch: Shard, *, epochs: int = 1) -> Output:
+        """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.
+
+        Source: the pairwise term of Safe-RLHF's cost model, Dai et al. 2023, https://arxiv.org/abs/2310.12773,
+        equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
+        """
+        return self._learn_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1, epochs=epochs)
+
+
+def last_token_scores(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
+    """The score of each row, [B], read at its last token."""
+    inputs = {name: micro.inputs[name] for name in ("input_ids", "lengths")}
+    last = torch.tensor(list(accumulate(inputs["lengths"])), device=inputs["input_ids"].device) - 1
+    return engine.forward(**inputs, positions=last)
+
+
+def _margin(batch: Shard) -> Tensor | None:
+    margin = batch.columns.get("margin")
+    assert margin is None or isinstance(margin, Tensor)
+    return margin

@@ -1,10 +1,11 @@
-"""What actor and critic share: an engine, and updates made of minibatches."""
+"""What trained roles share: an engine, and updates made of minibatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_met
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.saving import save_model
 from workbench.workers.worker import Context, Worker
 
 TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
@@ -41,6 +43,7 @@ class Term:
     loss: from a micro-batch to a loss a response token [B, R], and metrics. The shard's minibatches are in step with
     those of the other terms.
     skip: rows of the shard that have no gradient, so that they need only be counted.
+    together: consecutive rows whose loss is one, see `micro_batches`.
     """
 
     shard: Shard
@@ -48,6 +51,7 @@ class Term:
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
     skip: Collection[int] = ()
+    together: int = 1
 
 
 @dataclass
@@ -87,6 +91,17 @@ class TrainedWorker(Worker):
         """Sum of the absolute values of all weights in fp64: equal on ranks that hold the same weights."""
         return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
 
+    @register(ONE_TO_ALL)
+    def save_model(self, path: str | Path) -> str:
+        """Write the weights as they are now, with configuration and tokenizer, as transformers does: `wb.Model(path)`,
+        and vLLM, load it. The absolute path, once a rank.
+
+        path: a folder that is empty or not there yet; relative to where the workbench was opened, on the machine of the
+        role's first rank. Weights are written in the role's dtype; those of a value or score head as "score".
+        """
+        assert self.spec.name is not None
+        return save_model(self.engine, path, self.spec.name, self.context)
+
     def update(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
         """One optimizer step a minibatch and epoch, on the sum of the terms.
 
@@ -102,7 +117,13 @@ class TrainedWorker(Worker):
             zip(
                 *(
                     each_minibatch(
-                        term.shard, budget, context.communicator, context.device, padded=self.padded, skip=term.skip
+                        term.shard,
+                        budget,
+                        context.communicator,
+                        context.device,
+                        padded=self.padded,
+                        skip=term.skip,
+                        together=term.together,
                     )
                     for term in terms
                 ),

@@ -1,0 +1,37 @@
+"""Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290): a policy straight from pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.algorithms.loop import Algorithm
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+    from workbench.example_stream import ExampleStream
+
+
+@dataclass
+class DPO(Algorithm):
+    """`DPO(lab, lab.pairs("pairs.jsonl")).run(n)`: n batches of pairs learned by the actor.
+
+    rows: pairs a batch, of `Training.minibatches` optimizer steps. beta: how strongly the actor is kept at the
+    reference. label_smoothing: the share of pairs whose label is taken to be wrong. epochs: over each batch.
+    """
+
+    lab: Workbench
+    pairs: ExampleStream
+    rows: int = 64
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        self.need("actor", "reference")
+        self.pairs.need("pairs")
+
+    def define(self, lab: Workbench) -> None:
+        batch = lab.apply(self.pairs.next, n=self.rows)
+        batch = lab.reference.compute_ref_pair_log_prob(batch)
+        lab.actor.update_dpo(batch, beta=self.beta, label_smoothing=self.label_smoothing, epochs=self.epochs)

@@ -1,0 +1,42 @@
+"""Reward and cost models from preference pairs (Stiennon et al. 2020, arXiv:2009.01325, section 3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from workbench.algorithms.loop import Algorithm
+from workbench.engines.settings import one_of
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+    from workbench.example_stream import ExampleStream
+
+
+@dataclass
+class RewardModeling(Algorithm):
+    """`RewardModeling(lab, lab.pairs("pairs.jsonl", held_out=200)).run(n)`: n batches of pairs learned by a role.
+
+    role: "reward", or "cost" for a model that gives the chosen answer the lower score. rows: pairs a batch, of
+    `Training.minibatches` optimizer steps. epochs: over each batch; `len(pairs) // rows` batches are one epoch of the
+    data. Afterwards: `compute_pair_rewards(pairs.held_out)` for the accuracy, `center` for the level of the scores,
+    `save_model` for `wb.Model(path)`.
+    """
+
+    lab: Workbench
+    pairs: ExampleStream
+    role: Literal["reward", "cost"] = "reward"
+    rows: int = 64
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("RewardModeling.role", self.role, ("reward", "cost"))
+        self.need(self.role)
+        self.pairs.need("pairs")
+
+    def define(self, lab: Workbench) -> None:
+        batch = lab.apply(self.pairs.next, n=self.rows)
+        if self.role == "reward":
+            lab.reward.update_reward(batch, epochs=self.epochs)
+        else:
+            lab.cost.update_cost(batch, epochs=self.epochs)

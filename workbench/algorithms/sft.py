@@ -1,0 +1,34 @@
+"""Supervised fine-tuning on demonstrations: the first stage of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.algorithms.loop import Algorithm
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+    from workbench.example_stream import ExampleStream
+
+
+@dataclass
+class SFT(Algorithm):
+    """`SFT(lab, lab.demonstrations("sft.jsonl")).run(n)`: n batches of demonstrations learned by the actor.
+
+    rows: demonstrations a batch, of `Training.minibatches` optimizer steps. epochs: over each batch; the stream goes
+    round by itself, `len(demonstrations) // rows` batches are one epoch of the data.
+    """
+
+    lab: Workbench
+    demonstrations: ExampleStream
+    rows: int = 64
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        self.need("actor")
+        self.demonstrations.need("demonstrations")
+
+    def define(self, lab: Workbench) -> None:
+        batch = lab.apply(self.demonstrations.next, n=self.rows)
+        lab.actor.update_sft(batch, epochs=self.epochs)

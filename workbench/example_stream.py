@@ -1,0 +1,68 @@
+"""`lab.demonstrations(...)` and `lab.pairs(...)`: where batches for supervised training come from."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.dataflow.batch import Batch
+from workbench.dataflow.examples import Examples, Kind, Tokenized
+from workbench.dataflow.sources import Source
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+class ExampleStream:
+    """Draws batches of demonstrations or pairs, in an order that only the seed decides.
+
+        pairs = lab.pairs("pairs.jsonl", held_out=200)
+        batch = pairs.next(64)
+        lab.reward.compute_pair_rewards(pairs.held_out)
+
+    options: as of `Examples`. len() is the number of rows in one epoch.
+    """
+
+    def __init__(self, lab: Workbench, source: Source, kind: Kind, **options: Any) -> None:
+        options.setdefault("seed", lab.seed)
+        self._lab, self.drawn = lab, 0
+        self.examples = Examples(source, kind, tokenizer=lab._tokenizer, **options)
+
+    def next(self, n: int) -> Batch:
+        """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
+        lab = self._lab
+        rows = self.examples.next(n)
+        lab.begin_iteration()
+        return self._put(rows)
+
+    @functools.cached_property
+    def held_out(self) -> Batch:
+        """All rows that are held out, as one batch."""
+        if not self.examples.held_out:
+            raise BadInput(f"{self!r}", "no rows are held out", f"lab.{self.examples.kind}(..., held_out=200)")
+        return self._put(self.examples.held_out)
+
+    def _put(self, rows: list[Tokenized]) -> Batch:
+        table = self.examples.table(rows)
+        table["prompt_uid"] = torch.arange(self.drawn, self.drawn + len(rows))
+        self.drawn += len(rows)
+        return self._lab.put(table, meta={"iteration": self._lab.iteration}, owner=self.examples.kind)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of its batches."""
+        return (*self.examples.columns, "prompt_uid")
+
+    def need(self, kind: Kind) -> None:
+        """Raise `BadInput` unless it draws rows of that kind."""
+        if self.examples.kind != kind:
+            raise BadInput(f"{self!r}", f"{kind} are needed", f"make them with lab.{kind}(source)")
+
+    def __len__(self) -> int:
+        return len(self.examples.training)
+
+    def __repr__(self) -> str:
+        return repr(self.examples)

@@ -1,0 +1,118 @@
+"""Pairs on their way through a model: each becomes two rows, side by side. Suffix P: pairs of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from workbench.algorithms.preference import binomial_interval
+from workbench.dataflow.columns import Ragged
+from workbench.engines.training import TrainingEngine
+from workbench.errors import BadInput
+from workbench.workers.calls import Mean, Metrics, Shard
+from workbench.workers.communicator import Communicator
+from workbench.workers.inference import each_row
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.roles.trained import Term
+from workbench.workers.worker import Context
+
+PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+REFERENCE_COLUMNS = ("ref_chosen_log_prob", "ref_rejected_log_prob")
+
+RowValues = Callable[[MicroBatch], Tensor]  # -> [B], a number a row
+PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, Metrics]]
+
+
+def as_rows(batch: Shard, communicator: Communicator) -> Shard:
+    """Pairs as rows: 2i is the chosen answer of pair i, 2i + 1 the rejected one.
+
+    `response_mask` is 1 on the last token of every answer: there a pair's loss stands, once for each of its answers.
+    """
+    both = [batch.ragged(name) for name in ("chosen_ids", "rejected_ids")]
+    # every rank raises, or none: one that went on would wait for the others
+    empty = torch.tensor([sum(int((answers.lengths == 0).sum()) for answers in both)])
+    if communicator.all_reduce_max(empty).item():
+        raise BadInput("a pair with an answer of no tokens", "an answer has at least its EOS", "filter such rows out")
+    prompts = [row for prompt in batch.ragged("prompt_ids").rows() for row in (prompt, prompt)]
+    answers = [row for pair in zip(*(column.rows() for column in both), strict=True) for row in pair]
+    responses = Ragged.of(answers, torch.int64)
+    last = torch.zeros(len(responses.values), dtype=torch.bool)
+    last[torch.cumsum(responses.lengths, 0) - 1] = True
+    return replace(
+        batch,
+        columns={
+            "prompt_ids": Ragged.of(prompts, torch.int64),
+            "response_ids": responses,
+            "response_mask": responses.like(last),
+        },
+        rows=batch.rows.repeat(2),
+        minibatch_sizes=tuple(2 * size for size in batch.minibatch_sizes),
+    )
+
+
+def pair_term(batch: Shard, values: RowValues, loss: PairLoss, context: Context) -> Term:
+    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of the rows' values, -> [P] and metrics.
+
+    pairs: their numbers in the shard.
+    """
+
+    def each(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+        values_B = values(micro)
+        loss_P, metrics = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
+        loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
+        return loss_BR, metrics if micro.weight else {}
+
+    return Term(shard=as_rows(batch, context.communicator), loss=each, together=2)
+
+
+def pair_values(
+    batch: Shard, values: RowValues, budget_tokens: int, context: Context, *, padded: bool
+) -> tuple[Tensor, Tensor]:
+    """The values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
+
+    In the micro-batches of `pair_term`, so that an update starts from these values to the last bit. padded: see `cut`.
+    """
+    rows = as_rows(batch, context.communicator)
+    values_B = each_row(rows, values, budget_tokens, context, padded=padded, together=2)
+    return values_B[0::2].clone(), values_B[1::2].clone()
+
+
+def answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
+    """log pi(answer | prompt) of each row, [B]: the sum over its response tokens, EOS included, nats."""
+    log_probs_N, _ = engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
+    return micro.to_BR(log_probs_N).sum(-1)
+
+
+def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
+    """The reference's log-probabilities of both answers, [rows] each."""
+    chosen, rejected = (batch.columns[name] for name in REFERENCE_COLUMNS)
+    assert isinstance(chosen, Tensor) and isinstance(rejected, Tensor)
+    return chosen, rejected
+
+
+def pair_metrics(
+    loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, *, names: tuple[str, str], sign: int = 1
+) -> Metrics:
+    """What is said of pairs and their two scores: loss, share in which the chosen answer has the better one (a tie is
+    none), by how much it is better, and the mean of each. sign: -1 where lower is better."""
+    chosen_P, rejected_P = chosen_P.detach().double(), rejected_P.detach().double()
+    gap_P = sign * (chosen_P - rejected_P)
+    told = {
+        "preference_loss": loss_P.detach().double(),
+        "accuracy": (gap_P > 0).double(),
+        "margin": gap_P,
+        f"{names[0]}/mean": chosen_P,
+        f"{names[1]}/mean": rejected_P,
+    }
+    return {name: Mean(total=float(values.sum()), count=len(values)) for name, values in told.items()}
+
+
+def accuracy_bounds(chosen: Tensor, rejected: Tensor, communicator: Communicator) -> Metrics:
+    """The 95 % interval of the accuracy over the pairs of all ranks."""
+    counts = torch.tensor([float((chosen > rejected).sum()), len(chosen)], dtype=torch.float64)
+    right, pairs = communicator.all_reduce(counts).tolist()
+    low, high = binomial_interval(right, pairs)
+    return {"accuracy/low": Mean(total=low, count=1), "accuracy/high": Mean(total=high, count=1)}
