@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.dataflow import files
-from workbench.dataflow.columns import Ragged, Table, to_wire
+from workbench.dataflow.carrier import carry, to_wire
+from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.location import Location, ShardId
 from workbench.errors import BadInput, NotFound, UnknownColumn
 from workbench.placement import Layout
@@ -184,7 +185,7 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
         hosts[info.name] = Host(info, Neighbours())
         hosts[info.name].workers["reader"] = object.__new__(Reader)
         hosts[info.name].put(
-            "k", to_wire({"old": torch.arange(3) + 10 * rank, "ids": Ragged.of([[rank]] * 3, torch.int64)})
+            "k", to_wire(carry({"old": torch.arange(3) + 10 * rank, "ids": Ragged.of([[rank]] * 3, torch.int64)}))
         )
     rows = [(ShardId("p-0", "k"), np.array([0, 2, 4])), (ShardId("p-1", "k"), np.array([1, 3, 5]))]
     location = Location.of_parts(rows)

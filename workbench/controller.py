@@ -34,7 +34,8 @@ from workbench import registry
 from workbench.dataflow import files
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.branch import Comparison, compare, kept
-from workbench.dataflow.columns import Table, concatenate, describe, from_wire, nbytes, take, to_wire
+from workbench.dataflow.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
+from workbench.dataflow.columns import Table, describe, nbytes
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch, group_pulls
 from workbench.dataflow.references import Column, ShardCounts
@@ -61,6 +62,7 @@ from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
+    from tensordict import TensorDict
 
     from workbench.algorithms.loop import Algorithm
 
@@ -535,13 +537,16 @@ class Workbench(Views):
         self.last_metrics = {}
         self.telemetry.append_event("iteration", iteration=self.iteration)
 
-    def put(self, table: Table, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
+    def put(
+        self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
+    ) -> Batch:
         """A batch from columns made here: they go to the first host of the actor's pool
         (without an actor, of the first role's that has a model).
 
         table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives). meta: plain values that travel along, such as the sampling temperature.
+        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
         """
+        table = table if isinstance(table, dict) else columns_of(table)
         if len({len(column) for column in table.values()}) != 1 or not all(map(len, table.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in table.items())
             raise BadInput(
@@ -550,7 +555,7 @@ class Workbench(Views):
         self._check_alive(self.lead)
         self._batch_number += 1
         host, key = self.lead.hosts[0], f"{self._id}-put-{self._batch_number}"
-        self._backend.ask(host, "put", key, to_wire(table)).result()
+        self._backend.ask(host, "put", key, to_wire(carry(table))).result()
         rows = len(next(iter(table.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
         columns = {}
@@ -578,19 +583,18 @@ class Workbench(Views):
         origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
         self.store.note(batch, origin, by_loop=self.looping)
 
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
         self._check_open()
-        table: Table = {}
+        pulled = carry({}, rows=len(rows))
         for names, pulls in group_pulls(columns, tuple(columns), rows):
             pieces = []
             for p in pulls:
                 wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
-                pieces.append(p.renamed(from_wire(wire), names))
+                pieces.append(under_names(p, from_wire(wire), names))
             order = np.argsort(np.concatenate([p.destinations for p in pulls]))
-            for name in names:
-                table[name] = take(concatenate([piece[name] for piece in pieces]), order)
-        return {name: table[name] for name in columns}
+            pulled.update(rows_at(end_to_end(pieces), order))
+        return pulled.select(*columns)
 
     def lengths(self, name: str, location: Location) -> np.ndarray:
         """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""

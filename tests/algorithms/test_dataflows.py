@@ -62,7 +62,7 @@ def test_an_iteration(lab: wb.Workbench, make: Any, stages: str) -> None:
     metrics = algorithm.iterate()
     assert metrics["update_actor/optimizer_steps"] == steps + 2
     assert metrics["update_actor/first_minibatch/ratio/max_deviation"] <= 1e-6
-    assert metrics["update_actor/first_minibatch/clip_fraction"] == 0
+    assert not metrics["update_actor/first_minibatch/clip_fraction"] > 0  # NaN where no row has an advantage
 
 
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from workbench.dataflow import files
 from workbench.dataflow.batch_tools import BatchTools, rows_of
+from workbench.dataflow.carrier import carry, columns_of
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.references import NUMBER_COLUMNS, TOKEN_COLUMNS, Column, ShardCounts, Source
 from workbench.dataflow.turns import chosen_mean, marked
@@ -23,6 +24,7 @@ from workbench.errors import BadInput, UnknownColumn
 
 if TYPE_CHECKING:
     import pandas as pd
+    from tensordict import TensorDict
 
     from workbench.dataflow.run import Run
 
@@ -228,7 +230,12 @@ class Batch(BatchTools):
         names = list(self.columns if columns is None else columns)
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
-        return self._source.pull({name: self.columns[name] for name in names}, index)
+        return columns_of(self._source.pull({name: self.columns[name] for name in names}, index))
+
+    def tensordict(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> TensorDict:
+        """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
+        data."""
+        return carry(self.fetch(columns, rows), rows=self.rows if rows is None else len(rows))
 
     def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame:
         """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded.

@@ -1,4 +1,4 @@
-"""The columns of one shard, as they lie in a host's memory.
+"""The columns of one shard, as workers read and return them (`carrier` has the form in which hosts keep them).
 
 A column is one of
     Tensor   [rows, ...]   numbers of one shape a row (a reward)
@@ -8,11 +8,10 @@ A column is one of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,42 +53,14 @@ class Ragged:
         """Other values of the same row lengths."""
         return Ragged(values, self.lengths)
 
+    def take(self, index: Sequence[int]) -> Ragged:
+        """Rows by number, in that order."""
+        rows = self.rows()
+        return Ragged(torch.cat([rows[i] for i in index]) if len(index) else self.values[:0], self.lengths[list(index)])
+
 
 Column = Tensor | Ragged | list[Any]
 Table = dict[str, Column]
-
-
-def take(column: Column, positions: np.ndarray) -> Column:
-    """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
-    if len(positions) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
-        first, last = int(positions[0]), int(positions[0]) + len(positions)
-        if len(positions) == len(column):
-            return column
-        if not isinstance(column, Ragged):
-            return column[first:last]
-        begin, end = int(column.lengths[:first].sum()), int(column.lengths[:last].sum())
-        return Ragged(column.values[begin:end], column.lengths[first:last])
-    if isinstance(column, list):
-        return [column[i] for i in positions]
-    index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64))
-    if isinstance(column, Tensor):
-        return column[index]
-    starts = torch.cumsum(column.lengths, 0) - column.lengths
-    lengths = column.lengths[index]
-    offsets = torch.arange(int(lengths.sum())) - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
-    return Ragged(column.values[torch.repeat_interleave(starts[index], lengths) + offsets], lengths)
-
-
-def concatenate(columns: Sequence[Column]) -> Column:
-    """Rows of several columns of one kind, end to end."""
-    if len(columns) == 1:
-        return columns[0]
-    if all(isinstance(column, list) for column in columns):
-        return [row for column in columns for row in column]  # type: ignore[union-attr]
-    if all(isinstance(column, Ragged) for column in columns):
-        ragged: list[Ragged] = list(columns)  # type: ignore[arg-type]
-        return Ragged(torch.cat([c.values for c in ragged]), torch.cat([c.lengths for c in ragged]))
-    return torch.cat(list(columns))  # type: ignore[arg-type]
 
 
 def nbytes(column: Column) -> int:
@@ -108,39 +79,3 @@ def describe(column: Column) -> tuple[str, tuple[int | str, ...]]:
     if isinstance(column, Tensor):
         return str(column.dtype).removeprefix("torch."), tuple(column.shape[1:])
     return "object", ()
-
-
-def to_wire(table: Mapping[str, Column]) -> dict[str, Any]:
-    """numpy arrays in place of tensors: pickle protocol 5 then moves the bytes without a copy."""
-
-    def plain(tensor: Tensor) -> tuple[str, np.ndarray]:
-        tensor = tensor.detach().cpu().contiguous()
-        name = str(tensor.dtype).removeprefix("torch.")
-        return name, (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-    wire: dict[str, Any] = {}
-    for name, column in table.items():
-        if isinstance(column, Ragged):
-            wire[name] = ("ragged", plain(column.values), plain(column.lengths))
-        elif isinstance(column, Tensor):
-            wire[name] = ("tensor", plain(column))
-        else:
-            wire[name] = ("list", column)
-    return wire
-
-
-def from_wire(wire: Mapping[str, Any]) -> Table:
-    """The inverse of `to_wire`. What came through shared memory is read-only, so tensors are copied out of it."""
-
-    def tensor(plain: tuple[str, np.ndarray]) -> Tensor:
-        name, array = plain
-        out = torch.from_numpy(array.copy())
-        return out.view(torch.bfloat16) if name == "bfloat16" else out
-
-    table: Table = {}
-    for name, (kind, *parts) in wire.items():
-        if kind == "ragged":
-            table[name] = Ragged(tensor(parts[0]), tensor(parts[1]))
-        else:
-            table[name] = tensor(parts[0]) if kind == "tensor" else parts[0]
-    return table

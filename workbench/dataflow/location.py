@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-
-T = TypeVar("T")
 
 
 class ShardId(NamedTuple):
@@ -32,10 +30,6 @@ class Pull(NamedTuple):
     def kept(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """The names under which the shard keeps these columns."""
         return (self.name,) if self.name else columns
-
-    def renamed(self, kept: Mapping[str, T], columns: tuple[str, ...]) -> dict[str, T]:
-        """What the shard gave for `kept(columns)`, under the names of today."""
-        return {name: kept[self.name or name] for name in columns}
 
 
 @dataclass(frozen=True, eq=False)

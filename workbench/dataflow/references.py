@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from workbench.dataflow.columns import Table
 from workbench.dataflow.location import Location, ShardId
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from workbench.dataflow.batch import Batch
 
 
@@ -37,7 +38,7 @@ class Source(Protocol):
     """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens; and to note of
     which batches another was made."""
 
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table: ...
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict: ...
 
     def lengths(self, name: str, location: Location) -> np.ndarray: ...
 

@@ -12,8 +12,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
-from workbench.dataflow.columns import Column, Ragged, Table, concatenate, from_wire, nbytes, take, to_wire
+from workbench.dataflow.carrier import (
+    carried_bytes,
+    carry,
+    columns_of,
+    end_to_end,
+    from_wire,
+    rows_at,
+    to_wire,
+    under_names,
+)
+from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.location import Pull, ShardId
 from workbench.errors import BadInput, NotFound, StageError
 from workbench.models.spec import Model
@@ -39,7 +50,7 @@ class Host:
         self.info, self._peers = info, peers
         self.recorder = Recorder()
         self.workers: dict[str, Worker] = {}
-        self._shards: dict[str, Table] = {}
+        self._shards: dict[str, TensorDict] = {}
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._progress: tuple[int, int, int] = (0, 0, 0)
@@ -124,9 +135,9 @@ class Host:
                 arguments: tuple[Any, ...] = call.args
                 if call.rows is not None:
                     with recorder.span("transfer") as counted:
-                        table = self._pull(call, counted)
+                        columns_in = self._pull(call, counted)
                     shard = Shard(
-                        columns=table,
+                        columns=columns_in,
                         rows=call.rows,
                         minibatch_sizes=call.minibatch_sizes,
                         sample=call.sample,
@@ -159,7 +170,7 @@ class Host:
             self._check_column(name, column, call)
         if columns and call.keep:
             with self._lock:
-                self._shards[call.key] = dict(columns)
+                self._shards[call.key] = carry(columns)
         return columns
 
     def _check_column(self, name: str, column: Any, call: Call) -> None:
@@ -198,49 +209,46 @@ class Host:
 
     def _pull(self, call: Call, counted: Any) -> Table:
         assert call.rows is not None
-        table: Table = {}
+        pulled: Table = {}
         for names, pulls in call.pulls:
-            parts: dict[str, list[Column]] = {name: [] for name in names}
+            parts = []
             for pull in pulls:
-                part = self._fetch_one(call, names, pull)
-                counted.bytes += sum(nbytes(column) for column in part.values()) if not self._is_here(pull) else 0
-                for name in names:
-                    parts[name].append(part[name])
-            order = np.argsort(np.concatenate([pull.destinations for pull in pulls])) if pulls else np.arange(0)
-            for name in names:
-                table[name] = take(concatenate(parts[name]), order) if pulls else []
-        return table
+                parts.append(self._fetch_one(call, names, pull))
+                counted.bytes += 0 if self._is_here(pull) else carried_bytes(parts[-1])
+            order = np.argsort(np.concatenate([pull.destinations for pull in pulls]))
+            pulled |= columns_of(rows_at(end_to_end(parts), order))
+        return pulled
 
     def _is_here(self, pull: Pull) -> bool:
         return pull.shard.host == self.info.name
 
-    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> Table:
+    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> TensorDict:
         if self._is_here(pull):
             kept = self._columns(pull.shard.key, pull.kept(names))
-            return pull.renamed({name: take(column, pull.positions) for name, column in kept.items()}, names)
+            return under_names(pull, rows_at(kept, pull.positions), names)
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
             part = from_wire(self._peers.fetch(pull.shard, pull.kept(names), pull.positions))
-            moved.bytes = sum(nbytes(column) for column in part.values())
-        return pull.renamed(part, names)
+            moved.bytes = carried_bytes(part)
+        return under_names(pull, part, names)
 
-    def _columns(self, key: str, names: Iterable[str]) -> Table:
+    def _columns(self, key: str, names: Iterable[str]) -> TensorDict:
         with self._lock:
             shard = self._shards.get(key)
         if shard is None:
             raise NotFound(
                 f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
             )
-        return {name: shard[name] for name in names}
+        return shard.select(*names)
 
     def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
         """Cut rows of a shard for another process."""
-        return to_wire({name: take(c, positions) for name, c in self._columns(key, columns).items()})
+        return to_wire(rows_at(self._columns(key, columns), positions))
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
         """Lengths of rows of a ragged column: what a controller needs to balance rows, without their tokens."""
-        ragged = self._columns(key, (column,))[column]
+        ragged = columns_of(self._columns(key, (column,)))[column]
         assert isinstance(ragged, Ragged), column
         lengths: np.ndarray = ragged.lengths.numpy()[positions]
         return lengths
@@ -284,7 +292,7 @@ class Host:
         import psutil
 
         with self._lock:
-            batches = sum(nbytes(column) for shard in self._shards.values() for column in shard.values())
+            batches = sum(map(carried_bytes, self._shards.values()))
             shards = len(self._shards)
         return {
             "host": self.info.name,

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.dataflow.columns import Ragged, take
+from workbench.dataflow.columns import Ragged
 from workbench.workers.calls import Shard
 from workbench.workers.communicator import Communicator
 
@@ -70,16 +69,11 @@ class MicroBatch:
 
     def column_BR(self, column: Ragged) -> Tensor:
         """This micro-batch's rows of a response column, [B, R], on its device."""
-        return self.to_BR(self._rows(column).values.to(self.targets.device))
+        return self.to_BR(column.take(self.index).values.to(self.targets.device))
 
     def mask_BR(self, mask: Ragged) -> Tensor:
         """The response mask, [B, R], all zero in a pass that only keeps step."""
         return self.column_BR(mask).float() * self.weight
-
-    def _rows(self, column: Ragged) -> Ragged:
-        rows = take(column, np.asarray(self.index))
-        assert isinstance(rows, Ragged)
-        return rows
 
 
 def micro_batches(
