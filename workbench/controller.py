@@ -546,20 +546,20 @@ class Workbench(Views):
         table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
         `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
         """
-        table = table if isinstance(table, dict) else columns_of(table)
-        if len({len(column) for column in table.values()}) != 1 or not all(map(len, table.values())):
-            sizes = ", ".join(f"{name}: {len(column)}" for name, column in table.items())
+        found: Table = table if isinstance(table, dict) else columns_of(table)
+        if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
+            sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
                 f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
             )
         self._check_alive(self.lead)
         self._batch_number += 1
         host, key = self.lead.hosts[0], f"{self._id}-put-{self._batch_number}"
-        self._backend.ask(host, "put", key, to_wire(carry(table))).result()
-        rows = len(next(iter(table.values())))
+        self._backend.ask(host, "put", key, to_wire(carry(found))).result()
+        rows = len(next(iter(found.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
         columns = {}
-        for name, column in table.items():
+        for name, column in found.items():
             dtype, row_shape = describe(column)
             columns[name] = Column(
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,16 +47,14 @@ def _carried(column: Column) -> Any:
 
 def columns_of(carried: TensorDict) -> Table:
     """The columns as workers see them."""
-    return {name: _column(carried.get(name)) for name in carried.keys()}  # noqa: SIM118 (rows are what it iterates)
+    return {str(name): _column(carried.get(name)) for name in carried.keys()}  # noqa: SIM118 (it iterates over rows)
 
 
 def _column(value: Any) -> Column:
-    if not isinstance(value, Tensor):
+    if isinstance(value, NonTensorStack | NonTensorData):
         entries: list[Any] = value.tolist()
         return entries
-    if value.is_nested:
-        return Ragged(value.values(), value.offsets().diff())
-    return value
+    return Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
 
 
 def rows_at(carried: TensorDict, positions: np.ndarray) -> TensorDict:
@@ -69,7 +67,7 @@ def rows_at(carried: TensorDict, positions: np.ndarray) -> TensorDict:
 
 def end_to_end(parts: Sequence[TensorDict]) -> TensorDict:
     """The rows of several tables of the same columns, end to end."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return parts[0] if len(parts) == 1 else cast(TensorDict, torch.cat(list(parts)))
 
 
 def under_names(pull: Pull, kept: TensorDict, names: Sequence[str]) -> TensorDict:
