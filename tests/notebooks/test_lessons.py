@@ -16,23 +16,24 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(lesson: Path, runs: Path) -> nbformat.NotebookNode:
-    notebook = nbformat.read(lesson, as_version=4)
+def run(name: str, runs: Path) -> list[str]:
+    """Run a lesson, with nothing said on stderr; the html of its outputs."""
+    notebook = nbformat.read(LESSONS / name, as_version=4)
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    for name, value in {**TINY, "RUNS": str(runs)}.items():
-        if f"{name} = " in parameters.source:
-            parameters.source += f"\n{name} = {value!r}"
-    return NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
+    for parameter, value in {**TINY, "RUNS": str(runs)}.items():
+        if f"{parameter} = " in parameters.source:
+            parameters.source += f"\n{parameter} = {value!r}"
+    notebook = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert [o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr"] == []
+    return [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_101(tmp_path: Path) -> None:
-    notebook = run(LESSONS / "101_ppo_by_hand.ipynb", tmp_path)
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    html = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    html = run("101_ppo_by_hand.ipynb", tmp_path)
     assert sum("<svg" in text for text in html) == 3  # timelines, with no widget
-    assert [o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr"] == []
     assert any("Workbench first" in text for text in html)
     assert (tmp_path / "first").is_dir()
     assert (tmp_path / "first-split").is_dir()
@@ -41,13 +42,18 @@ def test_lesson_101(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_102(tmp_path: Path) -> None:
-    notebook = run(LESSONS / "102_look_and_branch.ipynb", tmp_path)
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    html = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    html = run("102_look_and_branch.ipynb", tmp_path)
     assert sum("Dataflow of PPO" in text for text in html) == 2
     assert sum("<polyline" in text for text in html) == 1
-    assert [o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr"] == []
     assert len(list(tmp_path.glob("branches/*/rollouts.safetensors"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_303(tmp_path: Path) -> None:
+    html = run("303_your_own_algorithm.ipynb", tmp_path)
+    assert sum("Dataflow of MedianPO" in text for text in html) == 2
+    assert sum("<polyline" in text for text in html) == 1
 
 
 def test_lessons_are_numbered_and_have_parameters() -> None:

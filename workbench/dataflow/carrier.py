@@ -16,17 +16,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from workbench.dataflow.columns import Column, Ragged, Table, nbytes
 from workbench.dataflow.location import Pull
 
-_logger = logging.getLogger("torch.fx._symbolic_trace")
-_level = _logger.level
-_logger.setLevel(logging.ERROR)  # a notice of torch to tensordict's authors, which would stand in the notebook
-from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: E402
-
-_logger.setLevel(_level)
+# making a nested tensor makes torch log a notice to its own authors, once a process; it would stand in the notebook
+logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in record.getMessage())
 
 
 def carry(table: Mapping[str, Column], rows: int | None = None) -> TensorDict:

@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from workbench.dataflow.carrier import (
     carried_bytes,
@@ -33,6 +32,9 @@ from workbench.telemetry import Recorder
 from workbench.workers.calls import Call, Failure, HostInfo, Output, Reply, Shard, column_summary
 from workbench.workers.communicator import Communicator
 from workbench.workers.worker import Context, Worker
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
