@@ -1,0 +1,144 @@
+"""Whether algorithms learn: a real model, a rule for the reward, several seeds; curves are saved.
+
+    python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 3] [--iterations 30] [--model smollm2-135m]
+
+grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees, mean
+reward before and after. safe_rlhf: the reward grows with the words of a response, the cost with its length; held to a
+limit of the mean cost, responses may grow only until it is reached, and the multiplier moves.
+
+Writes curves.csv (a row an iteration) and result.json into runs/learning/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import workbench as wb
+from workbench.models import bf16_is_fast
+
+MAX_NEW_TOKENS = 16
+COST_LIMIT = 0.5
+# minibatches give several steps an iteration; a critic that starts at 0 has to learn faster than the policy
+RATES = {"actor": 1e-5, "critic": 3e-5, "cost_critic": 3e-5}
+HELD_OUT = "arithmetic/test"
+
+
+def right(prompt: str, response: str, answer: str, **row: Any) -> float:
+    """1 for the right number."""
+    return wb.verifiers.arithmetic(prompt, response, answer)
+
+
+def wordy(prompt: str, response: str, **row: Any) -> float:
+    """Different words of a response, in tenths."""
+    return len(set(response.split())) / 10
+
+
+def length(prompt: str, response: str, **row: Any) -> float:
+    """Characters of a response, as a share of what its tokens allow: about 4 characters each."""
+    return min(1.0, len(response) / (4 * MAX_NEW_TOKENS))
+
+
+def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workbench:
+    """The roles that the algorithm needs, in this process."""
+
+    def trained(role: str) -> wb.Model:
+        training = wb.Training(
+            engine="torch", learning_rate=RATES[role] * arguments.rate, minibatches=2, micro_batch_tokens=4096
+        )
+        return wb.Model(arguments.model, training=training, seed=seed)
+
+    models: dict[str, Any] = {"actor": trained("actor"), "reward": right}
+    if arguments.algorithm != "grpo":
+        models |= {"critic": trained("critic"), "reference": arguments.model}
+    if arguments.algorithm == "safe_rlhf":
+        models |= {"reward": wordy, "cost": length, "cost_critic": trained("cost_critic")}
+    return wb.open(
+        f"learning-{arguments.algorithm}",
+        models=models,
+        prompts="arithmetic",
+        generation=wb.Generation(engine=arguments.generation, max_model_tokens=128, max_rows=128),
+        dtype="bfloat16" if bf16_is_fast() else "float32",
+        backend="inline",
+        seed=seed,
+        if_exists="replace",
+        runs=folder,
+    )
+
+
+def make(name: str, lab: wb.Workbench, rows: int) -> Any:
+    sampling = wb.Sampling(max_new_tokens=MAX_NEW_TOKENS)
+    if name == "grpo":
+        return wb.GRPO(lab, prompts=rows // 8, samples=8, sampling=sampling)
+    if name == "ppo":
+        return wb.PPO(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01)
+    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.5)
+
+
+def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """One seed: the curve, and what came of it."""
+    with open_lab(arguments, seed, folder) as lab:
+        algorithm = make(arguments.algorithm, lab, arguments.rows)
+        sampling = wb.Sampling(max_new_tokens=MAX_NEW_TOKENS)
+
+        def held_out() -> dict[str, float]:
+            frame = lab.evaluate(HELD_OUT, samples=1, sampling=sampling, n=arguments.held_out)
+            return {name: float(value) for name, value in frame.iloc[0].items() if isinstance(value, int | float)}
+
+        before, began, curve = held_out(), time.perf_counter(), []
+        for iteration in range(1, arguments.iterations + 1):
+            metrics = algorithm.iterate()
+            told = {
+                "reward": metrics["compute_reward/rewards/mean"],
+                "response_tokens": metrics["generate_sequences/response_tokens/mean"],
+                "rollout_gap": metrics["compute_log_prob/rollout_gap/mean"],
+                "grad_norm": metrics["update_actor/grad_norm"],
+            }
+            if arguments.algorithm == "safe_rlhf":
+                told |= {"cost": metrics["compute_cost/costs/mean"], "multiplier": algorithm.multiplier}
+            told["s"] = time.perf_counter() - began
+            curve.append({"seed": seed, "iteration": iteration, **told})
+            print(f"seed {seed}, {iteration}: " + ", ".join(f"{n} {v:.3f}" for n, v in told.items()), flush=True)
+        return pd.DataFrame(curve), {"seed": seed, "before": before, "after": held_out(), "s": curve[-1]["s"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("algorithm", choices=("grpo", "ppo", "safe_rlhf"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=128, help="responses an iteration")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of all learning rates")
+    parser.add_argument("--held-out", type=int, default=200, help="problems of the evaluation")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--generation", default="vllm", choices=("vllm", "transformers"))
+    arguments = parser.parse_args()
+    folder = Path("runs") / "learning" / f"{arguments.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder.mkdir(parents=True)
+    curves, results = [], []
+    for seed in range(arguments.seeds):
+        curve, result = learn(arguments, seed, folder)
+        curves.append(curve)
+        results.append(result)
+        pd.concat(curves).to_csv(folder / "curves.csv", index=False)
+        (folder / "result.json").write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
+        fifth, third = len(curve) // 5 + 1, len(curve) // 3 + 1
+        rewards = curve["reward"]
+        print(f"seed {seed}, {result['s']:.0f} s:")
+        print(f"  held-out reward {result['before']['reward_mean']:.3f} -> {result['after']['reward_mean']:.3f}")
+        print(f"  training reward {rewards.head(fifth).mean():.3f} -> {rewards.tail(fifth).mean():.3f} (fifths)")
+        if "cost" in curve:
+            costs, multipliers = curve["cost"], curve["multiplier"]
+            print(f"  mean cost {costs.iloc[0]:.3f} at first, {costs.tail(third).mean():.3f} over the last third")
+            print(f"  limit {COST_LIMIT}; multiplier from {multipliers.min():.3f} to {multipliers.max():.3f}")
+    print(f"curves: {folder / 'curves.csv'}")
+
+
+if __name__ == "__main__":
+    main()
