@@ -18,10 +18,11 @@ from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
 from workbench.workers.calls import Mean, Output, Shard
 from workbench.workers.micro_batches import each_minibatch, tokens_of
+from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
-from workbench.workers.worker import Context, Worker
+from workbench.workers.worker import Context
 
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
@@ -49,7 +50,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
         )
 
 
-class RewardWorker(Worker):
+class RewardWorker(ModelWorker):
     """A model with a score head, or no model and a function. Functions given to a call run here too."""
 
     def __init__(self, spec: Model, context: Context) -> None:
