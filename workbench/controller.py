@@ -251,9 +251,10 @@ class Workbench(Views):
         return kept(self, roles)
 
     def check(self, *names: str) -> CheckReport:
-        """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1 before
-        the first step, does the engine have the trainer's weights, does nothing outside the mask reach the gradient, ...
-        (`workbench.checks.CHECKS`). Afterwards the system is as before; `.raise_if_failed()` is for scripts."""
+        """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
+        before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
+        gradient (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
+        """
         from workbench.checks.checking import check
 
         return check(self, names)
@@ -274,7 +275,7 @@ class Workbench(Views):
 
         data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all. reward: in place
         of the reward role's own. seed: the same one draws the same responses from the same weights.
-        Columns: `reward_mean` with its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
+        Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
         reward of at least `threshold` has passed, `response_tokens_mean`, `truncated_fraction`.
         """
         return evaluate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.checks.report import Finding, NotApplicable
-from workbench.checks.subject import TEMPERATURE, Subject, mean_gaps, worst
+from workbench.checks.subject import TEMPERATURE, Subject, and_more, mean_gaps, worst
 
 # Mean gap in nats between two engines on the same tokens. A stale output head shows as several tenths.
 ENGINES = (1e-3, 0.1)  # float32, bfloat16
@@ -34,9 +34,7 @@ def check_weights(subject: Subject) -> Finding:
         gap = max(seen.gap, seen.moved_gap or 0.0)
         figures.append(gap if not differ else max(gap, 2 * limit))
         if differ:
-            culprit = culprit or f"actor, rank {rank}: {differ[0]}" + (
-                f" and {len(differ) - 1} more" * (len(differ) > 1)
-            )
+            culprit = culprit or f"actor, rank {rank}: {and_more(differ)}"
         elif not seen.gap <= limit:
             culprit = culprit or f"actor, rank {rank}: a weight that cannot be read in the engine"
         elif not gap <= limit:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.checks.report import Finding
-from workbench.checks.subject import SEED, Subject
+from workbench.checks.subject import SEED, Subject, and_more
 from workbench.dataflow.columns import Ragged, Table
 from workbench.workers.gradients import GradientReport
 
@@ -92,8 +92,7 @@ def check_gradients(subject: Subject) -> Finding:
                         bad.append(f"{role}, rank {rank}: the gradient of {name} is another than on rank 0")
                 if minibatch.norm == 0:
                     bad.append(f"{role}, rank {rank}: every gradient is 0")
-    culprit = f"{bad[0]}" + (f", and {len(bad) - 1} more" if len(bad) > 1 else "") if bad else ""
-    return subject.finding(len(bad), 0, culprit, "gradients that are not finite, all 0, or unequal over ranks")
+    return subject.finding(len(bad), 0, and_more(bad), "gradients that are not finite, all 0, or unequal over ranks")
 
 
 def _mask(subject: Subject) -> Ragged:

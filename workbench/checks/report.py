@@ -22,8 +22,8 @@ class NotApplicable(Exception):
 class Finding:
     """One check. figure: what was measured; it may be at most `threshold`. Both are NaN where nothing was measured.
 
-    culprit: where to look: role, rank, row or weight; empty unless it failed. about: what the figure is, or why the check
-    does not apply.
+    culprit: where to look: role, rank, row or weight; empty unless it failed. about: what the figure is, or why the
+    check does not apply.
     """
 
     check: str

@@ -190,3 +190,9 @@ def worst(gaps: Sequence[float]) -> tuple[float, int]:
     """The largest, and where it stands."""
     row = max(range(len(gaps)), key=lambda i: gaps[i])
     return gaps[row], row
+
+
+def and_more(culprits: Sequence[str]) -> str:
+    """The first of several culprits, and how many there are beside it."""
+    more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
+    return f"{culprits[0]}{more}" if culprits else ""

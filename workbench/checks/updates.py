@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from workbench.checks.report import Finding, NotApplicable
-from workbench.checks.subject import FORWARD, UPDATES, Subject
+from workbench.checks.subject import FORWARD, UPDATES, Subject, and_more
 
 FROZEN = ("reference", "reward", "cost")
 
@@ -32,8 +32,7 @@ def check_frozen(subject: Subject) -> Finding:
         for name in old
         if old[name] != new.get(name)
     ]
-    culprit = (f"{moved[0]}" + (f" and {len(moved) - 1} more" if len(moved) > 1 else "")) if moved else ""
-    return subject.finding(len(moved), 0, culprit, "weights with other bits after the actor's update")
+    return subject.finding(len(moved), 0, and_more(moved), "weights with other bits after the actor's update")
 
 
 def check_replicas(subject: Subject) -> Finding:
@@ -64,5 +63,4 @@ def check_replicas(subject: Subject) -> Finding:
                 differ.append(f"{role}, rank {', '.join(map(str, odd))}: {name}")
     finally:
         subject.go_back()
-    culprit = (f"{differ[0]}" + (f" and {len(differ) - 1} more" if len(differ) > 1 else "")) if differ else ""
-    return subject.finding(len(differ), 0, culprit, "weights that differ between replicas after an update")
+    return subject.finding(len(differ), 0, and_more(differ), "weights that differ between replicas after an update")

@@ -1,4 +1,4 @@
-"""Whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by what it computes."""
+"""Whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by what it does."""
 
 from __future__ import annotations
 
