@@ -1,4 +1,4 @@
-"""The checks, an evaluation and a refreshed reference where ranks are processes: vLLM, DeepSpeed, two ranks, two pools."""
+"""Checks, an evaluation and a refreshed reference where ranks are processes: vLLM, DeepSpeed, two ranks, two pools."""
 
 from __future__ import annotations
 
