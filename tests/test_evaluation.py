@@ -60,7 +60,7 @@ def test_data_sets_by_name(lab: wb.Workbench) -> None:
     assert frame["pass@1"].tolist() == pytest.approx(frame["reward_mean"].tolist())  # of a reward that is 0 or 1
     assert (frame["pass@3"] >= frame["pass@2"]).all()
     again = lab.evaluate({"mine": mine}, samples=3, sampling=SHORT, reward=letters)
-    assert again.loc["mine"].equals(frame.loc["mine"])  # the same seed, the same responses
+    assert again.loc["mine"].to_dict() == frame.loc["mine"].to_dict()  # the same seed, the same responses
     other = lab.evaluate({"mine": mine}, samples=3, sampling=SHORT, seed=1)
     assert other.loc["mine", "reward_mean"] != lab.evaluate(mine, samples=3, sampling=SHORT).iloc[0]["reward_mean"]
     recorded = lab.metrics("evaluate")

@@ -23,6 +23,8 @@ from workbench.workers.worker import Context
 class FrozenWorker(ModelWorker):
     """A worker whose module is never trained: forward passes only."""
 
+    engine: TorchEngine
+
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
@@ -82,7 +84,9 @@ class ReferenceWorker(FrozenWorker):
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """
         mine = dict(self.engine.stored_weights())
-        given = dict(zip(map(str, batch.columns["parameter"]), batch.ragged("weights").rows(), strict=True))
+        names = batch.columns["parameter"]
+        assert isinstance(names, list)
+        given = dict(zip(names, batch.ragged("weights").rows(), strict=True))
         wrong = [name for name in mine.keys() | given.keys() if name not in mine or name not in given]
         wrong += [name for name in mine.keys() & given.keys() if mine[name].numel() != given[name].numel()]
         if wrong:

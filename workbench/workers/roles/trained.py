@@ -65,6 +65,8 @@ class Minibatch:
 class TrainedWorker(ModelWorker):
     """A worker whose module is trained."""
 
+    engine: TrainingEngine
+
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
@@ -123,7 +125,9 @@ class TrainedWorker(ModelWorker):
     def share_weights(self, batch: Shard) -> Output:
         """Column `weights` [rows, elements]: the weights named in the rows of `parameter`, flattened, for other hosts
         to pull. The rows are dealt out, so that each replica keeps its part of one copy."""
-        wanted = {str(name): row for row, name in enumerate(batch.columns["parameter"])}
+        names = batch.columns["parameter"]
+        assert isinstance(names, list)
+        wanted = {name: row for row, name in enumerate(names)}
         # every rank goes through all of them: a weight that is sharded is gathered by all
         found = {wanted[n]: w.flatten().to("cpu", copy=True) for n, w in self.engine.named_weights() if n in wanted}
         return Output(
