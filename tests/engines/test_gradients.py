@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.training_ranks import (
-    ENGINES, make_engine, negative_log_likelihood, run_ranks, sequences, train, weights,
+    ENGINES,
+    make_engine,
+    negative_log_likelihood,
+    run_ranks,
+    sequences,
+    train,
+    weights,
 )  # fmt: skip
 from workbench.workers.gradients import Sketch
 

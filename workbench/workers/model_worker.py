@@ -42,7 +42,7 @@ class ModelWorker(Worker):
 def digest(tensor: Tensor) -> str:
     """A short text of a tensor's bits."""
     bits = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(memoryview(bits.numpy()), digest_size=8).hexdigest()
+    return hashlib.blake2b(bits.numpy().data, digest_size=8).hexdigest()
 
 
 def random_state() -> dict[str, Any]:
