@@ -39,12 +39,15 @@ from workbench.dataflow.columns import Table, describe, nbytes
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch, group_pulls
 from workbench.dataflow.references import Column, ShardCounts
+from workbench.dataflow.refresh import refresh_reference
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.sources import Source
 from workbench.dataflow.store import Origin, Store, Weights
 from workbench.description import Description
+from workbench.engines.settings import Sampling
 from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted
+from workbench.evaluation import evaluate
 from workbench.example_stream import ExampleStream
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from workbench.algorithms.loop import Algorithm
+    from workbench.checks import CheckReport
 
 
 class Workbench(Views):
@@ -86,8 +90,8 @@ class Workbench(Views):
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
         self._stage_name = ""
-        trained = [role for role, model in description.models.items() if model.trained]
-        self.weights = {role: Weights(steps=0, state="") for role in trained}
+        changing = [role for role, model in description.models.items() if model.trained or role == "reference"]
+        self.weights = {role: Weights(steps=0, state="") for role in changing}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
         self._closed = False
@@ -250,6 +254,44 @@ class Workbench(Views):
         """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
         end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
         return kept(self, roles)
+
+    def check(self, *names: str) -> CheckReport:
+        """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
+        before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
+        gradient (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
+        """
+        from workbench.checks.checking import check
+
+        return check(self, names)
+
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        samples: int = 4,
+        sampling: Sampling | None = None,
+        reward: Callable[..., Any] | None = None,
+        n: int | None = None,
+        threshold: float = 1.0,
+        seed: int = 0,
+    ) -> pd.DataFrame:
+        """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
+        has them all. `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
+
+        data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all. reward: in place
+        of the reward role's own. seed: the same one draws the same responses from the same weights.
+        Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
+        reward of at least `threshold` has passed, `response_tokens_mean`, `truncated_fraction`.
+        """
+        return evaluate(
+            self, data, samples=samples, sampling=sampling, reward=reward, n=n, threshold=threshold, seed=seed
+        )
+
+    def refresh_reference(self) -> None:
+        """Give the reference the actor's weights, as iterative DPO and TR-DPO (arXiv:2404.09656) do: the KL to it is 0
+        until the actor's next step. They go from host to host; while they do, the actor's ranks hold one copy of them
+        together, in host memory, and each rank of the reference one more."""
+        refresh_reference(self)
 
     def batches(self) -> pd.DataFrame:
         """What stages made and the store keeps: one row a batch, with the stage, the inputs and where it is."""

@@ -13,6 +13,7 @@ WorkbenchError
 │   ├── SyncError                       the generation engine does not hold the trainer's weights
 │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
 │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
+├── CheckFailed         (RuntimeError)  a check of the live system failed
 └── HostDied            (RuntimeError)  a host process is gone
 
 Each message says the value, the rule and the remedy.
@@ -78,6 +79,10 @@ class StageInterrupted(StageError):
 
 class UpstreamError(StageError):
     """A stage was not run: one whose output it needs failed or was cancelled. Names the first cause."""
+
+
+class CheckFailed(WorkbenchError, RuntimeError):
+    """Checks of the live system failed; the message names them, with figure and culprit."""
 
 
 class HostDied(WorkbenchError, RuntimeError):

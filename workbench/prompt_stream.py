@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.prompts import Prompts
+from workbench.dataflow.prompts import PromptRow, Prompts
 from workbench.engines.settings import Generation
 from workbench.errors import BadInput
 
@@ -29,7 +29,7 @@ class PromptStream:
             options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
             options.setdefault("seed", lab.seed)
             self.source = Prompts(**options, tokenizer=lab._tokenizer)
-            _check_room(self.source, lab.lead.spec.generation if lab.lead.role == "actor" else None)
+            check_room(self.source, lab.lead.spec.generation if lab.lead.role == "actor" else None)
 
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
@@ -52,17 +52,7 @@ class PromptStream:
         rows = self.source.next(n)
         if begins:
             lab.begin_iteration()
-        table: Table = {
-            "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
-            "prompt_uid": torch.arange(self.drawn, self.drawn + len(rows)),
-            "prompt": [row.prompt for row in rows],
-        }
-        for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
-            if name in table:
-                raise BadInput(
-                    f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column"
-                )
-            table[name] = [row.extra.get(name) for row in rows]
+        table = prompt_table(rows, self.drawn)
         self.drawn += len(rows)
         self.state = self.source.state_dict()
         batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
@@ -76,7 +66,21 @@ class PromptStream:
         return self.source._repr_html_() if self.source else repr(self)
 
 
-def _check_room(prompts: Prompts, generation: Generation | None) -> None:
+def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
+    """The columns of a batch of prompts, which are numbered from `first_uid` on."""
+    table: Table = {
+        "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
+        "prompt_uid": torch.arange(first_uid, first_uid + len(rows)),
+        "prompt": [row.prompt for row in rows],
+    }
+    for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
+        if name in table:
+            raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
+        table[name] = [row.extra.get(name) for row in rows]
+    return table
+
+
+def check_room(prompts: Prompts, generation: Generation | None) -> None:
     """Raise `BadInput` when the longest prompt leaves no token for a response."""
     longest = prompts.longest
     tokens = len(longest.prompt_ids)

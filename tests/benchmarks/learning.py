@@ -2,8 +2,8 @@
 
     python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 3] [--iterations 30] [--model smollm2-135m]
 
-grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees, mean
-reward before and after. safe_rlhf: the reward grows with the words of a response, the cost with its length; held to a
+grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees,
+before and after. safe_rlhf: the reward grows with the words of a response, the cost with its length; held to a
 limit of the mean cost, responses may grow only until it is reached, and the multiplier moves.
 
 Writes curves.csv (a row an iteration) and result.json into runs/learning/.
@@ -89,7 +89,7 @@ def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[pd.Da
 
         def held_out() -> dict[str, float]:
             frame = lab.evaluate(HELD_OUT, samples=1, sampling=sampling, n=arguments.held_out)
-            return {name: float(value) for name, value in frame.iloc[0].items() if isinstance(value, int | float)}
+            return {str(name): float(value) for name, value in frame.iloc[0].items() if isinstance(value, int | float)}
 
         before, began, curve = held_out(), time.perf_counter(), []
         for iteration in range(1, arguments.iterations + 1):

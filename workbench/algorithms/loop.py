@@ -111,13 +111,18 @@ class Algorithm(ABC):
             self.step()
         return self.metrics()
 
-    def run(self, iterations: int) -> pd.DataFrame:
-        """That many iterations; a frame with one row an iteration."""
+    def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
+        """That many iterations; a frame with one row an iteration.
+
+        evaluate: called after each `every` of them, such as `lambda: lab.evaluate(held_out)` or
+        `lambda: lab.check().raise_if_failed()`.
+        """
         import pandas as pd
 
         at_least("iterations", iterations, 1)
+        at_least("every", every, 1)
         rows = []
-        for _ in range(iterations):
+        for number in range(1, iterations + 1):
             self.made.clear()
             looping, self.lab.looping = self.lab.looping, True
             try:
@@ -126,6 +131,8 @@ class Algorithm(ABC):
             finally:
                 self.lab.looping = looping
             rows.append({"iteration": self.lab.iteration, **metrics})
+            if evaluate is not None and number % every == 0:
+                evaluate()
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:

@@ -148,6 +148,9 @@ ALL_TO_ALL = TransferProtocol(
     name="ALL_TO_ALL", distribute=to_all, collect=all_ranks, joins=False, values_per_rank=True
 )
 
+# rows as for training, and what every rank says, for operations that look at the ranks themselves
+VALUES_OF_RANKS = TransferProtocol(name="VALUES_OF_RANKS", distribute=_over_replicas, collect=all_ranks, joins=False)
+
 # by the paper's names
 PROTOCOLS = {
     protocol.name: protocol

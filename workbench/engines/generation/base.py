@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +68,11 @@ class GenerationEngine(ABC):
 
         After an error, that of the iterator included, weights are mixed; a whole update mends them.
         """
+
+    def readable_weights(self) -> Mapping[str, Tensor]:
+        """Those weights that can be read where they lie, live, by transformers' names: not what an engine has fused,
+        packed or cut. A vocabulary matrix may have rows of padding at its end."""
+        return {}
 
     @abstractmethod
     def memory_bytes(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -173,6 +173,9 @@ class TransformersEngine(GenerationEngine):
                 )
         self.weights_version = version
         return taken
+
+    def readable_weights(self) -> Mapping[str, Tensor]:
+        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def memory_bytes(self) -> dict[str, int]:
         """The key-value cache lives only while a batch is decoded; a live module's weights are the trainer's."""

@@ -14,7 +14,7 @@ import os
 import random
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -157,6 +157,12 @@ class VllmEngine(GenerationEngine):
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
+    def readable_weights(self) -> Mapping[str, Tensor]:
+        if self._settings.tensor_parallel_size > 1:
+            return {}
+        (weights,) = self._engine.apply_model(_readable)
+        return cast(Mapping[str, Tensor], weights)
+
     def memory_bytes(self) -> dict[str, int]:
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
@@ -295,6 +301,12 @@ def _refresh_tied_head(model: nn.Module) -> None:
         tied = any(other is not head and other.weight is head.weight for other in layers)
         if isinstance(head, ParallelLMHead) and tied:
             head.quant_method.process_weights_after_loading(head)
+
+
+def _readable(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that vLLM keeps under transformers' names; one that was packed is left as an empty tensor."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.detach() for name, parameter in named if parameter.numel()}
 
 
 def _weight_bytes(model: nn.Module) -> int:

@@ -67,6 +67,17 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
+    def gradients(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What `step` would do with these losses, short of the step: the full gradient of each weight, unclipped, by
+        transformers' names, one at a time (every rank must iterate to the end). Afterwards, and when a callable raises,
+        everything is as before.
+        """
+
+    @abstractmethod
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `named_weights`, in the dtype in which they are held: what has to be equal on data-parallel ranks."""
+
+    @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights by transformers' names, one at a time (gathered where sharded; every rank must iterate to the
         end).

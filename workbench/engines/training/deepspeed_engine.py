@@ -99,17 +99,11 @@ class DeepSpeedEngine(TrainingEngine):
             return self._engine(**inputs)
 
     def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
-        require_losses(losses)
         rate = rate_scale * learning_rate(self.settings, self.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         try:
-            for i, loss in enumerate(losses):
-                self._engine.set_gradient_accumulation_boundary(i == len(losses) - 1)
-                # DeepSpeed averages gradients over the ranks; the product makes that a sum.
-                value = loss() * self._world_size
-                with span("backward"):  # what is reduced between ranks overlaps with it
-                    self._engine.backward(value)
+            self._backward(losses)
             with span("optimizer"):
                 norm = self._step_without_zero() if self._stage == 0 else self._step_with_zero()
         except BaseException:
@@ -118,6 +112,28 @@ class DeepSpeedEngine(TrainingEngine):
         skipped = not torch.isfinite(torch.tensor(norm)).item()
         self.steps += not skipped
         return StepReport(grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped)
+
+    def gradients(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_grad
+
+        names = transformers_names(self.module)
+        try:
+            self._backward(losses)
+            for name, parameter in self.module.named_parameters():
+                gradient = safe_get_full_grad(parameter)
+                if gradient is not None:
+                    yield names[name], gradient
+        finally:
+            self._drop_gradients()
+
+    def _backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
+        require_losses(losses)
+        for i, loss in enumerate(losses):
+            self._engine.set_gradient_accumulation_boundary(i == len(losses) - 1)
+            # DeepSpeed averages gradients over the ranks; the product makes that a sum.
+            value = loss() * self._world_size
+            with span("backward"):  # what is reduced between ranks overlaps with it
+                self._engine.backward(value)
 
     def _step_with_zero(self) -> float:
         self._engine.step()  # leaves everything as it is when the norm is not finite
@@ -141,6 +157,14 @@ class DeepSpeedEngine(TrainingEngine):
                 getattr(optimizer, kept)[group] = None
         if self._stage == 2:
             optimizer._release_preflattened_grad_buffers()
+
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
+                yield names[name], parameter.detach()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         import deepspeed

@@ -66,13 +66,9 @@ class TorchEngine(TrainingEngine):
     def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
         if self.settings is None or self._optimizer is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
-        require_losses(losses)
         rate = rate_scale * learning_rate(self.settings, self.steps)
         try:
-            for loss in losses:
-                value = loss()
-                with span("backward"):
-                    value.backward()
+            self._backward(losses)
             gradients = self._summed_gradients()
             norm = torch.nn.utils.get_total_norm(gradients)
             skipped = not bool(torch.isfinite(norm))
@@ -88,6 +84,24 @@ class TorchEngine(TrainingEngine):
             release_gradients(self.module)
         return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped)
 
+    def gradients(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        names = transformers_names(self.module)
+        try:
+            self._backward(losses)
+            self._summed_gradients()
+            for name, parameter in self.module.named_parameters():
+                if parameter.grad is not None:
+                    yield names[name], parameter.grad
+        finally:
+            release_gradients(self.module)
+
+    def _backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
+        require_losses(losses)
+        for loss in losses:
+            value = loss()
+            with span("backward"):
+                value.backward()
+
     @torch.no_grad()
     def _summed_gradients(self) -> list[Tensor]:
         """The gradients of all parameters, summed over the ranks in place."""
@@ -102,6 +116,11 @@ class TorchEngine(TrainingEngine):
                 for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(total.view_as(gradient))
         return gradients
+
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            yield names[name], parameter.detach()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         names = transformers_names(self.module)

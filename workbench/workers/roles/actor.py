@@ -26,6 +26,7 @@ from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
+from workbench.workers.engine_weights import EngineWeights, compare_weights, probe_ids, trainer_log_probs
 from workbench.workers.environment import Environments
 from workbench.workers.inference import check_temperature, chosen, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
@@ -50,7 +51,6 @@ from workbench.workers.worker import Context
 # Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. A stale output head
 # shows as several tenths; rounding in bfloat16 as a few hundredths.
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-PROBE_TOKENS = 24
 REWARDS = ("chosen_rewards", "rejected_rewards")
 
 
@@ -570,14 +570,13 @@ class ActorWorker(TrainedWorker):
             )
         return {"sync_gap/mean": Mean(total=gap, count=1)}
 
+    @register(ONE_TO_ALL)
+    def compare_weights(self) -> EngineWeights:
+        """The weights of the generation engine against the trainer's, after a sync if one is due."""
+        self._sync()
+        return compare_weights(self.engine, self.generator, self.context.device)
+
     def _probe_gap(self) -> float:
-        vocabulary = int(self.engine.module.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=generator).to(self.context.device)
-        positions = torch.arange(PROBE_TOKENS - 1, device=ids.device)
-        with torch.no_grad():
-            trained, _ = self.engine.forward(
-                input_ids=ids, lengths=(PROBE_TOKENS,), positions=positions, targets=ids[1:], temperature=1.0
-            )
-        sampled = self.generator.log_probs(ids.tolist())
-        return float((trained.cpu() - sampled.cpu()).abs().mean())
+        ids = probe_ids(self.engine)
+        trained = trainer_log_probs(self.engine, ids, self.context.device)
+        return float((trained - self.generator.log_probs(ids.tolist()).cpu()).abs().mean())

@@ -8,20 +8,24 @@ from typing import Any
 import torch
 
 from workbench.engines.training.torch_engine import TorchEngine
+from workbench.errors import BadInput
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.workers.calls import Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import register
-from workbench.workers.protocols import THREE_D_PROTO
+from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.roles.pairs import PAIR_COLUMNS, answer_log_probs, pair_values
-from workbench.workers.worker import Context, Worker
+from workbench.workers.worker import Context
 
 
-class FrozenWorker(Worker):
+class FrozenWorker(ModelWorker):
     """A worker whose module is never trained: forward passes only."""
+
+    engine: TorchEngine
 
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
@@ -40,7 +44,7 @@ class FrozenWorker(Worker):
 
 
 class ReferenceWorker(FrozenWorker):
-    """A causal language model whose weights never change."""
+    """A causal language model whose weights change only when it takes over the actor's, see `take_weights`."""
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
@@ -80,3 +84,30 @@ class ReferenceWorker(FrozenWorker):
 
         column = each_response_token(batch, forward, self.micro_batch_tokens, self.context, padded=self.padded)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
+
+    def state(self) -> dict[str, Any]:
+        return {"engine": self.engine.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state["engine"])
+
+    @register(ONE_TO_ALL, reads=("parameter", "weights"))
+    @torch.no_grad()
+    def take_weights(self, batch: Shard) -> None:
+        """Take over weights that the actor has shared (`share_weights`), each rank all of them.
+
+        Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
+        """
+        mine = dict(self.engine.stored_weights())
+        names = batch.columns["parameter"]
+        assert isinstance(names, list)
+        given = dict(zip(names, batch.ragged("weights").rows(), strict=True))
+        wrong = [name for name in mine.keys() | given.keys() if name not in mine or name not in given]
+        wrong += [name for name in mine.keys() & given.keys() if mine[name].numel() != given[name].numel()]
+        if wrong:
+            raise BadInput(
+                f"weight {min(wrong)!r}", "the reference takes over weights of its own architecture alone",
+                "open the workbench with the actor's model as reference",
+            )  # fmt: skip
+        for name, weight in mine.items():
+            weight.copy_(given[name].view_as(weight))

@@ -25,13 +25,14 @@ from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
-from workbench.workers.worker import Context, Worker
+from workbench.workers.worker import Context
 
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
@@ -63,7 +64,7 @@ def _check_epochs(arguments: Mapping[str, Any]) -> None:
     at_least("epochs", arguments["epochs"], 1)
 
 
-class RewardWorker(Worker):
+class RewardWorker(ModelWorker):
     """A model with a score head, or no model and a function. Functions given to a call run here too.
 
     The model has an optimizer where `Model(..., training=...)` was given for this role.
@@ -72,7 +73,7 @@ class RewardWorker(Worker):
     def __init__(self, spec: Model, context: Context) -> None:
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(context.tokenizer_name)
-        self._engine: TrainingEngine | None = None
+        self.engine: TrainingEngine | None = None
         self._trainer: TrainedWorker | None = None
         self.sequences, self.padded = "", False
         if spec.name is not None:
@@ -83,12 +84,12 @@ class RewardWorker(Worker):
             self.sequences, self.padded = module.describe(), module.padded_because is not None
             if spec.trained:
                 self._trainer = TrainedWorker(spec, context, module)
-                self._engine = self._trainer.engine
+                self.engine = self._trainer.engine
             else:
-                self._engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
+                self.engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
 
     def memory_bytes(self) -> dict[str, int]:
-        return self._engine.memory_bytes() if self._engine else {}
+        return self.engine.memory_bytes() if self.engine else {}
 
     def state(self) -> dict[str, Any]:
         return {**self._trainer.state(), "shift": self._head.shift} if self._trainer else {}
@@ -99,11 +100,11 @@ class RewardWorker(Worker):
             self._head.shift = state["shift"]
 
     @property
-    def engine(self) -> TrainingEngine:
+    def _model(self) -> TrainingEngine:
         """What runs the model; `BadInput` where the role is a function."""
-        if self._engine is None:
+        if self.engine is None:
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
-        return self._engine
+        return self.engine
 
     @property
     def trainer(self) -> TrainedWorker:
@@ -118,7 +119,7 @@ class RewardWorker(Worker):
 
     @property
     def _head(self) -> ScalarHead:
-        module = self.engine.module
+        module = self._model.module
         assert isinstance(module, TokenValues)
         return module.score
 
@@ -131,7 +132,7 @@ class RewardWorker(Worker):
     def save_model(self, path: str | Path) -> str:
         """Write the model as it is now, score head and centring included; see the actor's `save_model`."""
         assert self.spec.name is not None
-        return save_model(self.engine, path, self.spec.name, self.context)
+        return save_model(self._model, path, self.spec.name, self.context)
 
     @register(
         THREE_D_PROTO,
@@ -181,11 +182,11 @@ class RewardWorker(Worker):
         return self._learn_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1, epochs=epochs)
 
     def _scores(self, batch: Shard) -> torch.Tensor:
-        scores = partial(last_token_scores, self.engine)
+        scores = partial(last_token_scores, self._model)
         return each_row(batch, scores, self._budget, self.context, padded=self.padded)
 
     def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
-        values = partial(last_token_scores, self.engine)
+        values = partial(last_token_scores, self._model)
         chosen, rejected = pair_values(batch, values, self._budget, self.context, padded=self.padded)
         loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
         metrics = pair_metrics(loss, chosen, rejected, names=names, sign=sign)
@@ -202,11 +203,11 @@ class RewardWorker(Worker):
 
         trainer = self.trainer
         return trainer.update(
-            pair_term(batch, partial(last_token_scores, self.engine), loss, self.context), epochs=epochs
+            pair_term(batch, partial(last_token_scores, self._model), loss, self.context), epochs=epochs
         )
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | ({"sequences": self.sequences} if self._engine else {})
+        return super().describe() | ({"sequences": self.sequences} if self.engine else {})
 
     @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
+from workbench.dataflow.columns import Ragged
 from workbench.engines.settings import at_least
 from workbench.engines.training import make_training_engine
+from workbench.engines.training.base import TrainingEngine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
+from workbench.workers.model_worker import ModelWorker, random_state, set_random_state
 from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, VALUES_OF_RANKS
 from workbench.workers.saving import save_model
-from workbench.workers.worker import Context, Worker
+from workbench.workers.worker import Context
 
 TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
 
@@ -62,8 +66,10 @@ class Minibatch:
     metrics: Metrics = field(default_factory=dict)
 
 
-class TrainedWorker(Worker):
+class TrainedWorker(ModelWorker):
     """A worker whose module is trained."""
+
+    engine: TrainingEngine
 
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
@@ -81,10 +87,11 @@ class TrainedWorker(Worker):
         return {**super().describe(), "sequences": self.sequences}
 
     def state(self) -> dict[str, Any]:
-        return {"engine": self.engine.state_dict()}
+        return {"engine": self.engine.state_dict(), "random": random_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state["engine"])
+        set_random_state(state["random"])
 
     @register(ONE_TO_ALL)
     def weights_checksum(self) -> float:
@@ -101,6 +108,53 @@ class TrainedWorker(Worker):
         """
         assert self.spec.name is not None
         return save_model(self.engine, path, self.spec.name, self.context)
+
+    @register(VALUES_OF_RANKS, reads=lambda arguments: arguments["columns"], minibatched=True)
+    def measure_gradient(
+        self,
+        batch: Shard,
+        *,
+        update: str,
+        columns: tuple[str, ...],
+        arguments: Mapping[str, Any],
+        micro_batch_tokens: int | None = None,
+    ) -> GradientReport:
+        """What one of this role's updates would hand to its optimizer, as each rank sees it; no step is taken.
+
+        update, arguments: the operation and what it is called with. columns: those of the batch that it reads.
+        micro_batch_tokens: in place of the setting's.
+        """
+        engine, training = self.engine, self.training
+        probe = GradientProbe(engine)
+        self.engine = cast(TrainingEngine, probe)
+        if micro_batch_tokens is not None:
+            self.training = replace(training, micro_batch_tokens=micro_batch_tokens)
+        try:
+            output = getattr(self, update)(batch, **arguments)
+        finally:
+            self.engine, self.training = engine, training
+        metrics = {name: metric.value for name, metric in output.metrics.items()}
+        return GradientReport(metrics=metrics, minibatches=tuple(probe.minibatches))
+
+    @register(THREE_D_PROTO, reads=("parameter",), writes=("weights",))
+    def share_weights(self, batch: Shard) -> Output:
+        """Column `weights` [rows, elements]: the weights named in the rows of `parameter`, flattened, for other hosts
+        to pull. The rows are dealt out, so that each replica keeps its part of one copy."""
+        names = batch.columns["parameter"]
+        assert isinstance(names, list)
+        wanted = {name: row for row, name in enumerate(names)}
+        # every rank goes through all of them: a weight that is sharded is gathered by all
+        found = {wanted[n]: w.flatten().to("cpu", copy=True) for n, w in self.engine.named_weights() if n in wanted}
+        return Output(
+            columns={
+                "weights": Ragged.of([found[row] for row in range(len(wanted))], getattr(torch, str(self.spec.dtype)))
+            }
+        )
+
+    @register(ONE_TO_ALL)
+    def weight_names(self) -> list[str]:
+        """The weights that `share_weights` knows, by transformers' names."""
+        return [name for name, _ in self.engine.named_weights()]
 
     def update(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
         """One optimizer step a minibatch and epoch, on the sum of the terms.

@@ -1,0 +1,72 @@
+"""Checks, an evaluation and a refreshed reference where ranks are processes: vLLM, DeepSpeed, two ranks, two pools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab
+from workbench.workers.calls import Output
+from workbench.workers.roles.actor import ActorWorker
+
+SHORT = wb.Sampling(max_new_tokens=6)
+
+
+def length(prompt: str, response: str, **row: Any) -> float:
+    return len(response) / 10
+
+
+MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": length}
+
+
+def test_a_healthy_system_passes_all_checks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"engine": "deepspeed", "generation": "vllm", "models": MODELS}
+    with tiny_lab("healthy", tmp_path, placement=wb.Placement.colocate(2), devices=2, **options) as lab:
+        before = lab.actor.weight_digests(), lab.critic.weight_digests()
+        report = lab.check()
+        assert set(report.df["verdict"]) == {"ok"}, report
+        assert (lab.actor.weight_digests(), lab.critic.weight_digests()) == before
+        history = wb.PPO(lab, prompts=4, sampling=SHORT).run(1, evaluate=lambda: lab.evaluate("arithmetic", n=4))
+        assert history["compute_log_prob/rollout_gap/mean"].max() < 1e-3
+        assert lab.check("kl")["kl"].verdict == "not applicable"
+        lab.refresh_reference()
+        report = lab.check("kl", "weights", "rollout")
+        assert set(report.df["verdict"]) == {"ok"}, report
+        assert lab.reference.weight_digests() == lab.actor.weight_digests()
+        assert len(lab.metrics("evaluate")) == 1
+
+
+class Lazy(ActorWorker):
+    """Rank 1 takes part in every update and keeps its old weights."""
+
+    def update(self, *terms: Any, **arguments: Any) -> Output:
+        before = self.engine.state_dict()
+        output = super().update(*terms, **arguments)
+        if self.context.host.rank == 1 and output.metrics["optimizer_steps"].value > before["steps"]:
+            self.engine.load_state_dict(before)
+        return output
+
+
+def test_a_rank_that_skips_its_update(tmp_path: Path) -> None:
+    models = {**MODELS, "actor": wb.Model(TINY, worker=Lazy)}
+    with tiny_lab("lazy", tmp_path, placement=wb.Placement.colocate(2), devices=2, models=models) as lab:
+        report = lab.check("ratio", "rollout", "replicas", "gradients")
+        assert [finding.check for finding in report.failed] == ["replicas"]
+        assert report["replicas"].culprit.startswith("actor, rank 1: model.")
+        assert len(set(map(str, lab.actor.weight_digests()))) == 1  # put back
+
+
+@pytest.mark.parametrize("placement", [wb.Placement.split(2), wb.Placement.colocate(1)])
+def test_the_reference_takes_the_actors_weights_from_host_to_host(tmp_path: Path, placement: wb.Placement) -> None:
+    with tiny_lab("refresh", tmp_path, placement=placement, devices=2, models=MODELS) as lab:
+        wb.PPO(lab, prompts=4, sampling=SHORT).run(1)
+        assert lab.reference.weight_digests()[0] != lab.actor.weight_digests()[0]
+        lab.refresh_reference()
+        assert lab.check("kl")["kl"].verdict == "ok"
+        assert lab.reference.weight_digests()[0] == lab.actor.weight_digests()[0]
+        moved = lab.transfers()
+        between = moved[moved["columns"].str.contains("weights")]
+        assert len(between) == (0 if placement.devices == 1 else between["destination"].nunique())

@@ -1,0 +1,63 @@
+"""Do the models that should agree agree: the engine that samples, the trainer, the reference."""
+
+from __future__ import annotations
+
+from workbench.checks.report import Finding, NotApplicable
+from workbench.checks.subject import TEMPERATURE, Subject, and_more, mean_gaps, worst
+
+# Mean gap in nats between two engines on the same tokens. A stale output head shows as several tenths.
+ENGINES = (1e-3, 0.1)  # float32, bfloat16
+
+
+def check_rollout(subject: Subject) -> Finding:
+    """The log-probabilities that the engine sampled with are the trainer's, log softmax(logits / temperature)."""
+    gaps = mean_gaps(subject.ragged("rollout_log_prob"), subject.old_log_prob)
+    gap, row = worst(gaps)
+    where = subject.rank_of(subject.rollouts, "rollout_log_prob", row)
+    return subject.finding(
+        gap, subject.by_dtype("actor", *ENGINES), f"actor, row {row}, generated on {where}",
+        f"|rollout_log_prob - old_log_prob|, mean over the worst row, nats; temperature {TEMPERATURE} alone",
+    )  # fmt: skip
+
+
+def check_weights(subject: Subject) -> Finding:
+    """After a sync the generation engine has the trainer's weights, its output head among them."""
+    actor = subject.lab.actor
+    if "compare_weights" not in actor.operations:
+        raise NotApplicable("the actor's worker does not say what its engine holds")
+    ranks = actor.compare_weights()
+    limit = subject.by_dtype("actor", *ENGINES)
+    figures, culprit = [], ""
+    for rank, seen in enumerate(ranks):
+        differ = (*seen.differ, *(name for name in seen.moved_differ if name not in seen.differ))
+        # bits that differ are a failure whatever they do to the probe
+        gap = max(seen.gap, seen.moved_gap or 0.0)
+        figures.append(gap if not differ else max(gap, 2 * limit))
+        if differ:
+            culprit = culprit or f"actor, rank {rank}: {and_more(differ)}"
+        elif not seen.gap <= limit:
+            culprit = culprit or f"actor, rank {rank}: a weight that cannot be read in the engine"
+        elif not gap <= limit:
+            culprit = culprit or f"actor, rank {rank}: output head, which does not follow the embeddings in a sync"
+    read = min(seen.read for seen in ranks)
+    return subject.finding(
+        max(figures), limit, culprit, f"gap on a probe, nats; {read} weights compared bit for bit in the engine"
+    )
+
+
+def check_kl(subject: Subject) -> Finding:
+    """The actor is its reference while it has taken no step since they were equal."""
+    lab = subject.lab
+    if "reference" not in lab.groups:
+        raise NotApplicable("there is no reference")
+    actor, reference = lab.actor.spec, lab.reference.spec
+    own, theirs = lab.weights["actor"], lab.weights["reference"]
+    if own != theirs:
+        raise NotApplicable("the actor has been trained since it was equal to the reference")
+    if not own.state and actor.name != reference.name:
+        raise NotApplicable("the reference began as another model than the actor")
+    values, batch = subject.forward("reference", subject.table)
+    gap, row = worst(mean_gaps(values, subject.old_log_prob))
+    same = 1e-5 if actor.dtype == reference.dtype == "float32" else 0.1
+    culprit = f"reference, row {row}, on {subject.rank_of(batch, 'ref_log_prob', row)}"
+    return subject.finding(gap, same, culprit, "|old_log_prob - ref_log_prob|, mean over the worst row, nats")

@@ -1,0 +1,108 @@
+"""What the checks found: one row a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from workbench.errors import BadInput, CheckFailed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Verdict = Literal["ok", "failed", "not applicable"]
+
+
+class NotApplicable(Exception):
+    """Raised by a check that says nothing about this workbench; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check. figure: what was measured; it may be at most `threshold`. Both are NaN where nothing was measured.
+
+    culprit: where to look: role, rank, row or weight; empty unless it failed. about: what the figure is, or why the
+    check does not apply.
+    """
+
+    check: str
+    verdict: Verdict
+    figure: float = float("nan")
+    threshold: float = float("nan")
+    culprit: str = ""
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The findings of `lab.check()`: `report["ratio"]`, `report.df`, `report.ok`, `report.raise_if_failed()`."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """Those that failed."""
+        return tuple(finding for finding in self.findings if finding.verdict == "failed")
+
+    @property
+    def ok(self) -> bool:
+        """Whether none failed."""
+        return not self.failed
+
+    def raise_if_failed(self) -> CheckReport:
+        """Raise `CheckFailed`, naming every check that failed with figure and culprit; else return itself."""
+        if self.failed:
+            said = "; ".join(f"{f.check}: {f.figure:.3g} > {f.threshold:.3g}, {f.culprit}" for f in self.failed)
+            raise CheckFailed(
+                f"{len(self.failed)} of {len(self.findings)} checks failed: {said}",
+                "each holds on a system that trains what it says it trains",
+                "lab.check() shows all of them",
+            )
+        return self
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """One row a check, by name."""
+        import pandas as pd
+
+        columns = list(Finding.__dataclass_fields__)
+        return pd.DataFrame([asdict(finding) for finding in self.findings], columns=columns).set_index("check")
+
+    def __getitem__(self, check: str) -> Finding:
+        for finding in self.findings:
+            if finding.check == check:
+                return finding
+        raise BadInput(f"check {check!r}", f"there are {', '.join(finding.check for finding in self.findings)}")
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __repr__(self) -> str:
+        lines = []
+        for finding in self.findings:
+            row = _texts(finding)
+            lines.append(
+                f"{row['check']:<13}{row['verdict']:<16}{row['figure']:>9}{row['threshold']:>10}  {row['look']}"
+            )
+        head = f"{'check':<13}{'verdict':<16}{'figure':>9}{'threshold':>10}  look at, or what it is"
+        return "\n".join([head, *(line.rstrip() for line in lines)])
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        state = "all that apply hold" if self.ok else f"{len(self.failed)} failed"
+        rows = [{**_texts(finding), "look": finding.culprit, "what it is": finding.about} for finding in self.findings]
+        return table([{k if k != "look" else "look at": v for k, v in row.items()} for row in rows],
+                     caption=f"{len(self.findings)} checks: {state}")  # fmt: skip
+
+
+def _texts(finding: Finding) -> dict[str, str]:
+    measured = finding.verdict != "not applicable" and finding.threshold == finding.threshold
+    return {
+        "check": finding.check,
+        "verdict": finding.verdict,
+        "figure": f"{finding.figure:.2g}" if measured else "",
+        "threshold": f"{finding.threshold:.2g}" if measured else "",
+        "look": finding.culprit or finding.about,
+    }

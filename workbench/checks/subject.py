@@ -1,0 +1,198 @@
+"""What the checks look at: a small batch of rollouts of its own, and stages run on variants of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.checks.report import Finding, NotApplicable
+from workbench.dataflow.columns import Ragged, Table
+from workbench.workers.gradients import GradientReport
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+    from workbench.dataflow.batch import Batch
+
+SEED = 0
+# Off 1, so that a temperature which is left out somewhere shows.
+TEMPERATURE = 0.7
+NEW_TOKENS = 12
+# A role's stage that gives a number a response token, and its update.
+FORWARD = {
+    "actor": ("compute_log_prob", "old_log_prob"),
+    "reference": ("compute_ref_log_prob", "ref_log_prob"),
+    "critic": ("compute_values", "values"),
+    "cost_critic": ("compute_cost_values", "cost_values"),
+}
+UPDATES = {"actor": "update_actor", "critic": "update_critic", "cost_critic": "update_cost_critic"}
+
+
+class Subject:
+    """A workbench under its checks. `go_back()` undoes the updates that a check has made.
+
+    table: columns of a few rollouts, brought here. The sampling is that under which engine and trainer have one
+    definition of a log-probability (temperature alone: no top-p, top-k, min-p, bias or penalties), see `Sampling`.
+    """
+
+    def __init__(self, lab: Workbench, go_back: Callable[[], None]) -> None:
+        self.lab, self.go_back, self.check = lab, go_back, ""
+
+    def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:
+        """The finding of the check under way; it fails where the figure is above the threshold, or no number."""
+        holds = figure <= threshold
+        return Finding(
+            check=self.check, verdict="ok" if holds else "failed", figure=figure, threshold=threshold,
+            culprit="" if holds else culprit, about=about,
+        )  # fmt: skip
+
+    def by_dtype(self, role: str, float32: float, bfloat16: float) -> float:
+        """A threshold that depends on what a role computes in."""
+        return float32 if self.lab.groups[role].spec.dtype == "float32" else bfloat16
+
+    def roles(self, operations: Mapping[str, Any]) -> list[str]:
+        """The roles of this workbench among those named."""
+        return [role for role in operations if role in self.lab.groups]
+
+    def unit(self, role: str) -> int:
+        """The fewest rows of a stage of this role in which each rank has one of each minibatch."""
+        group = self.lab.groups[role]
+        return (group.spec.training.minibatches if group.spec.training else 1) * group.layout.d
+
+    # --- the rollouts -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rollouts(self) -> Batch:
+        """Responses of forced length to prompts of their own, from a fixed seed."""
+        lab = self.lab
+        # at least two rows a rank and minibatch, so that there are neighbours
+        unit = math.lcm(*(self.unit(role) for role in lab.groups))
+        generation = lab.groups["actor"].spec.generation
+        assert generation is not None
+        new = min(NEW_TOKENS, generation.max_model_tokens // 2)
+        prompts = []
+        for row in range(unit * max(2, -(-8 // unit))):
+            text = f"What is {row} plus {3 * row + 4}?" + " Think, then answer." * (row % 3)
+            prompts.append(lab._tokenizer.encode(text)[: generation.max_model_tokens - new])
+        uids = torch.arange(len(prompts))
+        batch = lab.put({"prompt_ids": Ragged.of(prompts, torch.int64), "prompt_uid": uids})
+        return lab.actor.generate_sequences(
+            batch, temperature=TEMPERATURE, max_new_tokens=new, ignore_eos=True, seed=SEED
+        )
+
+    @cached_property
+    def table(self) -> Table:
+        """prompt_ids, prompt_uid, response_ids, response_mask, rollout_log_prob; responses cut to unequal lengths."""
+        names = ("response_ids", "response_mask", "rollout_log_prob")
+        table = self.rollouts.fetch(["prompt_ids", "prompt_uid", *names])
+        for name in names:
+            column = table[name]
+            assert isinstance(column, Ragged)
+            rows = [row[: max(1, len(row) - 2 * (i % 4))] for i, row in enumerate(column.rows())]
+            table[name] = Ragged.of(rows, column.values.dtype)
+        return table
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return len(self.ragged("response_ids"))
+
+    def ragged(self, name: str) -> Ragged:
+        """A token column of the table."""
+        column = self.table[name]
+        assert isinstance(column, Ragged)
+        return column
+
+    def put(self, table: Table) -> Batch:
+        """A batch of these columns, sampled at the check's temperature."""
+        return self.lab.put(table, meta={"temperature": TEMPERATURE})
+
+    def forward(self, role: str, table: Table) -> tuple[Ragged, Batch]:
+        """What a role's forward stage gives for the rows of a table, and the batch that has it."""
+        stage, column = FORWARD[role]
+        names = ("prompt_ids", "response_ids", "response_mask")
+        batch = getattr(self.lab.groups[role], stage)(self.put({name: table[name] for name in names}))
+        values = batch.fetch([column])[column]
+        assert isinstance(values, Ragged)
+        return values, batch
+
+    @cached_property
+    def old_log_prob(self) -> Ragged:
+        """The trainer's log-probabilities of the table's responses."""
+        return self.forward("actor", self.table)[0]
+
+    def rank_of(self, batch: Batch, column: str, row: int) -> str:
+        """The rank on which a row of a column was made."""
+        location = batch.columns[column].location
+        host = location.shards[location.shard[row]].host
+        pool, _, rank = host.rpartition("-")
+        return f"rank {rank} of pool {pool}"
+
+    # --- updates that take no step ------------------------------------------------------------------------------------
+
+    @cached_property
+    def training_table(self) -> Table:
+        """The table with all that updates read: numbers from a fixed seed in place of rewards and advantages."""
+        generator = torch.Generator().manual_seed(SEED)
+        old = self.old_log_prob
+
+        def drawn() -> Tensor:
+            return torch.randn(len(old.values), generator=generator)
+
+        table = {**self.table, "old_log_prob": old, "advantages": old.like(drawn())}
+        table["ref_log_prob"] = old.like(old.values - 0.1 * drawn())
+        for values, returns in (("values", "returns"), ("cost_values", "cost_returns")):
+            table |= {values: old.like(0.1 * drawn()), returns: old.like(drawn())}
+        return table
+
+    def updated_roles(self) -> list[str]:
+        """The roles whose updates can be measured."""
+        roles = [role for role in self.roles(UPDATES) if "measure_gradient" in self.lab.groups[role].operations]
+        if not roles:
+            raise NotApplicable("no role here trains with workbench's own update loop")
+        return roles
+
+    def measure(
+        self, role: str, table: Table, micro_batch_tokens: int | None = None, **arguments: Any
+    ) -> list[GradientReport]:
+        """What each rank sees of a role's update on these columns; no step is taken."""
+        group = self.lab.groups[role]
+        update = group.operations[UPDATES[role]]
+        known, _ = update.arguments((), arguments)
+        columns = tuple(name for name in update.operation.needed(known))
+        return group.measure_gradient(
+            self.put(table), update=update.__name__, columns=columns, arguments=arguments,
+            micro_batch_tokens=micro_batch_tokens,
+        )  # fmt: skip
+
+    def update(self, role: str) -> None:
+        """Take the steps of an update."""
+        getattr(self.lab.groups[role], UPDATES[role])(self.put(self.training_table))
+
+
+def row_gaps(one: Ragged, two: Ragged) -> list[float]:
+    """The largest difference in each row, infinite where a number is none."""
+    gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
+    return [float(row.max()) if len(row) else 0.0 for row in one.like(gaps).rows()]
+
+
+def mean_gaps(one: Ragged, two: Ragged) -> list[float]:
+    """The mean difference in each row, infinite where a number is none."""
+    gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
+    return [float(row.mean()) if len(row) else 0.0 for row in one.like(gaps).rows()]
+
+
+def worst(gaps: Sequence[float]) -> tuple[float, int]:
+    """The largest, and where it stands."""
+    row = max(range(len(gaps)), key=lambda i: gaps[i])
+    return gaps[row], row
+
+
+def and_more(culprits: Sequence[str]) -> str:
+    """The first of several culprits, and how many there are beside it."""
+    more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
+    return f"{culprits[0]}{more}" if culprits else ""

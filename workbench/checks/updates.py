@@ -1,0 +1,66 @@
+"""What an update changes: the weights of its role, alike on all ranks, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from workbench.checks.report import Finding, NotApplicable
+from workbench.checks.subject import FORWARD, UPDATES, Subject, and_more
+
+FROZEN = ("reference", "reward", "cost")
+
+
+def check_frozen(subject: Subject) -> Finding:
+    """Reference, reward and cost models keep their weights through forward passes and the actor's update."""
+    groups = {role: subject.lab.groups[role] for role in FROZEN if role in subject.lab.groups}
+    groups = {role: g for role, g in groups.items() if g.spec.name and "weight_digests" in g.operations}
+    if not groups:
+        raise NotApplicable("no role here has a model that is not trained")
+    before = {role: group.weight_digests() for role, group in groups.items()}
+    try:
+        for role in subject.roles(FORWARD):
+            if role in groups:
+                subject.forward(role, subject.table)
+        subject.update("actor")
+        after = {role: group.weight_digests() for role, group in groups.items()}
+    finally:
+        subject.go_back()
+    moved = [
+        f"{role}, rank {rank}: {name}"
+        for role in groups
+        for rank, (old, new) in enumerate(zip(before[role], after[role], strict=True))
+        for name in old
+        if old[name] != new.get(name)
+    ]
+    return subject.finding(len(moved), 0, and_more(moved), "weights with other bits after the actor's update")
+
+
+def check_replicas(subject: Subject) -> Finding:
+    """After an update all replicas of a role hold the same bits."""
+    roles = [
+        role
+        for role in subject.roles(UPDATES)
+        if len(subject.lab.groups[role].hosts) > 1 and "weight_digests" in subject.lab.groups[role].operations
+    ]
+    if not roles:
+        raise NotApplicable("every trained role has one rank")
+    differ: list[str] = []
+    try:
+        for role in roles:
+            group = subject.lab.groups[role]
+            before = group.weight_digests()
+            subject.update(role)
+            ranks = group.weight_digests()
+            for name in ranks[0]:
+                held = [digests[name] for digests in ranks]
+                common, count = Counter(held).most_common(1)[0]
+                if count == len(held):
+                    continue
+                # of two that differ the one that did not move is the odd one
+                odd = [r for r, text in enumerate(held) if text == before[r][name]] or [
+                    r for r, text in enumerate(held) if text != common
+                ]
+                differ.append(f"{role}, rank {', '.join(map(str, odd))}: {name}")
+    finally:
+        subject.go_back()
+    return subject.finding(len(differ), 0, and_more(differ), "weights that differ between replicas after an update")

@@ -1,0 +1,117 @@
+"""Whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engines.generation.base import GenerationEngine
+from workbench.engines.training.base import TrainingEngine, transformers_names
+
+PROBE_TOKENS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineWeights:
+    """read: weights that could be read in the engine. differ: those of them with other bits than the trainer's.
+
+    gap: mean gap in nats between the log-probabilities of both on a probe of random tokens.
+    moved_gap: the same after a sync of weights whose vocabulary was moved on by one, see `compare_weights`; None where
+    the engine computes with the trainer's own tensors. moved_differ: as `differ`, after that sync.
+    """
+
+    read: int
+    differ: tuple[str, ...]
+    gap: float
+    moved_gap: float | None = None
+    moved_differ: tuple[str, ...] = ()
+
+
+def compare_weights(trainer: TrainingEngine, generator: GenerationEngine, device: torch.device) -> EngineWeights:
+    """Compare weights as they are, and after a sync that moves embeddings and output head far. Every rank calls it.
+
+    A sync after a small step says little about weights that cannot be read. So the rows of the vocabulary matrices are
+    moved on by one and synced: the engine must then give token i + 1 what the trainer gives token i. A head that stays
+    behind its embeddings does not. Afterwards the engine is given the trainer's weights again.
+    """
+    names, vocabulary = _aliases(trainer), _vocabulary(trainer)
+    ids = probe_ids(trainer)
+    trained = trainer_log_probs(trainer, ids, device)
+
+    def gap(moved: int) -> float:
+        return float((trained - generator.log_probs((ids + moved).tolist()).cpu()).abs().mean())
+
+    weights = generator.readable_weights()
+    read, differ = _differing(trainer.named_weights(), weights, names)
+    live = {tensor.data_ptr() for tensor in trainer.module.parameters()}
+    if weights and all(tensor.data_ptr() in live for tensor in weights.values()):
+        return EngineWeights(read=read, differ=differ, gap=gap(0))
+
+    def moved() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in trainer.named_weights():
+            yield name, weight.roll(1, 0) if name in vocabulary else weight
+
+    before, version = gap(0), generator.weights_version
+    try:
+        generator.update_weights(moved(), version)
+        moved_gap = gap(1)
+        _, moved_differ = _differing(moved(), generator.readable_weights(), names)
+    finally:
+        generator.update_weights(trainer.named_weights(), version)
+    return EngineWeights(read=read, differ=differ, gap=before, moved_gap=moved_gap, moved_differ=moved_differ)
+
+
+def probe_ids(trainer: TrainingEngine) -> Tensor:
+    """The same random tokens for a vocabulary, none of them its last."""
+    model: Any = trainer.module.model
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, int(model.config.get_text_config().vocab_size) - 1, (PROBE_TOKENS,), generator=generator)
+
+
+def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device) -> Tensor:
+    """The trainer's log-probabilities of ids[1:], at temperature 1."""
+    ids = ids.to(device)
+    positions = torch.arange(len(ids) - 1, device=device)
+    with torch.no_grad():
+        log_probs, _ = trainer.forward(
+            input_ids=ids, lengths=(len(ids),), positions=positions, targets=ids[1:], temperature=1.0
+        )
+    return log_probs.cpu()
+
+
+def _differing(
+    trained: Iterator[tuple[str, Tensor]], held: Any, names: dict[str, list[str]]
+) -> tuple[int, tuple[str, ...]]:
+    """How many weights could be compared, and the names of those that differ."""
+    read, differ = 0, []
+    for name, weight in trained:  # to the end: every rank takes part where they are gathered
+        for alias in names.get(name, [name]):
+            mine = held.get(alias)
+            if mine is None or mine.shape[1:] != weight.shape[1:] or len(mine) < len(weight):
+                continue
+            read += 1
+            if not torch.equal(mine[: len(weight)].to(weight.device, weight.dtype), weight):
+                differ.append(alias)
+    return read, tuple(differ)
+
+
+def _aliases(trainer: TrainingEngine) -> dict[str, list[str]]:
+    """For each weight all names that the model has for it: a tied head answers to two."""
+    model: Any = trainer.module.model
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: group for group in names.values() for name in group}
+
+
+def _vocabulary(trainer: TrainingEngine) -> set[str]:
+    """The weights with a row for each token."""
+    model: Any = trainer.module.model
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    mine = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    names = transformers_names(trainer.module)
+    return {names[name] for name, parameter in trainer.module.named_parameters() if id(parameter) in mine}

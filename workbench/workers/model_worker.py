@@ -1,0 +1,57 @@
+"""A worker that holds a model: what can be asked of its weights and its mode, whatever its role."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engines.training.base import TrainingEngine
+from workbench.workers.operation import register
+from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.worker import Worker
+
+
+class ModelWorker(Worker):
+    """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it."""
+
+    engine: TrainingEngine | None
+
+    @register(ONE_TO_ALL)
+    def weight_digests(self) -> dict[str, str]:
+        """For each weight a short text that is equal on ranks, and at times, at which it has the same bits."""
+        return {} if self.engine is None else {name: digest(weight) for name, weight in self.engine.stored_weights()}
+
+    @register(ONE_TO_ALL)
+    def training_modules(self) -> list[str]:
+        """The modules in training mode, in which dropout acts; there should be none.
+
+        Left out are layers that recompute activations: the mode of such a layer itself turns that on, and its children,
+        dropout among them, have modes of their own.
+        """
+        if self.engine is None:
+            return []
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        modules = self.engine.module.named_modules()
+        return [name for name, m in modules if m.training and not isinstance(m, GradientCheckpointingLayer)]
+
+
+def digest(tensor: Tensor) -> str:
+    """A short text of a tensor's bits."""
+    bits = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(bits.numpy().data, digest_size=8).hexdigest()
+
+
+def random_state() -> dict[str, Any]:
+    """Where torch's global generators of this process stand."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to what `random_state` gave."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
