@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from workbench.engines.training import TrainingEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
@@ -39,13 +42,15 @@ class FrozenWorker(Worker):
         return {**super().describe(), "sequences": self.sequences}
 
 
-class ReferenceWorker(FrozenWorker):
-    """A causal language model whose weights never change."""
+class ReferencePolicy(Worker):
+    """The operations of a reference, on the engine of a worker that has a policy whose weights do not change."""
 
-    def __init__(self, spec: Model, context: Context) -> None:
-        assert spec.name and spec.training and spec.dtype
-        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
-        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+    engine: TrainingEngine
+    padded: bool
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Inside, the engine's module is the reference."""
+        return nullcontext()
 
     @register(
         THREE_D_PROTO,
@@ -56,8 +61,10 @@ class ReferenceWorker(FrozenWorker):
     def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
         pair, summed over their tokens, nats."""
-        values = partial(answer_log_probs, self.engine)
-        chosen, rejected = pair_values(batch, values, self.micro_batch_tokens, self.context, padded=self.padded)
+        assert self.spec.training is not None
+        values, budget = partial(answer_log_probs, self.engine), self.spec.training.micro_batch_tokens
+        with self.as_reference():
+            chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(
@@ -73,10 +80,21 @@ class ReferenceWorker(FrozenWorker):
 
         temperature: None takes the one that the responses were sampled with.
         """
-        scale = sampling_temperature(batch, temperature)
+        assert self.spec.training is not None
+        scale, budget = sampling_temperature(batch, temperature), self.spec.training.micro_batch_tokens
 
-        def forward(micro: MicroBatch) -> torch.Tensor:
+        def forward(micro: MicroBatch) -> Tensor:
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
 
-        column = each_response_token(batch, forward, self.micro_batch_tokens, self.context, padded=self.padded)
+        with self.as_reference():
+            column = each_response_token(batch, forward, budget, self.context, padded=self.padded)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
+
+
+class ReferenceWorker(FrozenWorker, ReferencePolicy):
+    """A causal language model whose weights never change."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.name and spec.training and spec.dtype
+        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
+        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
