@@ -107,7 +107,7 @@ class Views:
 
     def __repr__(self) -> str:
         state = " (closed)" if self._closed else ""
-        shared = "; the actor without its adapter is the reference" if self.description.actor_is_reference else ""
+        shared = "; reference: the actor" if self.description.actor_is_reference else ""
         return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
 
     def _repr_html_(self) -> str:

@@ -36,7 +36,7 @@ def adapted(kind: str, dtype: torch.dtype, **changes: Any) -> TrainingEngine:
 
 @torch.no_grad()
 def score(engine: TrainingEngine) -> float:
-    return float(negative_log_likelihood(engine, sequences(9)))
+    return float(negative_log_likelihood(engine, sequences(0)))
 
 
 def without(engine: TrainingEngine) -> float:
@@ -78,11 +78,10 @@ def learn(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     merged = make_engine("torch", dtype, module=TokenLogProbs(_plain(straight_on), micro_batch_tokens=1024))
     found["merged"] = (score(merged), score(engine))
     found["exported"] = {weight.dtype for weight in straight_on.values()}
-    # the passes of a reference in between change nothing, nor do recomputed activations
-    for name, changes in {"uninterrupted": {}, "recomputed": {"activation_checkpointing": True}}.items():
-        other = adapted(kind, dtype, **changes)
-        train(other, range(4))
-        found[name] = same(weights(other), straight_on)
+    # passes of a reference in between change nothing, nor do activations that are computed anew
+    other = adapted(kind, dtype, activation_checkpointing=True)
+    train(other, range(4))
+    found["uninterrupted and recomputed"] = same(weights(other), straight_on)
     return found
 
 
@@ -92,19 +91,18 @@ def _plain(merged: dict[str, Tensor]) -> Any:
     return model
 
 
-def all_kinds() -> dict[Any, Any]:
-    return {(kind, dtype): learn(kind, dtype) for kind in ENGINES for dtype in DTYPES}
+def all_kinds(dtypes: tuple[torch.dtype, ...]) -> dict[Any, Any]:
+    return {(kind, dtype): learn(kind, dtype) for kind in ENGINES for dtype in dtypes}
 
 
 @pytest.fixture(scope="module")
 def by_world() -> dict[int, list[Any]]:
-    return {world: run_ranks(all_kinds, world) for world in WORLDS}
+    return {1: run_ranks(all_kinds, 1, DTYPES[:1]), 2: run_ranks(all_kinds, 2, DTYPES)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 @pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_adapter_learns_and_the_model_stays(by_world: Any, world: int, kind: str, dtype: torch.dtype) -> None:
     for rank in by_world[world]:
         found = rank[kind, dtype]
@@ -113,8 +111,8 @@ def test_the_adapter_learns_and_the_model_stays(by_world: Any, world: int, kind:
         learnt, reference_later = found["after two steps"]
         assert reference_later == reference
         assert abs(learnt - start) > 0.01
-        assert all(found[name] for name in ("restored", "goes on as before", "base stays", "uninterrupted"))
-        assert found["recomputed"]
+        assert all(found[name] for name in ("restored", "goes on as before", "base stays"))
+        assert found["uninterrupted and recomputed"]
         merged, with_adapter = found["merged"]
         assert merged == pytest.approx(with_adapter, abs=1e-4 if dtype == torch.float32 else 0.05)
         assert found["exported"] == {dtype}
@@ -140,7 +138,7 @@ def test_gradients_and_optimizer_are_the_adapters_alone(by_world: Any, kind: str
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters())
     assert trained < every / 5
-    memory = by_world[1][0][kind, dtype]["memory"]
+    memory = by_world[2][0][kind, dtype]["memory"]
     # two moments, and masters where the weights are bf16, in fp32; DeepSpeed pads what it cuts
     assert memory["optimizer"] <= 3 * 4 * trained + 4096
     assert memory["gradients"] <= 4 * trained + 4096

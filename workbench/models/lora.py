@@ -41,7 +41,9 @@ class LoRA:
         at_least("LoRA.alpha", self.alpha, 0, strictly=True)
         if self.targets is not None:
             if isinstance(self.targets, str) or not self.targets:
-                raise BadInput(f"LoRA.targets={self.targets!r}", "must be names of layers, such as ('q_proj', 'v_proj')")
+                raise BadInput(
+                    f"LoRA.targets={self.targets!r}", "must be names of layers, such as ('q_proj', 'v_proj')"
+                )
             object.__setattr__(self, "targets", tuple(self.targets))
 
     def __str__(self) -> str:
@@ -58,7 +60,9 @@ def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise MissingDependency("peft is not installed", "an adapter needs it", "pip install 'workbench[lora]'") from error
+        raise MissingDependency(
+            "peft is not installed", "an adapter needs it", "pip install 'workbench[lora]'"
+        ) from error
     there = _linear_layers(model)
     targets = there if lora.targets is None else lora.targets
     if unknown := sorted(set(targets) - set(there)):
