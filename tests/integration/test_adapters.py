@@ -35,7 +35,7 @@ def test_two_ranks_of_zero_3_give_what_one_rank_gives(tmp_path: Path) -> None:
         # sharded weights are gathered and merged for a generation engine that holds its own
         (first, second) = lab.actor.sync_weights()
         assert max(first["sync_gap/mean"], second["sync_gap/mean"]) < 1e-5
-        shown = lab.topology().set_index(["role", "rank"])
+        shown: Any = lab.topology().set_index(["role", "rank"])
         assert shown.loc[("reference", 1), "process"] == shown.loc[("actor", 1), "process"]
         assert shown.loc[("reference", 0), "parameters_bytes"] == 0
         whole = lab.actor.save_model(tmp_path / "whole")

@@ -133,7 +133,7 @@ def test_the_store_knows_that_the_reference_stays(lab: wb.Workbench, capsys: pyt
 
 
 def test_it_is_shown_whose_bytes_they_are(lab: wb.Workbench, runs: Path) -> None:
-    shown = lab.topology().set_index("role")
+    shown: Any = lab.topology().set_index("role")
     assert shown.loc["actor", "model"] == f"{TINY} + LoRA(rank=4, alpha=16)"
     assert shown.loc["reference", "model"] == f"{TINY}, the actor without its adapter"
     held = [c for c in shown.columns if c.endswith("_bytes") and not c.startswith("host_")]
@@ -145,7 +145,8 @@ def test_it_is_shown_whose_bytes_they_are(lab: wb.Workbench, runs: Path) -> None
     assert repr(lab).endswith("critic, reward; reference: the actor>")
     with lab_of("declared", runs, models={"reference": TINY}) as own:
         assert repr(own.reference) == f"<reference: {TINY} on pool shared, 1 rank(s)>"
-        assert own.topology().set_index("role").loc["reference", "parameters_bytes"] > 0
+        own_shown: Any = own.topology().set_index("role")
+        assert own_shown.loc["reference", "parameters_bytes"] > 0
 
 
 def test_what_is_saved_loads_elsewhere(lab: wb.Workbench, runs: Path) -> None:

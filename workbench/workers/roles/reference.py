@@ -31,7 +31,7 @@ class FrozenWorker(Worker):
         assert spec.training is not None and spec.dtype is not None
         self.micro_batch_tokens = spec.training.micro_batch_tokens
         self.sequences, self.padded = module.describe(), module.padded_because is not None
-        self.engine = TorchEngine(
+        self.engine: TrainingEngine = TorchEngine(
             module, None, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
