@@ -133,6 +133,7 @@ def test_the_store_knows_that_the_reference_stays(lab: wb.Workbench, capsys: pyt
 
 
 def test_it_is_shown_whose_bytes_they_are(lab: wb.Workbench, runs: Path) -> None:
+    wb.PPO(lab, prompts=4).run(1)  # an optimizer holds nothing before its first step
     shown: Any = lab.topology().set_index("role")
     assert shown.loc["actor", "model"] == f"{TINY} + LoRA(rank=4, alpha=16)"
     assert shown.loc["reference", "model"] == f"{TINY}, the actor without its adapter"
