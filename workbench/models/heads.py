@@ -113,8 +113,9 @@ class TokenLogProbs(PackedModule):
         return chosen, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
 
     def weight_names(self) -> dict[str, str]:
-        """Own parameter name -> transformers' name; tied weights once."""
-        return {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
+        """Own parameter name -> transformers' name; tied weights once, and none of an adapter's."""
+        names = (name for name, _ in self.named_parameters() if ".lora_" not in name)
+        return {name: name.removeprefix("model.").replace(".base_layer.", ".") for name in names}
 
 
 class TokenValues(PackedModule):

@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.engines.settings import DTYPES, Generation, Training, one_of
 from workbench.errors import BadInput
+from workbench.models.lora import LoRA
 from workbench.placement import TRAINED_ROLES
 
 
@@ -19,15 +20,17 @@ class Model:
     name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
     function: for reward and cost, a rule in place of a model: `fn(prompt, response, **row) -> float`.
     dtype: "float32" or "bfloat16". A trained role computes in it and keeps fp32 master weights.
+    adapter: of the actor: only it is trained, and without it the actor is the reference, where no other is declared.
     training, generation: engine settings of trained roles, and of the actor's rollouts. A reward or cost model is
         trained only where its settings are given here; else it is just run, with less memory.
     worker: a subclass of the role's worker class, with operations of your own.
-    seed: seeds the head of a critic, reward or cost model that has none saved.
+    seed: seeds the head of a critic, reward or cost model that has none saved, and the adapter.
     """
 
     name: str | Path | None = None
     function: Callable[..., Any] | None = None
     dtype: str | None = None
+    adapter: LoRA | None = None
     training: Training | None = None
     generation: Generation | None = None
     worker: type | None = None
@@ -39,6 +42,13 @@ class Model:
             raise BadInput(f"Model(name={self.name!r}, function={self.function!r})", "give one of the two")
         if self.dtype is not None:
             one_of("Model.dtype", self.dtype, DTYPES)
+        if self.adapter is not None and not isinstance(self.adapter, LoRA):
+            raise BadInput(f"Model.adapter={self.adapter!r:.60}", "must be a wb.LoRA(...), or None")
+
+    def __str__(self) -> str:
+        """What it is, shortly: the name of the model, with its adapter, or of the function."""
+        name = str(self.name or getattr(self.function, "__name__", "function"))
+        return name if self.adapter is None else f"{name} + {self.adapter}"
 
     @classmethod
     def of(cls, role: str, value: Any) -> Model:
@@ -56,6 +66,8 @@ class Model:
             )
         if model.function is not None and role not in ("reward", "cost"):
             raise BadInput(f"models[{role!r}] is a function", "only reward and cost can be a rule", "give a model name")
+        if model.adapter is not None and role != "actor":
+            raise BadInput(f"models[{role!r}] with an adapter", "only the actor has one", "leave adapter= out")
         return model
 
     def filled(self, role: str, *, dtype: str, training: Training, generation: Generation) -> Model:

@@ -72,6 +72,8 @@ class WorkerGroup:
     """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
 
     layout: how its ranks stand; what the protocols of its operations are given.
+    worker_role: whose workers carry out its operations. Its own; but where the actor has an adapter and no other
+    reference is declared, the reference is the actor without it, and holds nothing of its own.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class WorkerGroup:
         spec: Model,
         worker_class: type,
         caller: Caller,
+        worker_role: str | None = None,
     ) -> None:
+        self.worker_role = worker_role or role
         self.role, self.pool, self.hosts, self.layout = role, pool, hosts, layout
         self.spec, self.worker_class = spec, worker_class
         self.operations = {
@@ -96,9 +100,14 @@ class WorkerGroup:
         raise AttributeError(f"{self.role!r} has no operation {name!r}; it has {', '.join(self.operations)}")
 
     def __repr__(self) -> str:
-        model = self.spec.name or getattr(self.spec.function, "__name__", "function")
         layout = f" {self.layout}" if self.layout.p * self.layout.t > 1 else ""
-        return f"<{self.role}: {model} on pool {self.pool.name}, {len(self.hosts)} rank(s){layout}>"
+        return f"<{self.role}: {self.model} on pool {self.pool.name}, {len(self.hosts)} rank(s){layout}>"
+
+    @property
+    def model(self) -> str:
+        """What its ranks hold, shortly."""
+        shared = self.worker_role != self.role
+        return f"{self.spec}, the {self.worker_role} without its adapter" if shared else str(self.spec)
 
     def _repr_html_(self) -> str:
         from workbench.display.html import table

@@ -1,14 +1,17 @@
-"""A role's model, written by its ranks together."""
+"""A role's model, or its adapter, written by its ranks together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.models.heads import TokenValues
+from workbench.models.lora import write_adapter
 from workbench.models.saving import write_model
 from workbench.workers.worker import Context
 
@@ -18,6 +21,27 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
 
     Raises `BadInput`, on all ranks, where the folder holds something.
     """
+    folder, weights = _free_folder(path, context), _on_first_rank(engine.named_weights(), context)
+    if weights:
+        scalar = isinstance(engine.module, TokenValues)
+        if isinstance(engine.module, TokenValues):
+            bias = weights["score.bias"]
+            weights["score.bias"] = (bias.float() - engine.module.score.shift).to(bias.dtype)
+        write_model(folder, weights, name, scalar_head=scalar)
+    context.communicator.barrier()
+    return str(folder)
+
+
+def save_adapter(engine: TrainingEngine, path: str | Path, context: Context) -> str:
+    """Write the adapter of the engine's module to a folder, as peft does. Its absolute path; raises as `save_model`."""
+    folder, weights = _free_folder(path, context), _on_first_rank(engine.named_adapter(), context)
+    if weights:
+        write_adapter(folder, weights, engine.module.model)  # type: ignore[arg-type]
+    context.communicator.barrier()
+    return str(folder)
+
+
+def _free_folder(path: str | Path, context: Context) -> Path:
     folder = Path(context.folder, path).expanduser().resolve()
     first = context.communicator.rank == 0
     taken = first and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
@@ -26,15 +50,13 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
         raise BadInput(
             f"{str(folder)!r} holds something", "a model is saved to an empty or new folder", "choose another"
         )
-    weights = {}
-    for weight_name, tensor in engine.named_weights():  # gathered: every rank goes through all of them
+    return folder
+
+
+def _on_first_rank(tensors: Iterator[tuple[str, Tensor]], context: Context) -> dict[str, Tensor]:
+    """Copies on the CPU; empty on the other ranks, which go through all of them too: they are gathered."""
+    first, copies = context.communicator.rank == 0, {}
+    for name, tensor in tensors:
         if first:
-            weights[weight_name] = tensor.cpu().clone()
-    if first:
-        scalar = isinstance(engine.module, TokenValues)
-        if isinstance(engine.module, TokenValues):
-            bias = weights["score.bias"]
-            weights["score.bias"] = (bias.float() - engine.module.score.shift).to(bias.dtype)
-        write_model(folder, weights, name, scalar_head=scalar)
-    context.communicator.barrier()
-    return str(folder)
+            copies[name] = tensor.cpu().clone()
+    return copies

@@ -64,5 +64,5 @@ class Worker:
         """What `repr` shows of this worker."""
         return {
             "role": type(self).__name__,
-            "model": str(self.spec.name or getattr(self.spec.function, "__name__", "function")),
+            "model": str(self.spec),
         }

@@ -39,7 +39,8 @@ def make_generation_engine(
     from workbench.engines.generation.transformers_engine import TransformersEngine
 
     if trainer is not None:
-        autocast = dtype if dtype == torch.bfloat16 and next(trainer.parameters()).dtype != dtype else None
+        stored = {parameter.dtype for parameter in trainer.parameters()}  # of an adapter and what it changes: two
+        autocast = dtype if dtype == torch.bfloat16 and stored != {dtype} else None
         return TransformersEngine(trainer, tokenizer, settings, owns_model=False, autocast_dtype=autocast)
     from workbench.models import load_causal_lm
 

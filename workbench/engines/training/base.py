@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.errors import BadInput
+from workbench.models.lora import adapted_layers, adapter_names, merged_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +45,13 @@ class Collectives(Protocol):
 class TrainingEngine(ABC):
     """Holds one module with its gradients, optimizer and schedule on one rank of a data-parallel group.
 
-    `module` stays in eval mode (dropout off) always: in RL dropout makes ratios lie.
+    `module` stays in eval mode (dropout off) always: in RL dropout makes ratios lie. Of its parameters those that
+    require a gradient are trained: all, or those of an adapter.
     """
 
     module: nn.Module
     steps: int
+    _dtype: torch.dtype
 
     @abstractmethod
     def forward(self, **inputs: Any) -> Any:
@@ -74,20 +78,43 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, in the dtype in which they are held: what has to be equal on data-parallel ranks."""
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+        """Inside, these parameters are whole on every rank; every rank must enter it."""
 
-    @abstractmethod
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `named_weights`, in the dtype in which they are held, those of an adapter apart: what has to be equal on
+        data-parallel ranks."""
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            with self.gathered([parameter]):
+                yield names.get(name, name), parameter.detach()
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights by transformers' names, one at a time (gathered where sharded; every rank must iterate to the
-        end).
+        end). An adapter is added to the weights that it changes.
 
         In the dtype that the engine was made with. A tensor may be a live parameter: copy what must outlast a step.
         """
+        names, adapted = transformers_names(self.module), adapted_layers(self.module)
+        for name, parameter in self.module.named_parameters():
+            if name not in names:  # of an adapter
+                continue
+            layer = adapted.get(name)
+            with self.gathered([parameter] if layer is None else list(layer.parameters())):
+                weight = parameter.detach() if layer is None else merged_weight(layer)
+                yield names[name], weight.to(self._dtype)
+
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the module's adapter by peft's names, as `named_weights` gives those of the model; in the
+        dtype that they are kept in."""
+        for name, file_name in adapter_names(self.module).items():
+            parameter = self.module.get_parameter(name)
+            with self.gathered([parameter]):
+                yield file_name, parameter.detach()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, schedule and step count of this rank, as CPU copies."""
+        """Trained weights, optimizer, schedule and step count of this rank, as CPU copies."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,11 +132,30 @@ def release_gradients(module: nn.Module) -> None:
         parameter.grad = None
 
 
-def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """`module` in eval mode on `device`, parameters in `dtype`; buffers, such as rotary frequencies, keep theirs."""
+def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, frozen: torch.dtype) -> nn.Module:
+    """`module` in eval mode on `device`, trained and frozen parameters in these dtypes; buffers, such as rotary
+    frequencies, keep theirs."""
     for parameter in module.to(device).parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     return module.eval()
+
+
+def trained_state(module: nn.Module) -> dict[str, Tensor]:
+    """CPU copies of a module's trained parameters and of its buffers."""
+    state = module.state_dict(keep_vars=True)
+    return {name: cpu_copy(value) for name, value in state.items() if _changes(value)}
+
+
+def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `trained_state` gave."""
+    wrong = module.load_state_dict(state, strict=False)
+    expected = module.state_dict(keep_vars=True)
+    if wrong.unexpected_keys or any(_changes(expected[name]) for name in wrong.missing_keys):
+        raise BadInput(f"a state of {len(state)} tensors", f"{type(module).__name__} trains others: {wrong}")
+
+
+def _changes(value: Tensor) -> bool:
+    return not isinstance(value, nn.Parameter) or value.requires_grad
 
 
 def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:

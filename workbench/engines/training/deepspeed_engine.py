@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from workbench.engines.training.base import (
     TrainingEngine,
     adamw,
     cpu_copy,
+    load_trained_state,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
     require_losses,
     storage_bytes,
+    trained_state,
     transformers_names,
 )
 from workbench.engines.training.schedule import learning_rate
@@ -66,7 +69,8 @@ class DeepSpeedEngine(TrainingEngine):
             os.environ.setdefault(name, str(value))
         deepspeed = _quiet_deepspeed()
 
-        self.module = place(module, device, torch.bfloat16 if self._sharded_bf16 else torch.float32)
+        stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
+        self.module = place(module, device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
         _forget_ended_group()
         if settings.activation_checkpointing:
@@ -120,9 +124,9 @@ class DeepSpeedEngine(TrainingEngine):
         try:
             self._backward(losses)
             for name, parameter in self.module.named_parameters():
-                gradient = safe_get_full_grad(parameter)
+                gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
                 if gradient is not None:
-                    yield names[name], gradient
+                    yield names.get(name, name), gradient
         finally:
             self._drop_gradients()
 
@@ -158,33 +162,22 @@ class DeepSpeedEngine(TrainingEngine):
         if self._stage == 2:
             optimizer._release_preflattened_grad_buffers()
 
-    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
         import deepspeed
 
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                yield names[name], parameter.detach()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        import deepspeed
-
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                yield names[name], parameter.detach().to(self._dtype)
+        return deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}
         if self._stage == 0:  # from stage 1 on the optimizer's state holds the fp32 weights of this rank
-            state["module"] = cpu_copy(dict(self.module.state_dict()))
+            state["module"] = trained_state(self.module)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
         saved, optimizer = cpu_copy(state["optimizer"]), self._engine.optimizer
         if self._stage == 0:
-            self.module.load_state_dict(state["module"])
+            load_trained_state(self.module, state["module"])
             optimizer.load_state_dict(saved)
         elif self._stage == 3:
             optimizer.checkpoint_event_prologue()

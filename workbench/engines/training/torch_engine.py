@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from workbench.engines.training.base import (
     TrainingEngine,
     adamw,
     cpu_copy,
+    load_trained_state,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
     require_losses,
     storage_bytes,
+    trained_state,
     transformers_names,
 )
 from workbench.engines.training.schedule import learning_rate
@@ -34,8 +37,8 @@ BUCKET_ELEMENTS = 25_000_000
 class TorchEngine(TrainingEngine):
     """Every rank holds the whole module.
 
-    A trained module keeps its parameters in fp32, whatever `dtype`; with bfloat16 it computes under autocast. A module
-    with `settings=None` is only run: its parameters are stored in `dtype`, there are no gradients and no optimizer.
+    Trained parameters are kept in fp32, whatever `dtype`, and frozen ones in `dtype`; with bfloat16 a trained module
+    computes under autocast. A module with `settings=None` is only run: there are no gradients and no optimizer.
     """
 
     def __init__(
@@ -47,8 +50,9 @@ class TorchEngine(TrainingEngine):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        trained = settings is not None
-        self.module = place(module, device, torch.float32 if trained else dtype).requires_grad_(trained)
+        if settings is None:
+            module.requires_grad_(False)
+        self.module = place(module, device, trained=torch.float32, frozen=dtype)
         self.settings, self.steps = settings, 0
         self._communicator, self._device, self._dtype = communicator, device, dtype
         self._optimizer = None
@@ -91,7 +95,7 @@ class TorchEngine(TrainingEngine):
             self._summed_gradients()
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None:
-                    yield names[name], parameter.grad
+                    yield names.get(name, name), parameter.grad
         finally:
             release_gradients(self.module)
 
@@ -104,9 +108,11 @@ class TorchEngine(TrainingEngine):
 
     @torch.no_grad()
     def _summed_gradients(self) -> list[Tensor]:
-        """The gradients of all parameters, summed over the ranks in place."""
+        """The gradients of all trained parameters, summed over the ranks in place."""
         gradients = []
         for parameter in self.module.parameters():
+            if not parameter.requires_grad:
+                continue
             # A parameter that no micro-batch of this rank used still takes part in the sum.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(parameter.grad)
@@ -117,22 +123,15 @@ class TorchEngine(TrainingEngine):
                     gradient.copy_(total.view_as(gradient))
         return gradients
 
-    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
-            yield names[name], parameter.detach()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        names = transformers_names(self.module)
-        for name, parameter in self.module.named_parameters():
-            yield names[name], parameter.detach().to(self._dtype)
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = None if self._optimizer is None else cpu_copy(self._optimizer.state_dict())
-        return {"module": cpu_copy(dict(self.module.state_dict())), "optimizer": optimizer, "steps": self.steps}
+        return {"module": trained_state(self.module), "optimizer": optimizer, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state["module"])
+        load_trained_state(self.module, state["module"])
         if self._optimizer is not None:
             # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
             self._optimizer.load_state_dict(cpu_copy(state["optimizer"]))

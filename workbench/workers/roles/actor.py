@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from workbench.engines.settings import Sampling, at_least
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
+from workbench.models.lora import add_lora, without_adapter
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
@@ -42,9 +45,11 @@ from workbench.workers.roles.pairs import (
     pair_values,
     reference_log_probs,
 )
+from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.rollout_weights import rollout_weights
+from workbench.workers.saving import save_adapter
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
@@ -114,16 +119,19 @@ def _as_responses(batch: Shard, documents: Ragged) -> Shard:
     return replace(batch, columns={"prompt_ids": first, "response_ids": rest, "response_mask": mask})
 
 
-class ActorWorker(TrainedWorker):
+class ActorWorker(TrainedWorker, ReferencePolicy):
     """A causal language model with an optimizer and, in the same process, a generation engine.
 
     The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps
-    taken is the weights version stamped on every rollout.
+    taken is the weights version stamped on every rollout. With an adapter only that is trained: the engine gets the
+    sum of model and adapter, and `compute_ref_log_prob` is that of the model alone.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.generation and spec.training and spec.dtype
         model = load_causal_lm(spec.name, dtype=torch.float32, device=context.device)
+        if spec.adapter is not None:
+            add_lora(model, spec.adapter, spec.seed)
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
         self.generator = make_generation_engine(
@@ -146,6 +154,15 @@ class ActorWorker(TrainedWorker):
 
     def close(self) -> None:
         self.generator.close()
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        if self.spec.adapter is None:
+            raise BadInput(
+                "an actor without an adapter as the reference",
+                "without one, nothing keeps the policy as it was at first",
+                "declare a reference in models=, or wb.Model(..., adapter=wb.LoRA()) as the actor",
+            )
+        return without_adapter(self.engine.module.model)  # type: ignore[arg-type]
 
     @register(
         THREE_D_ALL_MICRO_DP,
@@ -546,6 +563,15 @@ class ActorWorker(TrainedWorker):
     def sync_weights(self) -> dict[str, float]:
         """Give the generation engine the trainer's weights now, if it lacks them; the gap on the probe, in nats."""
         return {name: metric.value for name, metric in self._sync().items()}
+
+    @register(ONE_TO_ALL)
+    def save_adapter(self, path: str | Path) -> str:
+        """Write the adapter alone, as peft does: `peft.PeftModel.from_pretrained(model, path)` loads it. The absolute
+        path, once a rank. path: as in `save_model`, which writes model and adapter as one model.
+        """
+        if self.spec.adapter is None:
+            raise BadInput("save_adapter of an actor without one", "there is nothing to save", "use save_model")
+        return save_adapter(self.engine, path, self.context)
 
     @register(ONE_TO_ALL)
     def check_sync(self) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from workbench.engines.training import TrainingEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule, TokenLogProbs
@@ -19,20 +22,20 @@ from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.roles.pairs import PAIR_COLUMNS, answer_log_probs, pair_values
-from workbench.workers.worker import Context
+from workbench.workers.worker import Context, Worker
 
 
 class FrozenWorker(ModelWorker):
     """A worker whose module is never trained: forward passes only."""
 
-    engine: TorchEngine
+    engine: TrainingEngine
 
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
         self.micro_batch_tokens = spec.training.micro_batch_tokens
         self.sequences, self.padded = module.describe(), module.padded_because is not None
-        self.engine = TorchEngine(
+        self.engine: TrainingEngine = TorchEngine(
             module, None, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
@@ -43,13 +46,15 @@ class FrozenWorker(ModelWorker):
         return {**super().describe(), "sequences": self.sequences}
 
 
-class ReferenceWorker(FrozenWorker):
-    """A causal language model whose weights change only when it takes over the actor's, see `take_weights`."""
+class ReferencePolicy(Worker):
+    """The operations of a reference, on the engine of a worker that has a policy whose weights do not change."""
 
-    def __init__(self, spec: Model, context: Context) -> None:
-        assert spec.name and spec.training and spec.dtype
-        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
-        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+    engine: TrainingEngine
+    padded: bool
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Inside, the engine's module is the reference."""
+        return nullcontext()
 
     @register(
         THREE_D_PROTO,
@@ -60,8 +65,10 @@ class ReferenceWorker(FrozenWorker):
     def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
         pair, summed over their tokens, nats."""
-        values = partial(answer_log_probs, self.engine)
-        chosen, rejected = pair_values(batch, values, self.micro_batch_tokens, self.context, padded=self.padded)
+        assert self.spec.training is not None
+        values, budget = partial(answer_log_probs, self.engine), self.spec.training.micro_batch_tokens
+        with self.as_reference():
+            chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(
@@ -77,19 +84,32 @@ class ReferenceWorker(FrozenWorker):
 
         temperature: None takes the one that the responses were sampled with.
         """
-        scale = sampling_temperature(batch, temperature)
+        assert self.spec.training is not None
+        scale, budget = sampling_temperature(batch, temperature), self.spec.training.micro_batch_tokens
 
-        def forward(micro: MicroBatch) -> torch.Tensor:
+        def forward(micro: MicroBatch) -> Tensor:
             return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
 
-        column = each_response_token(batch, forward, self.micro_batch_tokens, self.context, padded=self.padded)
+        with self.as_reference():
+            column = each_response_token(batch, forward, budget, self.context, padded=self.padded)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
-    def state(self) -> dict[str, Any]:
-        return {"engine": self.engine.state_dict()}
 
+class ReferenceWorker(FrozenWorker, ReferencePolicy):
+    """A causal language model whose weights change only when it takes over the actor's, see `take_weights`."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.name and spec.training and spec.dtype
+        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
+        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+
+    def state(self) -> dict[str, Any]:
+        return {name: weight.to("cpu", copy=True) for name, weight in self.engine.stored_weights()}
+
+    @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        self.engine.load_state_dict(state["engine"])
+        for name, weight in self.engine.stored_weights():
+            weight.copy_(state[name])
 
     @register(ONE_TO_ALL, reads=("parameter", "weights"))
     @torch.no_grad()

@@ -1,0 +1,206 @@
+"""An actor with an adapter in an inline workbench: it is its own reference, and generates from what it has learnt."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.dataflow.columns import Ragged
+from workbench.errors import BadInput, MissingDependency
+
+pytest.importorskip("peft")
+LORA = wb.LoRA(rank=4, alpha=16)
+
+
+def lab_of(name: str, runs: Path, lora: wb.LoRA | None = LORA, **options: Any) -> wb.Workbench:
+    models = {"actor": wb.Model(TINY, adapter=lora), "critic": TINY, "reward": vowels, **options.pop("models", {})}
+    return tiny_lab(name, runs, backend="inline", models=models, **options)
+
+
+def spread(prompt: str, response: str, **row: Any) -> float:
+    """A reward that differs between any two responses."""
+    return sum(map(ord, response)) % 7
+
+
+def rolled_out(lab: wb.Workbench, rows: int = 8, samples: int = 1) -> wb.Batch:
+    batch = lab.actor.generate_sequences(lab.prompts.next(rows), samples=samples, max_new_tokens=12, seed=1)
+    batch = lab.reference.compute_ref_log_prob(lab.actor.compute_log_prob(batch))
+    assert isinstance(batch, wb.Batch)
+    return batch
+
+
+def tokens(batch: wb.Batch, *names: str) -> list[torch.Tensor]:
+    found = []
+    for column in batch.fetch(list(names)).values():
+        assert isinstance(column, Ragged)
+        found.append(column.values)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def lab(runs: Path) -> Iterator[wb.Workbench]:
+    with lab_of("adapted", runs) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize(
+    ("engine", "zero_stage", "dtype"),
+    [("torch", 0, "float32"), ("torch", 0, "bfloat16"), ("deepspeed", 1, "bfloat16"), ("deepspeed", 3, "float32")],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_the_actor_starts_as_its_reference_and_leaves_it(runs: Path, engine: str, zero_stage: int, dtype: str) -> None:
+    training = {"zero_stage": zero_stage, "learning_rate": 3e-3}
+    name = f"start_{engine}{zero_stage}_{dtype}"
+    with lab_of(name, runs, engine=engine, training=training, dtype=dtype) as lab:
+        batch = rolled_out(lab)
+        old, reference = tokens(batch, "old_log_prob", "ref_log_prob")
+        assert torch.equal(old, reference)
+        scored = lab.reward.compute_reward(lab.critic.compute_values(batch))
+        scored = lab.compute_advantages(scored, kl_coefficient=0.1)
+        assert lab.last_metrics["compute_advantages"]["reference_kl"] == 0
+        metrics = lab.actor.update_actor(scored, kl_coefficient=0.1, kl="k3", epochs=2)
+        assert metrics["first_minibatch/ratio/max_deviation"] == 0
+        assert metrics["first_minibatch/reference_kl"] == 0
+        assert metrics["reference_kl"] > 0
+        # the same rows again: the reference has not moved, to the last bit
+        again = lab.reference.compute_ref_log_prob(lab.actor.compute_log_prob(batch))
+        moved, still = tokens(again, "old_log_prob", "ref_log_prob")
+        assert torch.equal(still, reference)
+        assert (moved - still).abs().mean() > 1e-3
+        # what is sampled next comes from the merged weights
+        fresh = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=12))
+        assert lab.last_metrics["generate_sequences"]["sync_gap/mean"] < (1e-5 if dtype == "float32" else 0.05)
+        assert lab.last_metrics["compute_log_prob"]["rollout_gap/mean"] < (1e-4 if dtype == "float32" else 0.05)
+        assert fresh.rows == 4
+
+
+@pytest.mark.slow
+def test_vllm_gets_the_merged_weights(runs: Path) -> None:
+    pytest.importorskip("vllm")
+    with lab_of("vllm", runs, generation="vllm", training={"learning_rate": 1e-2}) as lab:
+        before = lab.actor.check_sync()[0]
+        sampling = wb.Sampling(max_new_tokens=8)
+        wb.GRPO(lab, prompts=4, samples=2, epochs=2, reward=spread, sampling=sampling).run(1)
+        stale = lab.actor.check_sync()[0]
+        (synced,) = lab.actor.sync_weights()
+        assert before < 1e-4 < 0.01 < stale
+        assert synced["sync_gap/mean"] < 1e-4
+
+
+def test_algorithms_need_no_other_reference(lab: wb.Workbench) -> None:
+    for algorithm in (wb.PPO(lab, prompts=4), wb.GRPO(lab, prompts=4, samples=2, kl_coefficient=0.1)):
+        metrics = algorithm.run(2)
+        assert {"compute_ref_log_prob/ref_log_prob/mean"} <= set(metrics.columns)
+    graph = wb.PPO(lab).graph()
+    assert graph["compute_ref_log_prob"].role == "reference"
+    arms = lab.compare(rolled_out(lab, 4, 2), {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab, kl_coefficient=0.1)})
+    assert arms["ppo"].metrics["update_actor/grad_norm"] > 0
+
+
+def test_going_back_to_an_earlier_adapter(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    with lab.kept("actor", "reference"):
+        scored = lab.compute_advantages(lab.reward.compute_reward(lab.critic.compute_values(batch)))
+        lab.actor.update_actor(scored)
+        moved = tokens(lab.actor.compute_log_prob(batch), "old_log_prob")[0]
+    before = tokens(batch, "old_log_prob")[0]
+    assert not torch.equal(moved, before)
+    assert torch.equal(tokens(lab.actor.compute_log_prob(batch), "old_log_prob")[0], before)
+
+
+def test_the_store_knows_that_the_reference_stays(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = rolled_out(lab)
+    scored = lab.compute_advantages(lab.reward.compute_reward(lab.critic.compute_values(batch)))
+    lab.actor.update_actor(scored)
+    with lab.reuse():
+        lab.reference.compute_ref_log_prob(batch)
+        assert "reference.compute_ref_log_prob: from the store" in capsys.readouterr().out
+        lab.actor.compute_log_prob(batch)
+        assert "from the store" not in capsys.readouterr().out
+
+
+def test_it_is_shown_whose_bytes_they_are(lab: wb.Workbench, runs: Path) -> None:
+    wb.PPO(lab, prompts=4).run(1)  # an optimizer holds nothing before its first step
+    shown: Any = lab.topology().set_index("role")
+    assert shown.loc["actor", "model"] == f"{TINY} + LoRA(rank=4, alpha=16)"
+    assert shown.loc["reference", "model"] == f"{TINY}, the actor without its adapter"
+    held = [c for c in shown.columns if c.endswith("_bytes") and not c.startswith("host_")]
+    assert shown.loc["reference", held].eq(0).all()
+    assert shown.loc["reference", "process"] == shown.loc["actor", "process"]
+    assert 0 < shown.loc["actor", "optimizer_bytes"] < shown.loc["critic", "optimizer_bytes"] / 5
+    assert repr(lab.reference) == f"<reference: {TINY}, the actor without its adapter on pool shared, 1 rank(s)>"
+    assert "without its adapter" in lab._repr_html_()
+    assert repr(lab).endswith("critic, reward; reference: the actor>")
+    with lab_of("declared", runs, models={"reference": TINY}) as own:
+        assert repr(own.reference) == f"<reference: {TINY} on pool shared, 1 rank(s)>"
+        own_shown: Any = own.topology().set_index("role")
+        assert own_shown.loc["reference", "parameters_bytes"] > 0
+
+
+def test_what_is_saved_loads_elsewhere(lab: wb.Workbench, runs: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    from workbench.models import load_causal_lm
+
+    wb.PPO(lab, prompts=4).run(1)
+    (adapter,), (whole,) = lab.actor.save_adapter(runs / "adapter"), lab.actor.save_model(runs / "whole")
+    assert json.loads((Path(adapter) / "adapter_config.json").read_text())["r"] == 4
+    batch = rolled_out(lab)
+    merged = peft.PeftModel.from_pretrained(load_causal_lm(TINY), adapter).merge_and_unload()
+    saved = load_causal_lm(whole)
+    for name, weight in saved.named_parameters():
+        torch.testing.assert_close(weight, merged.get_parameter(name), rtol=1e-6, atol=1e-6)
+    with lab_of("saved", runs, None, models={"actor": whole, "reference": TINY}) as other:
+        stored = other.put(batch.fetch(), meta=dict(batch.meta))
+        again = other.reference.compute_ref_log_prob(other.actor.compute_log_prob(stored))
+        for name in ("old_log_prob", "ref_log_prob"):
+            torch.testing.assert_close(tokens(again, name)[0], tokens(batch, name)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(BadInput, match="holds something"):
+        lab.actor.save_adapter(runs / "adapter")
+
+
+def test_dpo_starts_at_log_2_in_bfloat16(runs: Path) -> None:
+    """A reference that is the actor itself rounds as the actor does."""
+    rows = [{"prompt": f"Question {i}?", "chosen": "yes, gladly", "rejected": f"no {i}"} for i in range(8)]
+    with lab_of("dpo", runs, dtype="bfloat16", training={"minibatches": 1}) as lab:
+        batch = lab.reference.compute_ref_pair_log_prob(lab.pairs(rows).next(8))
+        assert lab.actor.update_dpo(batch)["loss"] == pytest.approx(0.693147, abs=1e-6)
+        assert lab.actor.update_dpo(batch)["loss"] < 0.69
+
+
+def test_what_cannot_be_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"models\['critic'\] with an adapter.*only the actor"):
+        lab_of("critic", runs, models={"critic": wb.Model(TINY, adapter=LORA)})
+    with pytest.raises(BadInput, match=r"adapter=16.*wb\.LoRA"):
+        wb.Model(TINY, adapter=16)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"loading actor.*'query'.*q_proj"):
+        lab_of("targets", runs, wb.LoRA(targets=("query",)))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
+    with pytest.raises(MissingDependency, match=r"peft is not installed.*pip install 'workbench\[lora\]'"):
+        lab_of("missing", runs)
+
+
+def test_an_actor_without_an_adapter_is_no_reference(runs: Path) -> None:
+    with lab_of("plain", runs, None) as lab:
+        with pytest.raises(AttributeError, match="no reference"):
+            lab.reference  # noqa: B018
+        with pytest.raises(BadInput, match="without reference"):
+            wb.PPO(lab)
+        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+        with pytest.raises(BadInput, match=r"actor.compute_ref_log_prob.*declare a reference"):
+            lab.actor.compute_ref_log_prob(batch)
+        with pytest.raises(BadInput, match="use save_model"):
+            lab.actor.save_adapter(runs / "none")

@@ -1,0 +1,131 @@
+"""Low-rank adapters on a frozen model, through peft: a linear layer computes W x + (alpha / rank) B A x, and only A and
+B are trained. B starts at zero, so at first the model with its adapter is the model without it.
+
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1. Shapes: W [out, in], A [rank, in], B [out, rank].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engines.settings import at_least
+from workbench.errors import BadInput, MissingDependency
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"  # the one adapter of a model, as peft calls it
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """`wb.Model(name, adapter=wb.LoRA(rank=16))`: train a low-rank adapter, and leave the model itself as it is.
+
+    rank: of each change of a weight. alpha: the change is scaled by alpha / rank. targets: last parts of the names of
+    the linear layers that get one, such as ("q_proj", "v_proj"); None: all but the output head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        at_least("LoRA.rank", self.rank, 1)
+        at_least("LoRA.alpha", self.alpha, 0, strictly=True)
+        if self.targets is not None:
+            if isinstance(self.targets, str) or not self.targets:
+                raise BadInput(
+                    f"LoRA.targets={self.targets!r}", "must be names of layers, such as ('q_proj', 'v_proj')"
+                )
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+    def __str__(self) -> str:
+        where = "" if self.targets is None else f", targets={self.targets!r}"
+        return f"LoRA(rank={self.rank}, alpha={self.alpha:g}{where})"
+
+
+def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
+    """Put an adapter into a causal language model, in place; from then on nothing else of it has gradients.
+
+    A is drawn from `seed` and no other random state. Raises `MissingDependency` without peft, `BadInput` for targets
+    that are not there.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingDependency(
+            "peft is not installed", "an adapter needs it", "pip install 'workbench[lora]'"
+        ) from error
+    there = _linear_layers(model)
+    targets = there if lora.targets is None else lora.targets
+    if unknown := sorted(set(targets) - set(there)):
+        raise BadInput(
+            f"LoRA.targets with {unknown[0]!r}",
+            f"the linear layers of {type(model).__name__}, but for its output head, are {', '.join(there)}",
+            "name some of these",
+        )
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), lora_dropout=0.0, task_type="CAUSAL_LM"
+    )  # type: ignore[arg-type, unused-ignore] # alpha may be a fraction
+    with torch.random.fork_rng(devices=[]):
+        # the CPU generator alone, on which peft draws
+        torch.default_generator.manual_seed(seed)
+        model.add_adapter(config, ADAPTER)
+
+
+@contextmanager
+def without_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes as it did before it got its adapter."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Parameter name in `module` of each weight that an adapter changes -> peft's layer around it."""
+    # by attribute: a model without an adapter does not load peft
+    layers = ((name, part) for name, part in module.named_modules() if hasattr(part, "get_delta_weight"))
+    return {f"{name}.base_layer.weight": layer for name, layer in layers}
+
+
+@torch.no_grad()
+def merged_weight(layer: Any) -> Tensor:
+    """W + (alpha / rank) B A of peft's layer, fp32; the layer stays as it is."""
+    weight: Tensor = layer.get_base_layer().weight.float() + layer.get_delta_weight(ADAPTER).float()
+    return weight
+
+
+def adapter_names(module: nn.Module) -> dict[str, str]:
+    """Parameter name in `module` of each weight of an adapter -> its name in peft's files.
+
+    The module holds the causal language model as its attribute `model`.
+    """
+    names = (name for name, _ in module.named_parameters() if ".lora_" in name)
+    return {name: f"base_model.{name.replace(f'.{ADAPTER}.', '.')}" for name in names}
+
+
+def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """A folder that `peft.PeftModel.from_pretrained(base, folder)` loads."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[ADAPTER].save_pretrained(str(folder))
+    save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Last parts of the names of the linear layers below the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    found = (n for n, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part is not head)
+    return tuple(sorted({name.rpartition(".")[2] for name in found}))
