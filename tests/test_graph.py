@@ -179,5 +179,5 @@ def test_a_stage_is_not_put_before_one_that_has_run(lab: wb.Workbench) -> None:
 
 def test_two_stages_of_one_operation_report_apart(lab: wb.Workbench) -> None:
     metrics = wb.ReMax(lab, prompts=2, sampling=SHORT, kl_coefficient=0.0).iterate()
-    assert {"generate_sequences/finished/fraction", "generate_sequences_2/finished/fraction"} <= set(metrics)
+    assert {"generate_sequences/truncated/fraction", "generate_sequences_2/truncated/fraction"} <= set(metrics)
     assert {"generate_sequences", "generate_sequences_2"} <= set(lab.metrics()["stage"])

@@ -97,7 +97,11 @@ def test_operations_have_the_papers_protocols() -> None:
         **dict.fromkeys(("compute_pair_rewards", "compute_pair_costs"), "3D_PROTO"),
         "generate_sequences": "3D_ALL_MICRO_DP",
         "compute_advantages": "DP_PROTO",
-        **dict.fromkeys(("sync_weights", "check_sync", "weights_checksum", "save_model"), "ONE_TO_ALL"),
+        **dict.fromkeys(("sync_weights", "check_sync", "weights_checksum", "save_model", "save_adapter"), "ONE_TO_ALL"),
+        **dict.fromkeys(("weight_names", "take_weights", "compare_weights", "training_modules"), "ONE_TO_ALL"),
+        "weight_digests": "ONE_TO_ALL",
+        "share_weights": "3D_PROTO",
+        "measure_gradient": "VALUES_OF_RANKS",  # dealt as 3D_PROTO deals, and every rank is heard
     }
 
 
