@@ -244,10 +244,13 @@ def test_what_was_written_out_comes_back_under_its_name(lab: wb.Workbench) -> No
     assert lab.critic.compute_values(back).version > back.version
 
 
-def test_metrics_come_from_the_store_with_their_batch(lab: wb.Workbench) -> None:
+def test_metrics_come_from_the_store_with_their_batch(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
     batch = rolled_out(lab)
     lab.reward.compute_reward(batch)
     first = lab.last_metrics.pop("compute_reward")
+    runs = lab._run_number
     with lab.reuse():
         lab.reward.compute_reward(batch)
     assert lab.last_metrics["compute_reward"] == first
+    assert lab.store.origin(lab.batch(batch.name).id).run <= runs  # type: ignore[union-attr,operator]
+    assert "from the store" in capsys.readouterr().out

@@ -388,7 +388,7 @@ class Workbench(Views):
             if origin is None or found is None:
                 continue
             same = (origin.stage, origin.code, origin.weights_state) == (run.name, run.code, state)
-            if not same or origin.travelled != travels or origin.meta_in != dict(batch.meta):
+            if not same or set(origin.travelled) != set(travels) or origin.meta_in != dict(batch.meta):
                 continue
             made = {c: column for c, column in found.columns.items() if column.made_with == run.code}
             read = (found.columns[c].location.same(batch.columns[c].location) for c in travels if c not in made)
