@@ -63,6 +63,21 @@ def test_ratios_are_taken_at_the_temperature_of_old_log_prob(lab: wb.Workbench) 
     batch = lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo")
     metrics = lab.actor.update_actor(batch)
     assert metrics["first_minibatch/ratio/max_deviation"] == 0
+    assert (batch.meta["temperature"], batch.meta["log_prob_temperature"]) == (0.7, 1.3)
+
+
+def test_the_reference_scores_at_the_temperature_of_the_rollout(lab: wb.Workbench) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, temperature=0.7, max_new_tokens=6)
+    before, after, told = (
+        lab.reference.compute_ref_log_prob(given, temperature=temperature).fetch(["ref_log_prob"])["ref_log_prob"]
+        for given, temperature in (
+            (batch, None),
+            (lab.actor.compute_log_prob(batch, temperature=1.3), None),
+            (batch, 1.3),
+        )
+    )
+    assert after.values.equal(before.values)  # type: ignore[union-attr]
+    assert not told.values.equal(before.values)  # type: ignore[union-attr]
 
 
 def test_shards_of_a_stage_that_failed_are_dropped(lab: wb.Workbench) -> None:

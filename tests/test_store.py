@@ -182,9 +182,10 @@ def test_reuse_gives_no_stale_answer(lab: wb.Workbench, capsys: pytest.CaptureFi
         batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, temperature=0.7, max_new_tokens=6)
         cool = lab.actor.compute_log_prob(batch)
         warm = lab.actor.compute_log_prob(cool, temperature=1.3)
-        again = lab.actor.compute_log_prob(warm)  # the batch carries another temperature now
-        assert again.meta["temperature"] == 1.3
-        assert again.df(["old_log_prob"]).equals(warm.df(["old_log_prob"]))
+        again = lab.actor.compute_log_prob(warm)  # at the rollout's temperature, whatever an earlier stage was told
+        assert [b.meta["log_prob_temperature"] for b in (cool, warm, again)] == [0.7, 1.3, 0.7]
+        assert again.df(["old_log_prob"]).equals(cool.df(["old_log_prob"]))
+        assert not warm.df(["old_log_prob"]).equals(cool.df(["old_log_prob"]))
         batch = lab.compute_advantages(lab.critic.compute_values(lab.reward.compute_reward(cool)))
         capsys.readouterr()
         with lab.overlap():
