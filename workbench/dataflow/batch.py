@@ -185,16 +185,19 @@ class Batch(BatchTools):
         """Every row n times, copies side by side: `repeat` for a call that is about to be made."""
         return self if n == 1 else self._next(rows_of(self.columns, np.repeat(np.arange(self.rows), n)), {})
 
-    def known_as(self, name: str, version: int, versions: Iterator[int]) -> Batch:
-        """The same under the name and version of one that was pushed out of memory; later versions count on."""
+    def known_as(
+        self, name: str, version: int, versions: Iterator[int], columns: Iterable[str], meta: Mapping[str, Any]
+    ) -> Batch:
+        """Some of its columns under the name and version of a batch that was pushed out of memory, whose they are;
+        later versions count on."""
         return Batch(
             name,
-            self.columns,
+            {column: self.columns[column] for column in columns},
             source=self._source,
             counts=self._counts,
             version=version,
             versions=versions,
-            meta=self.meta,
+            meta=meta,
         )
 
     @property
