@@ -249,7 +249,7 @@ class Workbench(Views):
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
-        afterwards the roles are as before.
+        afterwards the roles, and where the prompts stand, are as before.
         """
         return compare(self, batch, arms)
 
