@@ -77,8 +77,8 @@ def test_the_reference_scores_at_the_temperature_of_the_rollout(lab: wb.Workbenc
             (batch, 1.3),
         )
     )
-    assert after.values.equal(before.values)  # type: ignore[union-attr]
-    assert not told.values.equal(before.values)  # type: ignore[union-attr]
+    assert after.values.equal(before.values)
+    assert not told.values.equal(before.values)
 
 
 def test_an_update_that_skips_all_rows_reports_numbers_only(lab: wb.Workbench) -> None:

@@ -189,7 +189,7 @@ def test_prompts_that_an_arm_draws_are_put_back(lab: wb.Workbench) -> None:
 
     batch = lab.prompts.next(2)
     before = (lab.prompts.drawn, lab.prompts.state)
-    dapo = {"prompts": 2, "samples": 2, "sampling": SHORT, "reward": nothing}
+    dapo: dict[str, Any] = {"prompts": 2, "samples": 2, "sampling": SHORT, "reward": nothing}
     arms = lab.compare(batch, {name: wb.DAPO(lab, rounds=rounds, **dapo) for name, rounds in (("a", 2), ("b", 1))})
     assert [arms[name].metrics["dynamic_sampling/rounds"] for name in ("a", "b")] == [2, 1]
     assert (lab.prompts.drawn, lab.prompts.state) == before

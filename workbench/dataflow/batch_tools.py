@@ -247,8 +247,8 @@ class BatchTools(ABC):
                     "all have the same columns",
                     "make them, or drop them from the others",
                 )
-        for key, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
-            temperatures = {batch.meta[key] for batch in batches if key in batch.meta}
+        for travelling, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
+            temperatures = {batch.meta[travelling] for batch in batches if travelling in batch.meta}
             if len(temperatures) > 1:
                 raise BadInput(
                     f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
