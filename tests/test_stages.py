@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +64,42 @@ def test_ratios_are_taken_at_the_temperature_of_old_log_prob(lab: wb.Workbench) 
     batch = lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo")
     metrics = lab.actor.update_actor(batch)
     assert metrics["first_minibatch/ratio/max_deviation"] == 0
+    assert (batch.meta["temperature"], batch.meta["log_prob_temperature"]) == (0.7, 1.3)
+
+
+def test_the_reference_scores_at_the_temperature_of_the_rollout(lab: wb.Workbench) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, temperature=0.7, max_new_tokens=6)
+    before, after, told = (
+        lab.reference.compute_ref_log_prob(given, temperature=temperature).fetch(["ref_log_prob"])["ref_log_prob"]
+        for given, temperature in (
+            (batch, None),
+            (lab.actor.compute_log_prob(batch, temperature=1.3), None),
+            (batch, 1.3),
+        )
+    )
+    assert after.values.equal(before.values)
+    assert not told.values.equal(before.values)
+
+
+def test_an_update_that_skips_all_rows_reports_numbers_only(lab: wb.Workbench) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, max_new_tokens=6)
+    batch = lab.reward.compute_reward(lab.actor.compute_log_prob(batch), function=lambda prompt, response, **row: 1.0)
+    metrics = lab.actor.update_actor(lab.compute_advantages(batch, estimator="grpo"))
+    assert metrics["skipped_rows/fraction"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert "ratio/mean" not in metrics
+
+
+def test_what_is_held_out_is_reported_under_the_iteration_in_which_it_is_measured(lab: wb.Workbench) -> None:
+    rows = [{"prompt": f"Question {i}?", "chosen": f"yes {i}", "rejected": "no"} for i in range(8)]
+    pairs = lab.pairs(rows, held_out=2)
+    iterations = []
+    for _ in range(2):
+        pairs.next(2)
+        iterations.append(lab.iteration)
+        lab.actor.compute_pair_log_prob(lab.reference.compute_ref_pair_log_prob(pairs.held_out))
+    assert iterations[0] != iterations[1]
+    assert lab.metrics("compute_pair_log_prob")["iteration"].tolist() == iterations
 
 
 def test_shards_of_a_stage_that_failed_are_dropped(lab: wb.Workbench) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from workbench.dataflow.prompts import Prompts
 from workbench.errors import BadInput, NotFound
 
 SHORT = wb.Sampling(max_new_tokens=6)
@@ -86,6 +87,39 @@ def test_beyond_the_limit_what_a_cell_made_is_written_and_what_a_loop_made_is_dr
     assert scored.rows == 8
 
 
+def test_versions_whose_columns_a_later_one_has_are_not_lost(lab: wb.Workbench) -> None:
+    prompts = lab.prompts.next(2)
+    generated = lab.actor.generate_sequences(prompts, samples=2, max_new_tokens=6)
+    scored = lab.reward.compute_reward(lab.actor.compute_log_prob(generated, temperature=0.5))
+    versions = (prompts, generated, scored)
+    names, expected = [batch.id for batch in versions], [(dict(batch.meta), batch.df()) for batch in versions]
+    del prompts, generated, scored, versions
+
+    def same(name: str) -> bool:
+        meta, frame = expected[names.index(name)]
+        batch = lab.batch(name)
+        return batch.id == name and dict(batch.meta) == meta and batch.df().equals(frame)
+
+    def push_out() -> None:
+        lab.store._most_bytes, lab.store.limit_bytes = 1 << 40, 0
+        lab.store.trim(lambda batch, path: batch.save(path))
+        lab.store.limit_bytes = 1 << 40
+
+    push_out()
+    assert set(lab.batches().set_index("batch").loc[names, "where"]) == {"file"}
+    assert len(list(lab.store.folder.iterdir())) == 2  # the prompts' rows are others, before samples; the rest is one
+    assert same(names[1]) and same(names[0]) and same(names[2])
+    push_out()
+    assert all(map(same, reversed(names)))
+    push_out()
+    lab.release(names[2])  # the others stay
+    assert same(names[1]) and same(names[0])
+    push_out()
+    assert same(names[0]) and same(names[1])
+    lab.release(names[0].rpartition(" ")[0])
+    assert not list(lab.store.folder.iterdir())
+
+
 def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
     lab: wb.Workbench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +183,20 @@ def test_arms_start_from_the_same_weights_and_leave_them_as_they_were(lab: wb.Wo
     assert fresh.meta["weights_version"] == 0
 
 
+def test_prompts_that_an_arm_draws_are_put_back(lab: wb.Workbench) -> None:
+    def nothing(prompt: str, response: str, **row: Any) -> float:
+        return 0.0
+
+    batch = lab.prompts.next(2)
+    before = (lab.prompts.drawn, lab.prompts.state)
+    dapo: dict[str, Any] = {"prompts": 2, "samples": 2, "sampling": SHORT, "reward": nothing}
+    arms = lab.compare(batch, {name: wb.DAPO(lab, rounds=rounds, **dapo) for name, rounds in (("a", 2), ("b", 1))})
+    assert [arms[name].metrics["dynamic_sampling/rounds"] for name in ("a", "b")] == [2, 1]
+    assert (lab.prompts.drawn, lab.prompts.state) == before
+    again = Prompts("arithmetic", tokenizer=lab._tokenizer, seed=lab.seed)
+    assert lab.prompts.next(2).fetch(["prompt"])["prompt"] == [row.prompt for row in again.next(4)[2:]]
+
+
 def test_an_arm_runs_what_its_change_reaches(lab: wb.Workbench) -> None:
     algorithm = wb.PPO(lab, prompts=4, sampling=SHORT)
     algorithm.iterate()
@@ -182,9 +230,10 @@ def test_reuse_gives_no_stale_answer(lab: wb.Workbench, capsys: pytest.CaptureFi
         batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, temperature=0.7, max_new_tokens=6)
         cool = lab.actor.compute_log_prob(batch)
         warm = lab.actor.compute_log_prob(cool, temperature=1.3)
-        again = lab.actor.compute_log_prob(warm)  # the batch carries another temperature now
-        assert again.meta["temperature"] == 1.3
-        assert again.df(["old_log_prob"]).equals(warm.df(["old_log_prob"]))
+        again = lab.actor.compute_log_prob(warm)  # at the rollout's temperature, whatever an earlier stage was told
+        assert [b.meta["log_prob_temperature"] for b in (cool, warm, again)] == [0.7, 1.3, 0.7]
+        assert again.df(["old_log_prob"]).equals(cool.df(["old_log_prob"]))
+        assert not warm.df(["old_log_prob"]).equals(cool.df(["old_log_prob"]))
         batch = lab.compute_advantages(lab.critic.compute_values(lab.reward.compute_reward(cool)))
         capsys.readouterr()
         with lab.overlap():

@@ -57,7 +57,7 @@ from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.views import Views
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
-from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics
+from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.operation import Operation
@@ -249,7 +249,7 @@ class Workbench(Views):
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
-        afterwards the roles are as before.
+        afterwards the roles, and where the prompts stand, are as before.
         """
         return compare(self, batch, arms)
 
@@ -470,7 +470,7 @@ class Workbench(Views):
         metrics: Metrics = {}
         for rank in ranks:
             merge_metrics(metrics, replies[rank].metrics)
-        run.metrics = values = MetricValues({name: metric.value for name, metric in metrics.items()})
+        run.metrics = values = MetricValues(reported(metrics))
         if operation.updates and group.role in self.weights:
             steps = int(values.get("optimizer_steps", self.weights[group.role].steps + 1))
             self.weights[group.role] = Weights(steps=steps, state=secrets.token_hex(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,20 +37,21 @@ class ExampleStream:
         lab = self._lab
         rows = self.examples.next(n)
         lab.begin_iteration()
-        return self._put(rows)
+        return self._put(rows, {"iteration": lab.iteration})
 
     @functools.cached_property
     def held_out(self) -> Batch:
         """All rows that are held out, as one batch."""
         if not self.examples.held_out:
             raise BadInput(f"{self!r}", "no rows are held out", f"lab.{self.examples.kind}(..., held_out=200)")
-        return self._put(self.examples.held_out)
+        # of no iteration: what is measured on it is reported under the one in which that is done
+        return self._put(self.examples.held_out, {})
 
-    def _put(self, rows: list[Tokenized]) -> Batch:
+    def _put(self, rows: list[Tokenized], meta: Mapping[str, int]) -> Batch:
         table = self.examples.table(rows)
         table["prompt_uid"] = torch.arange(self.drawn, self.drawn + len(rows))
         self.drawn += len(rows)
-        return self._lab.put(table, meta={"iteration": self._lab.iteration}, owner=self.examples.kind)
+        return self._lab.put(table, meta=meta, owner=self.examples.kind)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -96,6 +96,32 @@ def test_what_does_not_fit_names_operation_rank_and_column(
         assert [host.describe()["shards"] for host in lab._backend._hosts.values()] == [2, 1]
 
 
+class Scaler(Worker):
+    """Writes in the columns that it is given."""
+
+    @wb.register("3D_PROTO", reads=("uid", "values"), writes=("score",))
+    def scale(self, batch: Shard) -> Output:
+        uid = batch.columns["uid"]
+        assert isinstance(uid, torch.Tensor)
+        uid *= 10
+        batch.ragged("values").values.add_(uid.repeat_interleave(batch.ragged("values").lengths))
+        batch.ragged("values").lengths.zero_()
+        return Output(columns={"score": uid})
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 2, 3], [3, 1, 0]])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_that_writes_in_place_leaves_the_batch_as_it_was(tmp_path: Path, order: list[int], ranks: int) -> None:
+    with together({"actor": Scaler}, wb.Placement.colocate(ranks), tmp_path) as lab:
+        values = Ragged.of([[1.0], [2.0, 3.0], [], [4.0]], torch.float32)
+        batch = lab.put({"uid": torch.arange(4), "values": values}).take(order)
+        before = batch.df()
+        for _ in range(2):
+            made = lab.actor.scale(batch)
+            assert made.fetch(["score"])["score"].tolist() == [10 * i for i in order]
+        assert batch.df().equals(before)
+
+
 def test_ranks_that_are_not_collected_may_return_nothing_or_else(tmp_path: Path) -> None:
     """Of a replica of two tensor ranks, the first one's output counts: columns, metrics and meta."""
     placement = wb.Placement.colocate(2, layouts={"actor": (1, 2, 1)})

@@ -36,7 +36,8 @@ class Batch(BatchTools):
     padding): `prompt_ids`, `response_ids`, and one number a response token in `response_mask`, `rollout_log_prob`,
     `old_log_prob`, `ref_log_prob`, `values`, `advantages`, `returns`. `rewards` is one number a row.
 
-    meta: plain values that travel along: the iteration, the sampling temperature, the weights version of the rollout.
+    meta: plain values that travel along: the iteration, temperature and weights version of the rollout, and the
+    temperature of `old_log_prob` (`log_prob_temperature`).
     """
 
     def __init__(
@@ -108,13 +109,19 @@ class Batch(BatchTools):
         return list(dict.fromkeys(being_made[name] for name in names if name in being_made))
 
     def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
-        """Columns whose makers are done, and what travels along with them, while others may still be made."""
+        """Columns whose makers are done, and what travels along with them, while others may still be made.
+
+        Of the runs under way only the makers of these columns add to the meta: which of the others are done by now is
+        a matter of placement and of speed. So a stage that reads something of the meta also reads the column it came
+        with.
+        """
+        asked = tuple(names)
         being_made = self._open  # read first: what it names is in the columns once it is gone from here
-        columns, meta = self._columns, dict(self._meta)
+        columns, meta = dict(self._columns), dict(self._meta)
         for run in sorted(set(being_made.values()), key=lambda run: run.number):
-            if run.state == "done":
-                columns, meta = MappingProxyType({**columns, **run.made}), {**meta, **run.meta}
-        return {name: columns[name] for name in names}, meta
+            if run.state == "done" and any(name in run.made for name in asked):
+                columns, meta = {**columns, **run.made}, {**meta, **run.meta}
+        return {name: columns[name] for name in asked}, meta
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,16 +185,19 @@ class Batch(BatchTools):
         """Every row n times, copies side by side: `repeat` for a call that is about to be made."""
         return self if n == 1 else self._next(rows_of(self.columns, np.repeat(np.arange(self.rows), n)), {})
 
-    def known_as(self, name: str, version: int, versions: Iterator[int]) -> Batch:
-        """The same under the name and version of one that was pushed out of memory; later versions count on."""
+    def known_as(
+        self, name: str, version: int, versions: Iterator[int], columns: Iterable[str], meta: Mapping[str, Any]
+    ) -> Batch:
+        """Some of its columns under the name and version of a batch that was pushed out of memory, whose they are;
+        later versions count on."""
         return Batch(
             name,
-            self.columns,
+            {column: self.columns[column] for column in columns},
             source=self._source,
             counts=self._counts,
             version=version,
             versions=versions,
-            meta=self.meta,
+            meta=meta,
         )
 
     @property

@@ -233,7 +233,7 @@ class BatchTools(ABC):
         """The rows of several batches, end to end, as the next version of the first, whose meta stay.
 
         Raises `BadInput` unless all are of one workbench, have the same columns of the same dtypes and row shapes, and
-        were sampled at one temperature.
+        were sampled, and scored by `compute_log_prob`, at one temperature.
         """
         if not batches:
             raise BadInput("concat of no batches", "give at least one")
@@ -247,13 +247,14 @@ class BatchTools(ABC):
                     "all have the same columns",
                     "make them, or drop them from the others",
                 )
-        temperatures = {batch.meta["temperature"] for batch in batches if "temperature" in batch.meta}
-        if len(temperatures) > 1:
-            raise BadInput(
-                f"concat of rows sampled at temperatures {', '.join(map(str, sorted(temperatures)))}",
-                "log-probabilities of a batch are taken at one temperature",
-                "keep them apart",
-            )
+        for travelling, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
+            temperatures = {batch.meta[travelling] for batch in batches if travelling in batch.meta}
+            if len(temperatures) > 1:
+                raise BadInput(
+                    f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
+                    "log-probabilities of a batch are taken at one temperature",
+                    "keep them apart",
+                )
         together: dict[tuple[Any, ...], Location] = {}
         columns = {}
         for name, column in first.columns.items():

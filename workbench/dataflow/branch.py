@@ -72,6 +72,25 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
             everywhere("dropping what was kept", "drop_snapshot")
 
 
+@contextlib.contextmanager
+def prompts_kept(lab: Workbench) -> Iterator[Callable[[], None]]:
+    """Put back the prompts that are drawn inside, at the end and when what this gives is called."""
+    prompts = lab.prompts
+    drawn, state = prompts.drawn, prompts.state
+    position = prompts.source.state_dict() if prompts.source is not None else None
+
+    def go_back() -> None:
+        prompts.drawn, prompts.state = drawn, state
+        if prompts.source is not None and position is not None:
+            prompts.source.load_state_dict(position)
+        lab._save_state()
+
+    try:
+        yield go_back
+    finally:
+        go_back()
+
+
 def downstream(graph: Graph, batch: Batch) -> list[str]:
     """The stages that have to be run when `batch` is given: those whose columns it lacks, or has from other code or
     other arguments, and all that read what these write. Rollouts, and columns that were put, count as given.
@@ -101,7 +120,8 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
 
 
 def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
-    """Run each arm's stages from what `batch` has, all from the same weights; afterwards the roles are as before."""
+    """Run each arm's stages from what `batch` has, all from the same weights and, where they draw more of them, with
+    the same prompts; afterwards roles and prompts are as before."""
     from workbench.algorithms.loop import Algorithm
 
     plans = {}
@@ -123,7 +143,7 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
     before, looping, done = lab.last_metrics, lab.looping, list[Arm]()
     lab.looping = True
     try:
-        with lab.kept(*sorted(updated)) as go_back:
+        with prompts_kept(lab) as put_back, lab.kept(*sorted(updated)) as go_back:
             for name, (graph, todo) in plans.items():
                 lab.last_metrics = {}
                 newest, values = batch, dict[str, Any]()
@@ -138,6 +158,7 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
                 taken = tuple(n for n in graph.names if n not in todo)
                 done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
                 go_back()
+                put_back()
     finally:
         lab.last_metrics, lab.looping = before, looping
     return Comparison(batch, tuple(done))

@@ -54,9 +54,25 @@ def _column(value: Any) -> Column:
     return Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
 
 
+def side_by_side(positions: np.ndarray) -> bool:
+    """Whether rows follow each other in a shard, so that `rows_at` gives a view of them."""
+    return bool(len(positions)) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions)))
+
+
+def own_copy(table: Mapping[str, Column]) -> Table:
+    """The columns in memory of their own; the entries of lists are shared."""
+    copied: Table = {}
+    for name, column in table.items():
+        if isinstance(column, Ragged):
+            copied[name] = Ragged(column.values.clone(), column.lengths.clone())
+        else:
+            copied[name] = column.clone() if isinstance(column, Tensor) else list(column)
+    return copied
+
+
 def rows_at(carried: TensorDict, positions: np.ndarray) -> TensorDict:
     """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
-    if len(positions) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
+    if side_by_side(positions):
         first, last = int(positions[0]), int(positions[0]) + len(positions)
         return carried if last - first == len(carried) else carried[first:last]
     return carried[torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64))]

@@ -71,7 +71,7 @@ class Run:
         self._future: Future[Any] = Future()
         self._pending: list[Pending] = []
         self._waiting_ranks: list[int] = []
-        self._quiet_since = 0.0
+        self._quiet_since = 0.0  # monotonic, from `send` on
         self._seen: dict[str, tuple[str, int, int, int]] = {}
         self._asked: dict[str, Pending] = {}
         self._asked_s: dict[str, float] = {}
@@ -221,6 +221,7 @@ class Run:
             for host, call in zip(self.group.hosts, self.calls, strict=True):
                 self._pending.append(backend.execute(host, call, self._report))
             self._waiting_ranks = list(range(len(self.calls)))
+            self._quiet_since = time.monotonic()
         except BaseException as error:
             # ranks that have their call would wait for those that have not
             self.stuck = 0 < len(self._pending) < len(self.group.hosts)

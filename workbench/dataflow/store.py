@@ -58,7 +58,10 @@ class Origin:
 
 @dataclass(kw_only=True)
 class _Entry:
-    """What is known of a batch. kept: a handle of its own; None for one that was only noted, or pushed out."""
+    """What is known of a batch. kept: a handle of its own; None for one that was only noted, or pushed out.
+
+    file, within: where the columns of one that was pushed out are, in a file or in another batch of that name.
+    """
 
     origin: Origin
     made_s: float
@@ -70,6 +73,19 @@ class _Entry:
     handle: weakref.ref[Batch]
     kept: Batch | None
     file: Path | None = None
+    within: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def push_out(self) -> None:
+        """Let go of the columns, of which there are others."""
+        assert self.kept is not None
+        self.columns, self.meta, self.kept = tuple(self.kept.columns), dict(self.kept.meta), None
+
+    def take(self, name: str, whole: Batch) -> Batch:
+        """Have columns again, those that it had, of a batch that has them among others."""
+        batch = whole.known_as(name.rpartition(" ")[0], self.version, self.versions, self.columns, self.meta)
+        self.handle, self.kept, self.within = weakref.ref(batch), batch.twin(), ""
+        return batch
 
 
 class Store:
@@ -129,39 +145,54 @@ class Store:
                 if entry.by_loop and entry.file is None:
                     del self._entries[name]
                 continue
-            if not entry.by_loop and not self._held_elsewhere(name, entry.kept):
+            if not entry.by_loop and entry.file is None:  # one that was read from its file is still in it
+                entry.within = self._held_elsewhere(name, entry.kept)
+            if not (entry.by_loop or entry.file or entry.within):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 try:
                     entry.file = save(entry.kept, self.folder / f"{name.replace(' ', '-')}.safetensors")
                 except Exception as error:  # what cannot be written stays: nothing is lost, and the stage goes on
                     warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
                     continue
-            entry.kept = None
+            entry.push_out()
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
             self._most_bytes = self.resident_bytes()
 
-    def _held_elsewhere(self, name: str, batch: Batch) -> bool:
-        """Whether all columns of a batch are also in another that is kept: then nothing is lost without it."""
+    def _held_elsewhere(self, name: str, batch: Batch) -> str:
+        """The name of another batch that is kept and has all columns of this one: nothing is lost without it."""
         mine = {(id(column.location), column_name) for column_name, column in batch.columns.items()}
         for other, entry in list(self._entries.items()):
             kept = entry.kept
             if other != name and not entry.by_loop and kept is not None and not kept.pending:
                 theirs = {(id(column.location), column_name) for column_name, column in kept.columns.items()}
                 if mine <= theirs:
-                    return True
-        return False
+                    return other
+        return ""
 
     def release(self, name: str) -> list[str]:
         """Forget a batch, or all versions of one name; its memory is free when the notebook holds it no longer."""
-        gone = [full for full in self._entries if name in (full, full.rpartition(" ")[0])]
+        gone = {full: entry for full, entry in self._entries.items() if name in (full, full.rpartition(" ")[0])}
         if not gone:
             raise self._unknown(name)
         for full in gone:
-            entry = self._entries.pop(full)
-            if entry.file is not None:
+            del self._entries[full]
+        for full, entry in gone.items():
+            self._hand_down(full, entry)
+        in_use = {entry.file for entry in self._entries.values()}
+        for entry in gone.values():
+            if entry.file is not None and entry.file not in in_use:
                 entry.file.unlink(missing_ok=True)
-        return gone
+        return list(gone)
+
+    def _hand_down(self, name: str, entry: _Entry) -> None:
+        """Give what is known of a batch's columns to those of the others that were pushed out because it had theirs."""
+        batch = entry.handle() or entry.kept
+        for other, covered in self._entries.items():
+            if covered.within == name and batch is not None:
+                covered.take(other, batch)
+            elif covered.within == name:
+                covered.file, covered.within = entry.file, entry.within
 
     def get(self, name: str, load: Callable[[Path], Batch]) -> Batch:
         """A batch by "name vversion", or the newest version of a name; read from its file where it was pushed out."""
@@ -176,13 +207,14 @@ class Store:
         batch = entry.handle() or entry.kept
         if batch is not None:
             return batch
+        if entry.within:
+            return entry.take(full, self.get(entry.within, load))
         if entry.file is None:
             raise self._unknown(full)
         before = set(self._entries)
-        loaded = load(entry.file).known_as(full.rpartition(" ")[0], entry.version, entry.versions)
+        loaded = entry.take(full, load(entry.file))
         for part in set(self._entries) - before:  # it has its entry already
             del self._entries[part]
-        entry.handle, entry.kept = weakref.ref(loaded), loaded.twin()
         return loaded
 
     def _unknown(self, name: str) -> NotFound:
@@ -218,7 +250,7 @@ class Store:
                     "rows": entry.rows,
                     "columns": len(entry.columns),
                     "size_bytes": 0 if batch is None or batch.pending else batch.nbytes,
-                    "where": "hosts" if batch is not None else "file" if entry.file else "gone",
+                    "where": self._where(entry),
                     "held": entry.handle() is not None,
                     "weights_version": entry.origin.weights_version,
                     "run": entry.origin.run,
@@ -230,6 +262,13 @@ class Store:
         if rows:
             frame[["weights_version", "run"]] = frame[["weights_version", "run"]].astype("Int64")
         return frame
+
+    def _where(self, entry: _Entry) -> str:
+        if entry.handle() is not None or entry.kept is not None:
+            return "hosts"
+        if entry.within:
+            return self._where(self._entries[entry.within])
+        return "file" if entry.file else "gone"
 
     def lineage(self, name: str) -> pd.DataFrame:
         """The batch and all that it was made of, newest first."""

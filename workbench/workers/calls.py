@@ -157,6 +157,12 @@ def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:
     return into
 
 
+def reported(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Their values by name; a mean of nothing, as of an update all of whose rows were skipped, is not a number and is
+    left out."""
+    return {name: metric.value for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output:
     """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value."""

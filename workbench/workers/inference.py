@@ -14,6 +14,9 @@ from workbench.workers.calls import Mean, Shard
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.worker import Context
 
+# The batch's meta key of the temperature that `old_log_prob` was taken at; "temperature" is the rollout's.
+LOG_PROB_TEMPERATURE = "log_prob_temperature"
+
 
 def each_response_token(
     shard: Shard, forward: Callable[[MicroBatch], Tensor], budget_tokens: int, context: Context, *, padded: bool = False
@@ -91,3 +94,9 @@ def sampling_temperature(shard: Shard, given: float | None) -> float:
     """The temperature to divide logits by: as given, else the rollout's; greedy rollouts are scored at 1."""
     temperature = shard.meta.get("temperature", 1.0) if given is None else given
     return float(temperature) or 1.0
+
+
+def old_log_prob_temperature(shard: Shard, given: float | None) -> float:
+    """The temperature of log-probabilities that are compared with `old_log_prob`: as given, else that of the column,
+    which is the rollout's unless `compute_log_prob` was given another. For who reads the column."""
+    return sampling_temperature(shard, shard.meta.get(LOG_PROB_TEMPERATURE) if given is None else given)

@@ -31,7 +31,15 @@ from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_met
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.engine_weights import EngineWeights, compare_weights, probe_ids, trainer_log_probs
 from workbench.workers.environment import Environments
-from workbench.workers.inference import check_temperature, chosen, each_response_token, mean_of, sampling_temperature
+from workbench.workers.inference import (
+    LOG_PROB_TEMPERATURE,
+    check_temperature,
+    chosen,
+    each_response_token,
+    mean_of,
+    old_log_prob_temperature,
+    sampling_temperature,
+)
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO
@@ -310,8 +318,9 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
     def compute_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
         """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature).
 
-        temperature: None takes the one that the responses were sampled with; another one is kept in the batch's meta,
-        so that the update takes its ratios at the same temperature.
+        temperature: None takes the one that the responses were sampled with. It is kept in the batch's meta as
+        `log_prob_temperature`, and `update_actor` takes its ratios at it; `compute_ref_log_prob` needs its own
+        `temperature=` for a KL between the two at another temperature than the rollout's.
         """
         scale = sampling_temperature(batch, temperature)
 
@@ -324,7 +333,7 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
             gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), batch)
             metrics["rollout_gap/mean"] = Mean(total=float(gap.sum()), count=len(gap))
             metrics["rollout_gap/max"] = Max(value=float(gap.max()) if len(gap) else 0.0)
-        return Output(columns={"old_log_prob": column}, metrics=metrics, meta={"temperature": scale})
+        return Output(columns={"old_log_prob": column}, metrics=metrics, meta={LOG_PROB_TEMPERATURE: scale})
 
     @register(
         THREE_D_PROTO,
@@ -363,11 +372,13 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
         engines that sample from another distribution than the trainer's, or from older weights.
         pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:
         its gradient is part of the same optimizer step.
+        temperature: None takes the one that `old_log_prob` was taken at, which is the rollout's unless
+        `compute_log_prob` was given another.
 
         Without bonus and penalty a row whose advantages are all 0 has no gradient: it counts in the denominators, but
         no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others.
         """
-        scale = sampling_temperature(batch, temperature)
+        scale = old_log_prob_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
         high = clip if clip_high is None else clip_high
         weights = None if correction is None else rollout_weights(batch, correction, self.context)

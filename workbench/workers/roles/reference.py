@@ -82,7 +82,7 @@ class ReferencePolicy(Worker):
     def compute_ref_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
         """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
 
-        temperature: None takes the one that the responses were sampled with.
+        temperature: None takes the one that the responses were sampled with, whatever `compute_log_prob` was given.
         """
         assert self.spec.training is not None
         scale, budget = sampling_temperature(batch, temperature), self.spec.training.micro_batch_tokens
