@@ -12,9 +12,10 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.errors import BadInput, RewardError, UnknownColumn
+from workbench.errors import BadInput, RewardError, StageError, UnknownColumn
 from workbench.workers.calls import Output, Shard
 from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.roles.critic import CriticWorker
 
 
 class CountingActor(ActorWorker):
@@ -188,3 +189,23 @@ def test_after_closing_everything_says_so(tmp_path: Path) -> None:
     for use in (batch.df, lab.topology, lambda: lab.actor.compute_log_prob(batch), lambda: lab.prompts.next(1)):
         with pytest.raises(wb.errors.NotFound, match=r"is closed.*open it again"):
             use()
+
+
+class Exploding(CriticWorker):
+    """A critic with a stage that fails."""
+
+    @wb.register("3D_PROTO", reads=("prompt_ids",), writes=("boom",))
+    def explode(self, batch: Any) -> None:
+        raise ValueError("no such luck")
+
+
+def test_what_a_failed_stage_did_not_make_takes_nothing_along(tmp_path: Path) -> None:
+    models = {"actor": TINY, "critic": wb.Model(TINY, worker=Exploding), "reward": vowels}
+    with tiny_lab("beside", tmp_path, backend="inline", models=models) as lab:
+        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+        scored = lab.actor.compute_log_prob.submit(lab.critic.explode.submit(batch)).result()
+        assert len(scored.df(["old_log_prob"])) == 2
+        assert lab.reward.compute_reward(scored.drop("boom")).peek()["rewards"].notna().all()
+        for read in (scored.df, lambda: scored.take([0]), lambda: scored.select("boom")):
+            with pytest.raises(StageError, match=r"critic.explode failed on rank 0: ValueError: no such luck"):
+                read()

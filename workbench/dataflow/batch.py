@@ -123,6 +123,13 @@ class Batch(BatchTools):
                 columns, meta = {**columns, **run.made}, {**meta, **run.meta}
         return {name: columns[name] for name in asked}, meta
 
+    def ready(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+        """As `part`, waiting for the makers of these columns, and of no others: one that failed takes nothing along."""
+        asked = tuple(names)
+        for run in self.makers(asked):
+            run.result()
+        return self.part(asked)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Its columns, as far as they are known without waiting."""
@@ -163,7 +170,7 @@ class Batch(BatchTools):
             counts=self._counts,
             version=next(self._versions),
             versions=self._versions,
-            meta={**self.meta, **meta},
+            meta={**self._meta, **meta},
         )
 
     def _derive(
@@ -226,7 +233,7 @@ class Batch(BatchTools):
             }.get(missing[0])  # fmt: skip
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
-                f"it has {', '.join(self.columns)}",
+                f"it has {', '.join(self.names)}",
                 f"run {maker} first" if maker else "",
             )
 
@@ -237,10 +244,10 @@ class Batch(BatchTools):
 
     def fetch(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> Table:
         """Bring columns (default all) of some rows (default all) into this process."""
-        names = list(self.columns if columns is None else columns)
+        names = list(self.names if columns is None else columns)
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
-        return columns_of(self._source.pull({name: self.columns[name] for name in names}, index))
+        return columns_of(self._source.pull(self.ready(names)[0], index))
 
     def tensordict(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> TensorDict:
         """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor

@@ -37,6 +37,13 @@ class BatchTools(ABC):
     @abstractmethod
     def meta(self) -> Mapping[str, Any]: ...
 
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def ready(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]: ...
+
     @abstractmethod
     def need(self, columns: Iterable[str], reader: str) -> None: ...
 
@@ -192,12 +199,12 @@ class BatchTools(ABC):
         if not columns:
             raise BadInput("select() of no column", "a batch has at least one column")
         self.need(columns, "select")
-        return self._derive("select", {name: self.columns[name] for name in columns})
+        return self._derive("select", *self.ready(columns))
 
     def drop(self, *columns: str) -> Batch:
         """Without these columns."""
         self.need(columns, "drop")
-        return self.select(*(name for name in self.columns if name not in columns))
+        return self.select(*(name for name in self.names if name not in columns))
 
     def rename(self, **names: str) -> Batch:
         """Columns under other names, `rename(old="new")`."""
