@@ -147,6 +147,43 @@ class TestAdvantages:
         torch.testing.assert_close(ragged(made, "advantages").pad(), advantages_BT)
         torch.testing.assert_close(ragged(made, "returns").pad(), returns_BT)
 
+    @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp_baseline", "reinforce_pp", "remax"])
+    def test_token_rewards_outside_the_mask_count_nowhere(
+        self, lab: wb.Workbench, scored: wb.Batch, estimator: str
+    ) -> None:
+        """What an environment wrote may carry rewards: neither score nor advantage nor metric holds them."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        mask = torch.ones(len(old.values), dtype=torch.bool)
+        mask[old.lengths.cumsum(0) - 2] = False
+        table["response_mask"] = old.like(mask)
+        clean = torch.randn(len(mask), generator=torch.Generator().manual_seed(1)) * mask
+        table["baseline_rewards"] = torch.zeros(6)
+        told = []
+        for rewards in (clean, torch.where(mask, clean, 7.0 + torch.arange(len(mask)))):
+            made = lab.compute_advantages(
+                lab.put(table | {"rewards": old.like(rewards)}, meta=scored.meta), estimator=estimator
+            )
+            told.append((ragged(made, "advantages").values, lab.last_metrics["compute_advantages"]))
+        assert told[0][0].any()
+        assert torch.equal(told[0][0], told[1][0])
+        assert told[0][1] == told[1][1]
+
+    def test_the_overlong_penalty_counts_what_the_limit_counts(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        """Of 8 tokens that the rollouts may have, those that an environment wrote included."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        mask = torch.ones(len(old.values), dtype=torch.bool)
+        mask[old.lengths.cumsum(0) - 2] = False
+        table |= {"response_mask": old.like(mask), "rewards": torch.zeros(6)}
+        batch = lab.put(table, meta=scored.meta)
+        made = lab.compute_advantages(batch, estimator="grpo", overlong_buffer=6, max_response_tokens=8)
+        found = torch.stack([row.sum() for row in ragged(made, "token_rewards").rows()])
+        assert old.lengths.max() == 8
+        torch.testing.assert_close(found, ((2 - old.lengths) / 6).clamp(-1, 0))
+
     def test_groups_without_variance_are_counted(self, lab: wb.Workbench, scored: wb.Batch) -> None:
         table = scored.fetch()
         table["rewards"] = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 3.0])

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from workbench.algorithms.groups import with_variance
@@ -97,8 +98,11 @@ class DAPO(Algorithm):
 
 def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
     """The score of each response, and whether its prompt's responses differ in it."""
-    table = batch.fetch(["rewards", "prompt_uid"])
-    rewards, uids = table["rewards"], table["prompt_uid"]
-    scores_N = rewards.pad().sum(-1) if isinstance(rewards, Ragged) else rewards
+    table = batch.fetch(["rewards", "prompt_uid", "response_mask"])
+    rewards, uids, mask = table["rewards"], table["prompt_uid"], table["response_mask"]
+    assert isinstance(mask, Ragged)
+    if isinstance(rewards, Ragged):
+        rewards = torch.where(mask.pad().bool(), rewards.pad(), 0.0).sum(-1)
+    scores_N = rewards
     assert isinstance(scores_N, Tensor) and isinstance(uids, Tensor)
     return scores_N, with_variance(scores_N, uids)

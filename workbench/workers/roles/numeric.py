@@ -142,7 +142,8 @@ class NumericWorker(Worker):
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
         action (MA-PPO).
         kl_coefficient, kl: per-token penalty against `ref_log_prob` in the reward, and its estimator.
-        overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens; 0: none.
+        overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens, counted as
+        the rollouts' limit counts them, with what an environment wrote; 0: none.
         whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae and reinforce_pp.
         correction: that of the update, `update_actor(correction=...)`: "off_policy_baseline" takes the bounded weights
         that it makes of `rollout_log_prob`; the other estimators do not look at it.
@@ -160,12 +161,12 @@ class NumericWorker(Worker):
 
         def estimate(signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
             """Token rewards, advantages and returns."""
-            scores = _padded(batch, signal.scores)
+            scores = _padded(batch, signal.scores, mask_BT)
             mean(signal.scores, scores, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
             if overlong_buffer and signal is REWARD:
                 assert max_response_tokens is not None
-                penalty_B = overlong_penalty(mask_BT.sum(-1), max_response_tokens, overlong_buffer)
+                penalty_B = overlong_penalty(mask.lengths, max_response_tokens, overlong_buffer)
                 mean("overlong_penalty", penalty_B, len(batch))
                 rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
             if estimator == "gae":
@@ -180,7 +181,8 @@ class NumericWorker(Worker):
             if estimator == "reinforce_pp":
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
             if estimator == "remax":
-                baseline_B = _summed(_padded(batch, signal.baseline))
+                column = batch.columns[signal.baseline]  # of other responses, whose mask is not this batch's
+                baseline_B = _summed(column.pad()) if isinstance(column, Ragged) else _numbers(batch, signal.baseline)
                 mean(signal.baseline, baseline_B, len(batch))
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
             if estimator == "reinforce_pp_baseline":
@@ -276,12 +278,13 @@ def _numbers(batch: Shard, name: str) -> Tensor:
     return column
 
 
-def _padded(batch: Shard, name: str) -> Tensor:
-    """A column of scores: [rows], or [rows, response tokens]."""
+def _padded(batch: Shard, name: str, mask_BT: Tensor) -> Tensor:
+    """A column of scores: [rows], or [rows, response tokens], 0 outside the mask."""
     column = batch.columns[name]
-    scores = column.pad() if isinstance(column, Ragged) else column
-    assert isinstance(scores, Tensor)
-    return scores
+    if isinstance(column, Ragged):
+        return torch.where(mask_BT, column.pad(), 0.0)
+    assert isinstance(column, Tensor)
+    return column
 
 
 def _summed(scores: Tensor) -> Tensor:
