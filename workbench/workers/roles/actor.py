@@ -587,10 +587,13 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
             if not self.spec.generation.check_sync:
                 return {}
             gap = self._probe_gap()
-        if not gap <= SYNC_TOLERANCE[self.spec.dtype]:
+        # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
+        known = torch.tensor([gap], dtype=torch.float64).nan_to_num(nan=torch.inf)
+        worst = self.context.communicator.all_reduce_max(known).item()
+        if worst > SYNC_TOLERANCE[self.spec.dtype]:
             self.generator.weights_version = -1  # not in sync: the next call tries again, and samples nothing till then
             raise SyncError(
-                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {gap:.3g} nats",
+                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {worst:.3g} nats",
                 f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
                 "some weight did not arrive; Generation(check_sync=False) goes on all the same",
             )
