@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2Model
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.dataflow.columns import Ragged
+from workbench.dataflow.columns import Ragged, Table
 from workbench.models import load_tokenizer
 
 POSITIONS = 16
@@ -25,12 +25,14 @@ def test_final_values_need_no_position_more(tmp_path: Path) -> None:
     models = {"actor": TINY, "critic": wb.Model(str(tmp_path / "gpt2"))}
     with tiny_lab("positions", tmp_path, models=models, backend="inline") as lab:
         ids = torch.randint(8, 264, (2, POSITIONS))
-        table = {
+        responses = Ragged.of([ids[0, 4:], ids[1, 5:12]], torch.int64)
+        table: Table = {
             "prompt_ids": Ragged.of([ids[0, :4], ids[1, :5]], torch.int64),
-            "response_ids": Ragged.of([ids[0, 4:], ids[1, 5:12]], torch.int64),
+            "response_ids": responses,
+            "response_mask": responses.like(torch.ones(19, dtype=torch.bool)),
+            "values": responses.like(torch.ones(19)),
+            "returns": responses.like(torch.ones(19)),
         }
-        table["response_mask"] = table["response_ids"].like(torch.ones(19, dtype=torch.bool))
-        table["values"] = table["returns"] = table["response_ids"].like(torch.ones(19))
         batch = lab.put(table)
         lab.critic.update_critic(batch, clip=None)  # the values of a new critic are all 0
         made = lab.critic.compute_values(batch, final=True).fetch(["values", "final_values"])
@@ -40,7 +42,7 @@ def test_final_values_need_no_position_more(tmp_path: Path) -> None:
         torch.testing.assert_close(values.values, plain.values)
         assert final.shape == (2,) and final.abs().min() > 0
         # of the row that leaves room: the value before one token more
-        longer = {
+        longer: Table = {
             "prompt_ids": Ragged.of([ids[1, :5]], torch.int64),
             "response_ids": Ragged.of([ids[1, 5:13]], torch.int64),
         }

@@ -89,7 +89,9 @@ class CriticWorker(TrainedWorker):
             return both[: len(before_N)]
 
         values = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
-        columns: Table = {column: values} | ({f"final_{column}": final_B} if final else {})
+        columns: Table = {column: values}
+        if final:
+            columns[f"final_{column}"] = final_B
         return Output(columns=columns, metrics={f"{column}/mean": mean_of(values, batch)})
 
     def _regress(
