@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class _Walk:
             return _hash("no state")
         if isinstance(reduced, str):
             return _hash("global", reduced)
-        return self.of([list(part) if hasattr(part, "__next__") else part for part in reduced])
+        return self.of([list(part) if isinstance(part, Iterator) else part for part in reduced])
 
 
 def _hash(*parts: object) -> str:

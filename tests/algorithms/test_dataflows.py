@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,12 +58,21 @@ def nothing(prompt: str, response: str, **row: Any) -> float:
 )  # fmt: skip
 def test_an_iteration(lab: wb.Workbench, make: Any, stages: str) -> None:
     algorithm = make(lab)
+    numbers = itertools.count()
+
+    def reward(prompt: str, response: str, **row: Any) -> float:
+        """No two responses get the same, equal ones neither: every row teaches."""
+        return 100.0 * next(numbers) + len(set(response))
+
+    algorithm.reward = reward
     assert algorithm.graph().names == ["prompts", "generate_sequences", *stages.split()]
     steps = lab.weights["actor"].steps
     metrics = algorithm.iterate()
     assert metrics["update_actor/optimizer_steps"] == steps + 2
     assert metrics["update_actor/first_minibatch/ratio/max_deviation"] <= 1e-6
-    assert not metrics["update_actor/first_minibatch/clip_fraction"] > 0  # NaN where no row has an advantage
+    assert metrics["update_actor/first_minibatch/clip_fraction"] == 0
+    assert metrics["update_actor/grad_norm"] > 0
+    assert metrics["update_actor/skipped_rows/fraction"] < 1
 
 
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
@@ -117,6 +127,25 @@ class TestDynamicSampling:
         assert metrics["compute_advantages/without_variance/fraction"] == 1
         assert metrics["update_actor/grad_norm"] == 0
         assert algorithm.made["compute_advantages"].rows == 4
+
+    def test_edits_reach_every_round(self, lab: wb.Workbench) -> None:
+        algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=even, rounds=2, overlong_buffer=0)
+        calls = []
+
+        def replaced(prompt: str, response: str, **row: Any) -> float:
+            calls.append(response)
+            return 0.0
+
+        algorithm.replace("compute_reward", function=replaced)
+        algorithm.replace("generate_sequences", samples=3, max_new_tokens=4)
+        algorithm.insert(lambda batch: batch, after="compute_reward", name="looked_at")
+        while algorithm.next_stage != "compute_log_prob":
+            algorithm.step()
+        assert len(calls) == 3 * 2 * 3
+        batch = algorithm.made["dynamic_sampling"]
+        assert batch.rows == 6
+        assert batch.lengths("response_ids").max() <= 4
+        assert lab.last_metrics["dynamic_sampling"]["rounds"] == 2
 
     def test_the_penalty_counts_after_the_choice(self, lab: wb.Workbench) -> None:
         """Groups are chosen by the reward itself; the penalty is part of the advantages' reward."""

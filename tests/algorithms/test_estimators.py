@@ -175,7 +175,6 @@ class TestWhiten:
         variance, mean = torch.var_mean(x[mask], correction=1)
         torch.testing.assert_close(white[mask], (x[mask] - mean) / (variance + 1e-8).sqrt())
         assert (white[~mask] == 0).all()
-        torch.testing.assert_close(whiten(x, mask, moments(x, mask), shift_mean=False)[mask], white[mask] + mean)
 
     def test_moments_add_up_over_ranks(self) -> None:
         x, mask = 3 + 2 * normal(8, 11, seed=0), random_masks(8, 11, seed=1)
@@ -194,13 +193,11 @@ class TestWhiten:
         expected = ((x.double() - mean) / (variance + 1e-8).sqrt()).float()
         torch.testing.assert_close(white, expected, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("shift_mean", [True, False])
-    def test_degenerate_batches(self, shift_mean: bool) -> None:
+    def test_degenerate_batches(self) -> None:
         x = torch.full((2, 3), 0.1)
-        for valid, mean in ((0, 0.0), (1, 0.1), (6, 0.1)):
+        for valid in (0, 1, 6):
             mask = torch.arange(6).view(2, 3) < valid
-            white = whiten(x, mask, moments(x, mask), shift_mean)
-            torch.testing.assert_close(white, torch.where(mask, 0.0 if shift_mean else mean, 0.0))
+            torch.testing.assert_close(whiten(x, mask, moments(x, mask)), torch.zeros_like(x))
 
     def test_bad_input(self) -> None:
         with pytest.raises(BadInput, match="moments has shape"):

@@ -17,6 +17,7 @@ import torch
 import workbench as wb
 from tests.calculator import Calculator, answer, segments, sums, value
 from tests.cases import TINY, tiny_lab
+from workbench.algorithms.dapo import _varied
 from workbench.dataflow.columns import Ragged, Table
 from workbench.errors import RolloutError
 
@@ -341,3 +342,23 @@ def test_responses_that_were_cut_are_continued_with_the_value_of_where_they_stan
         lab.compute_advantages(batch, bootstrap=True, estimator="grpo")
     with pytest.raises(wb.errors.UnknownColumn, match=r"'final_values'.*compute_values\(final=True\)"):
         lab.compute_advantages(plain, bootstrap=True)
+
+
+def test_rewards_on_what_an_environment_wrote_count_nowhere(lab: wb.Workbench) -> None:
+    """They are 0 where a function gives them, and left out where they come from elsewhere."""
+
+    def everywhere(prompt: str, response: str, environment_rewards: list[float]) -> list[float]:
+        return [1.0] * len(environment_rewards)
+
+    batch = lab.actor.generate_sequences(lab.prompts.next(3), samples=2, seed=1, **sums(max_new_tokens=18))
+    batch = lab.reward.compute_reward(batch, function=everywhere)
+    mask = column(batch, "response_mask")
+    assert not mask.values.all()
+    assert torch.equal(column(batch, "rewards").values, mask.values.float())
+    assert lab.last_metrics["compute_reward"]["rewards/mean"] == pytest.approx(int(mask.values.sum()) / 6)
+
+    table = batch.fetch()
+    on_replies = torch.cat([torch.where(row, 0.0, float(i)) for i, row in enumerate(mask.rows())])
+    assert on_replies.any()
+    scores, varied = _varied(lab.put(table | {"rewards": mask.like(on_replies)}))
+    assert not scores.any() and not varied.any()

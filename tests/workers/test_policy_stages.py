@@ -87,19 +87,57 @@ class TestAdvantages:
         column = old.like(torch.repeat_interleave(centred, old.lengths))
         torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
 
-    def test_off_policy_baseline(self, lab: wb.Workbench, scored: wb.Batch) -> None:
-        made = lab.compute_advantages(scored, estimator="off_policy_baseline")
+    @pytest.mark.parametrize(
+        "correction",
+        [
+            wb.Correction(level="sequence", high=1.1),
+            wb.Correction(level="geometric", bound="mask", low=0.9, high=1.05),
+            wb.Correction(level="token", high=1.2),
+        ],
+        ids=lambda correction: correction.level,
+    )
+    def test_off_policy_baseline(self, lab: wb.Workbench, scored: wb.Batch, correction: wb.Correction) -> None:
+        """Of the weights that the update bounds: w^2 |g|^2 is the sum of w_t^2 over the tokens."""
+        made = lab.compute_advantages(scored, estimator="off_policy_baseline", correction=correction)
         old, rollout = ragged(scored, "old_log_prob"), ragged(scored, "rollout_log_prob")
-        weight = torch.stack([(a - b).sum().exp() for a, b in zip(old.rows(), rollout.rows(), strict=True)]).double()
-        importance, rewards = weight**2 * old.lengths, rewards_of(scored).double()
+        squares: list[Tensor] = []
+        bounded = 0
+        for a, b in zip(old.rows(), rollout.rows(), strict=True):
+            log = (a - b).double()
+            each = {"sequence": log.sum(), "geometric": log.mean(), "token": log}[correction.level].exp().expand(len(a))
+            kept = each.clamp(max=correction.high)
+            if correction.bound == "mask":
+                kept = torch.where((each >= correction.low) & (each <= correction.high), each, 0.0)
+            bounded += int((kept != each).sum())
+            squares.append((kept**2).sum())
+        importance, rewards = torch.stack(squares), rewards_of(scored).double()
+        assert 0 < bounded < len(old.values)
         for group in GROUPS:
             baseline = (importance[group] * rewards[group]).sum() / importance[group].sum()
             for i in range(group.start, group.stop):
                 row = ragged(made, "advantages").rows()[i]
                 torch.testing.assert_close(row.double(), (rewards[i] - baseline).expand(len(row)), rtol=1e-5, atol=1e-5)
-        expected = float(weight.sum() ** 2 / (6 * (weight**2).sum()))
-        assert lab.last_metrics["compute_advantages"]["effective_sample_size"] == pytest.approx(expected, rel=1e-5)
-        assert expected < 0.99
+
+    def test_a_weight_that_the_update_truncates_does_not_make_the_baseline(
+        self, lab: wb.Workbench, scored: wb.Batch
+    ) -> None:
+        """One response with weight exp(5): with it, the baseline would be its own reward, and its advantage 0."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        lengths = old.lengths.double()
+        shift = [torch.full_like(row, 5.0 / len(row) if i == 2 else 0.0) for i, row in enumerate(old.rows())]
+        table["rollout_log_prob"] = old.like(old.values - torch.cat(shift))
+        correction = wb.Correction(level="sequence", high=2.0)
+        made = lab.compute_advantages(
+            lab.put(table, meta=scored.meta), estimator="off_policy_baseline", correction=correction
+        )
+        importance = torch.tensor([1.0, 1.0, 4.0]) * lengths[:3]
+        baseline = float((importance * rewards_of(scored)[:3]).sum() / importance.sum())
+        assert baseline < 3.9
+        torch.testing.assert_close(
+            ragged(made, "advantages").rows()[2], torch.full((int(lengths[2]),), 4.0 - baseline), rtol=1e-4, atol=1e-4
+        )
 
     def test_macro_actions(self, lab: wb.Workbench, scored: wb.Batch) -> None:
         made = lab.compute_advantages(scored, macro_tokens=3, gamma=0.9, lam=0.8, whiten_advantages=False)
@@ -108,6 +146,43 @@ class TestAdvantages:
         advantages_BT, returns_BT = macro_gae(rewards_BT, values_BT, mask_BT, 0.9, 0.8, 3)
         torch.testing.assert_close(ragged(made, "advantages").pad(), advantages_BT)
         torch.testing.assert_close(ragged(made, "returns").pad(), returns_BT)
+
+    @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp_baseline", "reinforce_pp", "remax"])
+    def test_token_rewards_outside_the_mask_count_nowhere(
+        self, lab: wb.Workbench, scored: wb.Batch, estimator: str
+    ) -> None:
+        """What an environment wrote may carry rewards: neither score nor advantage nor metric holds them."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        mask = torch.ones(len(old.values), dtype=torch.bool)
+        mask[old.lengths.cumsum(0) - 2] = False
+        table["response_mask"] = old.like(mask)
+        clean = torch.randn(len(mask), generator=torch.Generator().manual_seed(1)) * mask
+        table["baseline_rewards"] = torch.zeros(6)
+        told = []
+        for rewards in (clean, torch.where(mask, clean, 7.0 + torch.arange(len(mask)))):
+            made = lab.compute_advantages(
+                lab.put(table | {"rewards": old.like(rewards)}, meta=scored.meta), estimator=estimator
+            )
+            told.append((ragged(made, "advantages").values, lab.last_metrics["compute_advantages"]))
+        assert told[0][0].any()
+        assert torch.equal(told[0][0], told[1][0])
+        assert told[0][1] == told[1][1]
+
+    def test_the_overlong_penalty_counts_what_the_limit_counts(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        """Of 8 tokens that the rollouts may have, those that an environment wrote included."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        mask = torch.ones(len(old.values), dtype=torch.bool)
+        mask[old.lengths.cumsum(0) - 2] = False
+        table |= {"response_mask": old.like(mask), "rewards": torch.zeros(6)}
+        batch = lab.put(table, meta=scored.meta)
+        made = lab.compute_advantages(batch, estimator="grpo", overlong_buffer=6, max_response_tokens=8)
+        found = torch.stack([row.sum() for row in ragged(made, "token_rewards").rows()])
+        assert old.lengths.max() == 8
+        torch.testing.assert_close(found, ((2 - old.lengths) / 6).clamp(-1, 0))
 
     def test_groups_without_variance_are_counted(self, lab: wb.Workbench, scored: wb.Batch) -> None:
         table = scored.fetch()
@@ -124,6 +199,7 @@ class TestAdvantages:
             ({"overlong_buffer": 3}, "overlong_buffer=3 without max_response_tokens"),
             ({"overlong_buffer": 9, "max_response_tokens": 8}, "overlong_buffer=9"),
             ({"estimator": "reinforce"}, "'reinforce_pp'"),
+            ({"estimator": "off_policy_baseline"}, "'off_policy_baseline' with correction=None"),
         ],
     )
     def test_bad_arguments(self, lab: wb.Workbench, scored: wb.Batch, arguments: Any, message: str) -> None:
@@ -134,7 +210,9 @@ class TestAdvantages:
         with pytest.raises(BadInput, match="one response a prompt"):
             lab.compute_advantages(scored.take([0, 3]), estimator="reinforce_pp_baseline")
         with pytest.raises(UnknownColumn, match="rollout_log_prob"):
-            lab.compute_advantages(scored.drop("rollout_log_prob"), estimator="off_policy_baseline")
+            lab.compute_advantages(
+                scored.drop("rollout_log_prob"), estimator="off_policy_baseline", correction=wb.Correction()
+            )
 
 
 class TestUpdates:

@@ -84,6 +84,10 @@ def test_dpo_starts_at_log_2_and_learns_a_handful(lab: wb.Workbench) -> None:
         after = lab.last_metrics["compute_pair_log_prob"]
         assert after["accuracy"] == 1
         assert 0.5 < after["accuracy/low"] < 1
+        # -(1 - s) log sigmoid(m) - s log sigmoid(-m) is the plain loss and s m
+        lab.actor.compute_pair_log_prob(batch, beta=0.5, label_smoothing=0.1)
+        smoothed = lab.last_metrics["compute_pair_log_prob"]["preference_loss"]
+        assert smoothed == pytest.approx(after["preference_loss"] + 0.1 * after["margin"], rel=1e-5)
 
 
 def test_answer_log_probabilities_are_sums_over_the_response_only(lab: wb.Workbench) -> None:

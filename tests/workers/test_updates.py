@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines.training_ranks import run_ranks
-from tests.workers.update_ranks import ROWS, Case, run_cases
+from tests.workers.update_ranks import ROWS, Case, run_cases, sync_with_gaps
 from workbench.workers.calls import Mean
 
 WORLDS = (1, 2, 4)
@@ -71,3 +71,13 @@ def test_rows_without_advantage_are_skipped_and_still_counted(world: int) -> Non
             assert last["metrics"]["grad_norm"].value == 0
             assert any(float(moved.abs().max()) > 0 for moved in last["moved"].values())
             assert all(bool(torch.isfinite(moved).all()) for moved in last["moved"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gap", [0.5, float("nan")])
+def test_a_gap_on_one_rank_is_an_error_on_all(gap: float) -> None:
+    """A rank that went on to sample would wait in the next collective for the one that raised."""
+    for first, second, third in run_ranks(sync_with_gaps, 2, [0.0, gap]):
+        assert "engine and trainer differ by" in first
+        assert first == second  # it is not taken for synced
+        assert third == ""

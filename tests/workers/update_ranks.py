@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workbench.dataflow.columns import Ragged
 from workbench.engines.settings import Generation, Training
+from workbench.errors import SyncError
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
@@ -41,7 +42,25 @@ def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
     return [_run(case) for case in cases]
 
 
-def _run(case: Case) -> list[dict[str, Any]]:
+def sync_with_gaps(gaps: list[float]) -> list[str]:
+    """Two syncs of an actor whose engine then differs by these gaps, one a rank, and a third where none differs: what
+    each raised on this rank, "" for nothing."""
+    worker = _worker(Case())
+    worker.spec = replace(worker.spec, generation=Generation(engine="transformers"))
+    worker.generator.weights_version = -1  # as after an update
+    probe = worker._probe_gap
+    said = []
+    for broken in (True, True, False):
+        worker._probe_gap = (lambda: gaps[dist.get_rank()]) if broken else probe
+        try:
+            worker.sync_weights()
+            said.append("")
+        except SyncError as error:
+            said.append(str(error))
+    return said
+
+
+def _worker(case: Case) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     host = HostInfo(lab="x", pool="p", rank=rank, world_size=size, device="cpu:0", threads=1, log_path=None)
     recorder = Recorder()
@@ -61,6 +80,12 @@ def _run(case: Case) -> list[dict[str, Any]]:
     if case.role == "critic":  # whose head starts at 0, and then sends no gradient into the layers
         drawn = torch.randn(worker.engine.module.score.weight.shape, generator=torch.Generator().manual_seed(1))
         worker.engine.module.score.weight.data.copy_(drawn / 10)
+    return worker
+
+
+def _run(case: Case) -> list[dict[str, Any]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    worker = _worker(case)
     find = actor._rows_without_advantage
     if not case.skipping:
         actor._rows_without_advantage = lambda advantages, mask: frozenset()

@@ -111,8 +111,8 @@ def step_scale(effective: float, reference: float) -> float:
 
     Source: Huang et al. 2026, "Stable Asynchrony", https://arxiv.org/abs/2602.17616: the variance of the policy
     gradient goes with 1 / effective sample size, and Adam's step with the square root of the batch.
-    effective: the share from `effective_sample_size`, of the sequence weights of a minibatch. reference: that share on
-    fresh rollouts, where only the engine differs.
+    effective: the share from `effective_sample_size`, of the weights of a minibatch, one a token or one a sequence as
+    the correction's `level` says. reference: that share on fresh rollouts, where only the engine differs.
 
     Raises `BadInput` unless 0 < reference <= 1.
     """

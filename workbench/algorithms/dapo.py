@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from workbench.algorithms.groups import with_variance
@@ -63,12 +64,15 @@ class DAPO(Algorithm):
     def dynamic_sampling(self, batch: Batch) -> Batch:
         """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough.
 
-        After `rounds` further draws what is missing is made up of groups without variance: they add no gradient, so
-        the step is smaller by their share of the tokens, and the batch keeps its size. Its rows: first those that
-        teach. Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction`
-        (groups without variance in the batch), `rewards/mean` over all that was drawn.
+        More go through the stages before this one as the graph has them, with its edits. After `rounds` further draws
+        what is missing is made up of groups without variance, and the batch keeps its size: all they teach is the
+        overlong penalty, where their responses differ in it, and without one the step is smaller by their share of
+        the tokens. The rows: first those whose rewards differ.
+        Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction` (groups
+        without variance in the batch), `rewards/mean` over all that was drawn.
         """
-        lab, wanted = self.lab, self.prompts * self.samples
+        lab, graph, wanted = self.lab, self.graph(), batch.rows
+        first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
         kept: list[Batch] = []
         others: list[Batch] = []
         total, drawn, rows, rounds = 0.0, 0, 0, 0
@@ -81,9 +85,10 @@ class DAPO(Algorithm):
             if rows >= wanted or rounds == self.rounds:
                 break
             rounds += 1
-            batch = lab.prompts.more(self.prompts)
-            batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-            batch = lab.reward.compute_reward(batch, function=self.reward)
+            made = {first.name: lab.prompts.more(self.prompts)}
+            for stage in before:
+                made[stage.name] = stage.call(lab, made)
+            batch = made[graph["dynamic_sampling"].inputs[0]]
         metrics = {
             "rounds": rounds,
             "kept/fraction": rows / drawn,
@@ -97,8 +102,11 @@ class DAPO(Algorithm):
 
 def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
     """The score of each response, and whether its prompt's responses differ in it."""
-    table = batch.fetch(["rewards", "prompt_uid"])
-    rewards, uids = table["rewards"], table["prompt_uid"]
-    scores_N = rewards.pad().sum(-1) if isinstance(rewards, Ragged) else rewards
+    table = batch.fetch(["rewards", "prompt_uid", "response_mask"])
+    rewards, uids, mask = table["rewards"], table["prompt_uid"], table["response_mask"]
+    assert isinstance(mask, Ragged)
+    if isinstance(rewards, Ragged):
+        rewards = torch.where(mask.pad().bool(), rewards.pad(), 0.0).sum(-1)
+    scores_N = rewards
     assert isinstance(scores_N, Tensor) and isinstance(uids, Tensor)
     return scores_N, with_variance(scores_N, uids)

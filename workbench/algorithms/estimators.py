@@ -160,13 +160,11 @@ def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps), [B, T]; 0 outside the mask. For advantages; returns are never whitened.
 
     moments: those of the whole global batch, from `moments`. The variance is the unbiased one; that of a single entry
         is taken as 0. From float64 sums it has a relative error of some 1e-16 mean^2 / var.
-    shift_mean: False puts the mean back after scaling, as Ziegler et al. 2019 do with rewards
-        (https://github.com/openai/lm-human-preferences, `utils/core.py`).
 
     Raises `BadInput` on shapes that do not fit.
     """
@@ -179,6 +177,4 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, shift_mean: bool = Tr
     mean = total / count.clamp(min=1)
     variance = ((squares - mean * total) / (count - 1).clamp(min=1)).clamp(min=0)
     white_BT = (x_BT.double() - mean) * torch.rsqrt(variance + eps)
-    if not shift_mean:
-        white_BT = white_BT + mean
     return torch.where(mask_BT.bool(), white_BT, 0.0).to(full(x_BT).dtype)

@@ -81,9 +81,10 @@ def off_policy_baseline(scores_N: Tensor, group_N: Tensor, weight_N: Tensor, nor
     stand for the expectation; so the baseline depends a little on each, as `grpo`'s mean does. With equal weights and
     norms it is that mean.
 
-    weight_N: pi_old / pi_rollout of each response. norm2_N: |g_i|^2 in any unit. Its expectation is the sum over the
-    tokens of E |grad log pi_t|^2 (their cross terms vanish), so where a token's is taken as constant, the number of
-    tokens can be given, as in OPO, https://arxiv.org/abs/2505.23585. A group without any weight gets its mean.
+    weight_N: what the update multiplies each response's gradient by: pi_old / pi_rollout, bounded as there.
+    norm2_N: |g_i|^2 in any unit. Its expectation is the sum over the tokens of E |grad log pi_t|^2 (their cross terms
+    vanish), so where a token's is taken as constant, the number of tokens can be given, as in OPO,
+    https://arxiv.org/abs/2505.23585. A group without any weight gets its mean.
 
     Raises `BadInput` on shapes that do not fit, ids that are not integers, or negative norms.
     """

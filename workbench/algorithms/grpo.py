@@ -57,7 +57,7 @@ class GRPO(Algorithm):
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
-        batch = lab.compute_advantages(batch, estimator=self.estimator)
+        batch = lab.compute_advantages(batch, estimator=self.estimator, correction=self.correction)
         lab.actor.update_actor(
             batch,
             loss=self.loss,

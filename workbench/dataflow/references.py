@@ -53,7 +53,7 @@ NUMBER_COLUMNS = frozenset(
         *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
         *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
         *("turns", "environment_rewards", "final_values", "final_cost_values"),
-        *("cost_values", "costs", "token_costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
+        *("cost_values", "costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
         *("chosen_rewards", "rejected_rewards", "chosen_costs", "rejected_costs"),
         *("chosen_log_prob", "rejected_log_prob", "ref_chosen_log_prob", "ref_rejected_log_prob"),
     )

@@ -31,13 +31,6 @@ class Communicator:
                 dist.all_reduce(tensor, op=how)
         return tensor
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The tensor of rank `source`, in place."""
-        if self.world_size > 1:
-            with self._recorder.span("communication", bytes=tensor.nbytes):
-                dist.broadcast(tensor, source)
-        return tensor
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order; their first axis may differ."""
         if self.world_size == 1:

@@ -470,19 +470,19 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
         minibatched=True,
         check=_check_dpo,
     )
-    def compute_pair_log_prob(self, batch: Shard, *, beta: float = 0.1) -> Output:
+    def compute_pair_log_prob(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
         """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
         summed over their tokens, nats.
 
-        Where the batch has the reference's, the metrics are those of `update_dpo`, with the bounds of the accuracy's
-        95 % interval: what held-out pairs say.
+        Where the batch has the reference's, the metrics are those of `update_dpo` with the same arguments, and the
+        bounds of the accuracy's 95 % interval: what held-out pairs say.
         """
         budget = self.training.micro_batch_tokens
         values = partial(answer_log_probs, self.engine)
         chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
         metrics: Metrics = {}
         if set(REFERENCE_COLUMNS) <= set(batch.columns):
-            loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta)
+            loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
             metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.communicator)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
 
@@ -598,10 +598,13 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
             if not self.spec.generation.check_sync:
                 return {}
             gap = self._probe_gap()
-        if not gap <= SYNC_TOLERANCE[self.spec.dtype]:
+        # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
+        known = torch.tensor([gap], dtype=torch.float64).nan_to_num(nan=torch.inf)
+        worst = self.context.communicator.all_reduce_max(known).item()
+        if worst > SYNC_TOLERANCE[self.spec.dtype]:
             self.generator.weights_version = -1  # not in sync: the next call tries again, and samples nothing till then
             raise SyncError(
-                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {gap:.3g} nats",
+                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {worst:.3g} nats",
                 f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
                 "some weight did not arrive; Generation(check_sync=False) goes on all the same",
             )

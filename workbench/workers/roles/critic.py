@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.losses import value_loss
-from workbench.dataflow.columns import Ragged, Table
+from workbench.dataflow.columns import Table
 from workbench.engines.settings import at_least
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
@@ -28,12 +27,6 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     if arguments["clip"] is not None:
         at_least("clip", arguments["clip"], 0, strictly=True)
-
-
-def _with_one_token_more(batch: Shard) -> Shard:
-    rows = batch.ragged("response_ids").rows()
-    longer = Ragged.of([torch.cat([row, row[-1:]]) for row in rows], torch.int64)
-    return replace(batch, columns={"prompt_ids": batch.columns["prompt_ids"], "response_ids": longer})
 
 
 class CriticWorker(TrainedWorker):
@@ -82,23 +75,24 @@ class CriticWorker(TrainedWorker):
         return self._regress(batch, "values", "returns", clip, epochs, aggregation, max_response_tokens)
 
     def _values(self, batch: Shard, column: str, final: bool) -> Output:
-        # the value of the state after the last token is that before one token more, whichever it is
-        shard = _with_one_token_more(batch) if final else batch
+        final_B = torch.zeros(len(batch))
 
         def forward(micro: MicroBatch) -> Tensor:
-            return self.engine.forward(**micro.inputs)
+            if not final:
+                return self.engine.forward(**micro.inputs)
+            # the state after the last token is read at it, in the same pass as the states before the others
+            before_N = micro.inputs["positions"]
+            after_B = torch.tensor(micro.inputs["lengths"], device=before_N.device).cumsum(0) - 1
+            both = self.engine.forward(**{**micro.inputs, "positions": torch.cat([before_N, after_B])})
+            if micro.weight:
+                final_B[micro.index] = both[len(before_N) :].float().cpu()
+            return both[: len(before_N)]
 
-        values = each_response_token(shard, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
+        values = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
         columns: Table = {column: values}
         if final:
-            rows = values.rows()
-            columns = {
-                column: Ragged.of([row[:-1] for row in rows], torch.float32),
-                f"final_{column}": torch.stack([row[-1] for row in rows]),
-            }
-        chosen_values = columns[column]
-        assert isinstance(chosen_values, Ragged)
-        return Output(columns=columns, metrics={f"{column}/mean": mean_of(chosen_values, batch)})
+            columns[f"final_{column}"] = final_B
+        return Output(columns=columns, metrics={f"{column}/mean": mean_of(values, batch)})
 
     def _regress(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.arguments import within
-from workbench.algorithms.correction import log_weights
+from workbench.algorithms.correction import Correction, correct
 from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
 from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
 from workbench.algorithms.kl import KLKind, kl_estimate
@@ -18,7 +18,7 @@ from workbench.algorithms.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.algorithms.macro_actions import macro_gae
 from workbench.dataflow.columns import Ragged
 from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Metrics, Output, SampleSize, Shard
+from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.operation import register
 from workbench.workers.protocols import DP_PROTO
 from workbench.workers.worker import Worker
@@ -81,6 +81,12 @@ def _check(arguments: Mapping[str, Any]) -> None:
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']}",
             "values continue a response that was cut: gae's, token by token",
         )
+    if arguments["estimator"] == "off_policy_baseline" and not isinstance(arguments["correction"], Correction):
+        raise BadInput(
+            f"estimator='off_policy_baseline' with correction={arguments['correction']!r:.60}",
+            "its baseline is the best one for the weights of the update",
+            "give the wb.Correction(...) that update_actor is given",
+        )
     if arguments["multiplier"] is not None:
         within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
     within("macro_tokens", arguments["macro_tokens"], 1)
@@ -124,19 +130,23 @@ class NumericWorker(Worker):
         overlong_buffer: int = 0,
         max_response_tokens: int | None = None,
         whiten_advantages: bool | None = None,
+        correction: Correction | None = None,
         multiplier: float | None = None,
     ) -> Output:
         """Advantages and returns from rewards, a number a response token.
 
         estimator: "gae" (PPO; reads `values`); "remax" (reads `baseline_rewards`, scores of greedy responses) and
         "reinforce_pp": reward to go; over the samples of one prompt "grpo", "dr_grpo" (no standard deviation), "rloo",
-        "off_policy_baseline" (VCPO; reads `rollout_log_prob`), "reinforce_pp_baseline" (reward to go less their mean).
+        "off_policy_baseline" (VCPO), "reinforce_pp_baseline" (reward to go less their mean).
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
         action (MA-PPO).
         kl_coefficient, kl: per-token penalty against `ref_log_prob` in the reward, and its estimator.
-        overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens; 0: none.
+        overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens, counted as
+        the rollouts' limit counts them, with what an environment wrote; 0: none.
         whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae and reinforce_pp.
+        correction: that of the update, `update_actor(correction=...)`: "off_policy_baseline" takes the bounded weights
+        that it makes of `rollout_log_prob`; the other estimators do not look at it.
         multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
         sign, are held against those of the rewards, see `lagrangian`, before whitening.
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
@@ -151,12 +161,12 @@ class NumericWorker(Worker):
 
         def estimate(signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
             """Token rewards, advantages and returns."""
-            scores = _padded(batch, signal.scores)
+            scores = _padded(batch, signal.scores, mask_BT)
             mean(signal.scores, scores, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
             if overlong_buffer and signal is REWARD:
                 assert max_response_tokens is not None
-                penalty_B = overlong_penalty(mask_BT.sum(-1), max_response_tokens, overlong_buffer)
+                penalty_B = overlong_penalty(mask.lengths, max_response_tokens, overlong_buffer)
                 mean("overlong_penalty", penalty_B, len(batch))
                 rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
             if estimator == "gae":
@@ -171,13 +181,14 @@ class NumericWorker(Worker):
             if estimator == "reinforce_pp":
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
             if estimator == "remax":
-                baseline_B = _summed(_padded(batch, signal.baseline))
+                column = batch.columns[signal.baseline]  # of other responses, whose mask is not this batch's
+                baseline_B = _summed(column.pad()) if isinstance(column, Ragged) else _numbers(batch, signal.baseline)
                 mean(signal.baseline, baseline_B, len(batch))
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
             if estimator == "reinforce_pp_baseline":
-                centred_B = self._over_groups(_summed(scores), batch, mask_BT, estimator, metrics)
+                centred_B = self._over_groups(_summed(scores), batch, mask_BT, estimator, correction, metrics)
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, _summed(scores) - centred_B)
-            advantages_B = self._over_groups(rewards_BT.sum(-1), batch, mask_BT, estimator, metrics)
+            advantages_B = self._over_groups(rewards_BT.sum(-1), batch, mask_BT, estimator, correction, metrics)
             return rewards_BT, advantages_B[:, None] * mask_BT, rewards_BT.sum(-1, keepdim=True) * mask_BT
 
         rewards_BT, advantages_BT, returns_BT = estimate(REWARD)
@@ -213,12 +224,22 @@ class NumericWorker(Worker):
         # what lowers a reward raises a cost: the cost is a reward turned round
         return sign * token_rewards(sign * scores, old_BT, ref_BT, mask_BT, kl_coefficient, kl)
 
-    def _over_groups(self, scores_B: Tensor, batch: Shard, mask_BT: Tensor, estimator: str, metrics: Metrics) -> Tensor:
+    def _over_groups(
+        self,
+        scores_B: Tensor,
+        batch: Shard,
+        mask_BT: Tensor,
+        estimator: str,
+        correction: Correction | None,
+        metrics: Metrics,
+    ) -> Tensor:
         """The advantage of each response over its prompt's others, [B]."""
         # The samples of a prompt may lie on several ranks: every rank sees all scores, a number a row.
         groups_B = batch.columns["prompt_uid"]
         assert isinstance(groups_B, Tensor)
-        scores_N, groups_N = self._gathered(scores_B), self._gathered(groups_B)
+        communicator = self.context.communicator
+        shards = communicator.all_gather(scores_B)
+        scores_N, groups_N = torch.cat(shards), self._gathered(groups_B)
         if estimator != "rloo" and len(torch.unique(groups_N)) == len(groups_N):
             raise BadInput(
                 f"estimator={estimator!r} on one response a prompt",
@@ -229,20 +250,18 @@ class NumericWorker(Worker):
             advantages_N = rloo(scores_N, groups_N)
         elif estimator == "off_policy_baseline":
             old_BT, rollout_BT = (batch.ragged(name).pad() for name in ("old_log_prob", "rollout_log_prob"))
-            # one weight a response, at its tokens; none where it has no token
-            weight_B = log_weights(old_BT, rollout_BT, mask_BT, "sequence").sum(-1) / mask_BT.sum(-1).clamp(min=1)
-            weight_N = self._gathered(weight_B.exp())
-            tokens_N = self._gathered(mask_BT.sum(-1))
+            assert correction is not None
+            weight_BT = correct(old_BT, rollout_BT, mask_BT, correction).weight_BT
+            tokens_B = mask_BT.sum(-1)
+            # its gradient is the sum of its tokens', each times its own weight: w^2 |g|^2 is that of their mean square
+            weight_B = (weight_BT.double().square().sum(-1) / tokens_B.clamp(min=1)).sqrt()
+            weight_N, tokens_N = self._gathered(weight_B), self._gathered(tokens_B)
             advantages_N = scores_N - off_policy_baseline(scores_N, groups_N, weight_N, tokens_N)
-            metrics["effective_sample_size"] = SampleSize(
-                total=float(weight_B.exp().sum()), squares=float(weight_B.exp().square().sum()), count=len(batch)
-            )
         elif estimator == "reinforce_pp_baseline":
             advantages_N = scores_N - group_mean(scores_N, groups_N)
         else:
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
-        communicator = self.context.communicator
-        before = sum(map(len, communicator.all_gather(scores_B)[: communicator.rank]))
+        before = sum(map(len, shards[: communicator.rank]))
         mine = slice(before, before + len(scores_B))
         without = ~with_variance(scores_N, groups_N)[mine]
         metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=len(batch)))
@@ -259,12 +278,13 @@ def _numbers(batch: Shard, name: str) -> Tensor:
     return column
 
 
-def _padded(batch: Shard, name: str) -> Tensor:
-    """A column of scores: [rows], or [rows, response tokens]."""
+def _padded(batch: Shard, name: str, mask_BT: Tensor) -> Tensor:
+    """A column of scores: [rows], or [rows, response tokens], 0 outside the mask."""
     column = batch.columns[name]
-    scores = column.pad() if isinstance(column, Ragged) else column
-    assert isinstance(scores, Tensor)
-    return scores
+    if isinstance(column, Ragged):
+        return torch.where(mask_BT, column.pad(), 0.0)
+    assert isinstance(column, Tensor)
+    return column
 
 
 def _summed(scores: Tensor) -> Tensor:

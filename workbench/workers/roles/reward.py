@@ -36,6 +36,7 @@ from workbench.workers.worker import Context
 
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
+OPTIONAL = (*OF_ROW, "response_mask")
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
@@ -209,11 +210,12 @@ class RewardWorker(ModelWorker):
     def describe(self) -> dict[str, Any]:
         return super().describe() | ({"sequences": self.sequences} if self.engine else {})
 
-    @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("rewards",), minibatched=True, check=_check)
+    @register(THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, writes=("rewards",), minibatched=True, check=_check)
     def compute_reward(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
-        """Column `rewards`: one score a row [rows], or one a response token where the function returns lists.
+        """Column `rewards`: one score a row [rows], or one a response token where the function returns lists; 0 on the
+        tokens that the policy did not choose (outside `response_mask`).
 
         function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
         role's own function or model. A model's score is read at the last response token. The row's text columns are
@@ -230,6 +232,8 @@ class RewardWorker(ModelWorker):
     ) -> Output:
         function = function or self.spec.function
         scores = self._scores(batch) if function is None else self._by_function(batch, function, concurrency, timeout_s)
+        if isinstance(scores, Ragged) and "response_mask" in batch.columns:
+            scores = scores.like(torch.where(batch.ragged("response_mask").values.bool(), scores.values, 0.0))
         values = scores.values if isinstance(scores, Ragged) else scores
         assert isinstance(values, torch.Tensor)
         return Output(
@@ -281,7 +285,7 @@ class CostWorker(RewardWorker):
     compute_pair_rewards = None  # type: ignore[assignment]
     update_reward = None  # type: ignore[assignment]
 
-    @register(THREE_D_PROTO, reads=TOKENS, optional=OF_ROW, writes=("costs",), minibatched=True, check=_check)
+    @register(THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, writes=("costs",), minibatched=True, check=_check)
     def compute_cost(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
