@@ -97,7 +97,7 @@ def converse(
                 conversation.ending = ending
             else:
                 row = own.get(id(conversation), -1)
-                asked.append((conversation, Turn(row=row, response_ids=ids, after_eos=ending == "eos")))
+                asked.append((conversation, Turn(row=row, response_ids=ids)))
         here = [turn for _, turn in asked if turn.row >= 0]
         replies = share(lambda: environments.step(here))  # noqa: B023
         for (conversation, _), reply in zip(asked, replies, strict=True):

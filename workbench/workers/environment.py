@@ -47,7 +47,6 @@ class Turn:
 
     row: int
     response_ids: list[int]
-    after_eos: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ class Environments:
         for row, text in enumerate(texts):
             if not isinstance(text, str | None):
                 raise self._error("reset", row, f"returned {text!r:.60}", "it returns a text or None")
-        first = [self._tokens(row, text, after_eos=False) for row, text in enumerate(texts)]
+        first = [self._encode(text) for text in texts]
         for row, token_ids in enumerate(first):
             if len(token_ids) >= room[row]:
                 raise self._error(
@@ -145,18 +144,21 @@ class Environments:
         )
         if not (messages or isinstance(observation, str | None)) or done not in (True, False):
             raise self._error("step", turn.row, f"returned {reply!r:.60}", REPLY)
-        ids = [] if done else self._tokens(turn.row, observation, after_eos=turn.after_eos)
+        ids = [] if done else self._tokens(turn, observation)
         return Reply(observation_ids=ids, reward=number, done=bool(done))
 
-    def _tokens(self, row: int, observation: Observation, *, after_eos: bool) -> list[int]:
+    def _tokens(self, turn: Turn, observation: Observation) -> list[int]:
+        if not isinstance(observation, list):
+            return self._encode(observation)
         if not observation:
             return []
-        if isinstance(observation, str):
-            return list(self._tokenizer.encode(observation, add_special_tokens=False))
         try:
-            return render_reply(self._tokenizer, observation, after_eos=after_eos)
+            return render_reply(self._tokenizer, observation, after=turn.response_ids[-1])
         except BadInput as problem:
-            raise self._error("step", row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+            raise self._error("step", turn.row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+
+    def _encode(self, text: str | None) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _close(self) -> None:
         rows = [row for row, environment in self._made.items() if callable(getattr(environment, "close", None))]
