@@ -8,11 +8,13 @@ import pytest
 
 from tests.engines.training_ranks import run_ranks
 from tests.workers.saving_ranks import save_here_and_there
+from workbench.models import resolve
 
 
 @pytest.mark.slow
 def test_where_the_first_rank_cannot_write_all_ranks_raise_and_go_on(tmp_path: Path) -> None:
     pytest.importorskip("peft")
+    resolve("tiny-llama")  # made here, before there are ranks
     (tmp_path / "file").write_text("no folder")
     one, other = run_ranks(save_here_and_there, 2, str(tmp_path), ["file", "free", "free"])
     assert one == other
