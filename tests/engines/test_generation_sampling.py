@@ -52,11 +52,11 @@ def test_a_stop_string_is_found_where_tokens_cut_through_it():
     tokenizer = load_tokenizer("tiny-llama")  # one token a byte
     ends = Endings(tokenizer, Sampling(stop=("END", "größe")), frozenset((2,)))
     ids = tokenizer("a long enough beginning, größe", add_special_tokens=False).input_ids
-    assert [ends.of(ids[:n]) for n in range(1, len(ids) + 1)] == [None] * (len(ids) - 1) + ["stop"]
-    assert Endings(tokenizer, Sampling(), frozenset((2,))).of(ids) is None
+    assert [ends.of(ids[:n][-ends.tail :], n) for n in range(1, len(ids) + 1)] == [None] * (len(ids) - 1) + ["stop"]
+    assert Endings(tokenizer, Sampling(), frozenset((2,))).of(ids, len(ids)) is None
     late = Endings(tokenizer, Sampling(stop=("END",), min_new_tokens=5), frozenset((2,)))
     ids = tokenizer("END END", add_special_tokens=False).input_ids
-    assert [late.of(ids[:n]) for n in range(1, len(ids) + 1)] == [None] * 6 + ["stop"]
+    assert [late.of(ids[:n], n) for n in range(1, len(ids) + 1)] == [None] * 6 + ["stop"]
 
 
 @pytest.mark.parametrize(

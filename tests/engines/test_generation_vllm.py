@@ -211,6 +211,23 @@ def test_syncs_do_not_gather_memory(engine, model):
     assert resident_bytes() - before < 10 * weights  # 40 kept copies would be 40 times as much
 
 
+def test_prefixes_are_kept_for_later_turns_alone(engine, monkeypatch):
+    emptied, empty = [], engine._engine.reset_prefix_cache
+
+    def counted():
+        emptied.append(1)
+        return empty()
+
+    monkeypatch.setattr(engine._engine, "reset_prefix_cache", counted)
+    first = engine.generate([[1, 40]], Sampling(max_new_tokens=4), [0])
+    assert len(emptied) == 1
+    prompt, sampling = [1, 40, *first.response_ids[0], 50], Sampling(max_new_tokens=4)
+    second = engine.generate([prompt], sampling, [1], continued=True)
+    assert len(emptied) == 1
+    assert engine.generate([prompt], sampling, [1]).response_ids == second.response_ids
+    assert len(emptied) == 2
+
+
 def test_memory(engine, model):
     memory = engine.memory_bytes()
     assert memory["weights"] >= sum(p.nbytes for p in model.parameters())

@@ -126,6 +126,15 @@ def test_layers_that_are_no_attention_are_padded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fp32_weights_are_tried_in_bfloat16_too() -> None:
+    """Flash attention, which runs them under autocast, has no heads of more than 256; fp32 attention has."""
+    assert use_packing(model("llama").cuda()) is None
+    why = use_packing(model("llama", head_dim=320).cuda())
+    assert why is not None and why.startswith("LlamaForCausalLM takes no packs")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("key_value_heads", [2, 4])
 def test_flash_attention_equals_one_sequence_at_a_time(window: int | None, key_value_heads: int) -> None:

@@ -122,14 +122,31 @@ def test_the_bundled_model_answers() -> None:
 def test_a_reply_is_rendered_without_what_came_before() -> None:
     tokenizer = load_tokenizer("tiny-llama")
     messages = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on"}]
-    after_eos = tokenizer.decode(render_reply(tokenizer, messages, after_eos=True))
+    eos, letter = tokenizer.encode("<|eos|>x", add_special_tokens=False)
+    after_eos = tokenizer.decode(render_reply(tokenizer, messages, after=eos))
     assert after_eos == "<|tool|>42<|eos|><|user|>go on<|eos|><|assistant|>"
-    assert tokenizer.decode(render_reply(tokenizer, messages, after_eos=False)) == "<|eos|>" + after_eos
+    assert tokenizer.decode(render_reply(tokenizer, messages, after=letter)) == "<|eos|>" + after_eos
     # turn by turn, the ids are those of the whole conversation
     prompt = [{"role": "user", "content": "6 * 7?"}]
     turn = tokenizer.encode("calculate<|eos|>", add_special_tokens=False)
     whole = render_prompt(tokenizer, [*prompt, {"role": "assistant", "content": "calculate"}, *messages])
-    assert render_prompt(tokenizer, prompt) + turn + render_reply(tokenizer, messages, after_eos=True) == whole
+    assert render_prompt(tokenizer, prompt) + turn + render_reply(tokenizer, messages, after=eos) == whole
+
+
+def test_a_turns_end_that_is_not_the_tokenizers_eos_is_written_once() -> None:
+    """As in models whose template ends turns with one token and whose tokenizer ends documents with another."""
+    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|unk|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (end,) = tokenizer.encode("<|unk|>", add_special_tokens=False)
+    assert end != tokenizer.eos_token_id
+    messages = [{"role": "tool", "content": "42"}]
+    assert tokenizer.decode(render_reply(tokenizer, messages, after=end)) == "<|tool|>42<|unk|><|assistant|>"
+    assert tokenizer.decode(render_reply(tokenizer, messages, after=int(tokenizer.eos_token_id))) == (
+        "<|unk|><|tool|>42<|unk|><|assistant|>"
+    )
 
 
 def test_replies_that_a_template_cannot_render(tmp_path: Path) -> None:
@@ -141,4 +158,4 @@ def test_replies_that_a_template_cannot_render(tmp_path: Path) -> None:
     ):
         tokenizer.chat_template = template
         with pytest.raises(BadInput, match=message):
-            render_reply(tokenizer, [{"role": "tool", "content": "42"}], after_eos=True)
+            render_reply(tokenizer, [{"role": "tool", "content": "42"}], after=2)

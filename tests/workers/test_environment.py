@@ -307,6 +307,18 @@ def test_an_environment_that_raises_or_hangs_ends_the_stage_and_leaves_the_engin
     assert lab.actor.generate_sequences(prompts, **sums()).rows == 2
 
 
+def test_an_environment_that_cannot_close_leaves_the_rollout(lab: wb.Workbench) -> None:
+    class Open(Calculator):
+        def close(self) -> None:
+            raise OSError("socket already closed")
+
+    prompts = lab.prompts.next(2)
+    with pytest.warns(RuntimeWarning, match=r"(?s)close of environment Open raised OSError.*The rollout is kept"):
+        kept = lab.actor.generate_sequences(prompts, seed=1, **sums(environment=Open))
+    expected = lab.actor.generate_sequences(prompts, seed=1, **sums())
+    assert torch.equal(column(kept, "response_ids").values, column(expected, "response_ids").values)
+
+
 class Long(Calculator):
     def reset(self, prompt: str, sample_seed: int, **row: Any) -> str:
         return "x" * 60

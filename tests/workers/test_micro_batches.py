@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,41 @@ def test_every_row_once_within_the_budget(lengths: list[int], budget: int, least
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(len(g) == 1 or (len(g) * max(n) if padded else sum(n)) <= budget for g in groups if (n := at(g)))
     assert len(groups) >= min(least, len(lengths))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 120))
+def test_each_row_goes_into_the_first_micro_batch_with_room(lengths: list[int], budget: int) -> None:
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for group in groups:
+            if sum(lengths[row] for row in group) + lengths[i] <= budget:
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    assert cut(lengths, budget) == groups
+
+
+def test_the_largest_micro_batch_is_halved_in_its_place() -> None:
+    assert cut([5, 1, 1, 1, 1], 5, 2) == [[0], [1, 2, 3, 4]]
+    assert cut([5, 1, 1, 1, 1], 5, 3) == [[0], [1, 2], [3, 4]]
+    assert cut([5, 1, 1, 1, 1], 5, 4) == [[0], [1], [2], [3, 4]]
+    assert cut([2, 2], 5, 3) == [[0], [1]]
+
+
+def test_many_rows_are_cut_and_taken_in_time_for_their_number() -> None:
+    """Beside a tenth of the rows it may take a little more than ten times as long, not a hundred times."""
+
+    def seconds(rows: int) -> float:
+        lengths = torch.full((rows,), 100)
+        column = Ragged(torch.zeros(100 * rows), lengths)
+        begun_s = time.process_time()
+        for index in cut([1500] * (rows - 1) + [50], 2048):
+            column.take(index)
+        return time.process_time() - begun_s
+
+    seconds(300)
+    assert seconds(3000) < 40 * min(seconds(300) for _ in range(3))
 
 
 def shard(prompts: list[list[int]], responses: list[list[int]], sizes: tuple[int, ...]) -> Shard:

@@ -122,3 +122,38 @@ def test_a_call_that_hangs_is_abandoned() -> None:
     with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
         run(lambda prompt, response: time.sleep(3) if prompt == "p0" else 0.0, timeout_s=0.2)
     assert time.monotonic() - begun_s < 2
+
+
+def test_a_call_that_hangs_is_abandoned_while_others_keep_finishing() -> None:
+    begun_s, scored = time.monotonic(), []
+
+    def work(prompt: str, response: str) -> float:
+        time.sleep(5 if prompt == "p0" else 0.01)
+        scored.append(prompt)
+        return 0.0
+
+    with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
+        run(work, n=400, timeout_s=0.2)
+    assert time.monotonic() - begun_s < 2
+    assert 0 < len(scored) < 200
+
+
+def test_coroutines_share_one_event_loop() -> None:
+    one_at_a_time, loops = asyncio.Semaphore(1), set()  # of one event loop: another one would refuse it
+
+    async def score(prompt: str, response: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        async with one_at_a_time:
+            await asyncio.sleep(0.01)
+        return float(len(response))
+
+    assert run(score, n=6, concurrency=4) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    (loop,) = loops
+    assert loop.is_closed()
+    with pytest.raises(RewardError, match=r"took more than 0.1 s"):
+        run(hangs, timeout_s=0.1)
+
+
+async def hangs(prompt: str, response: str) -> float:
+    await asyncio.sleep(60)
+    return 0.0

@@ -60,14 +60,19 @@ def sync_with_gaps(gaps: list[float]) -> list[str]:
     return said
 
 
-def _worker(case: Case) -> Any:
+def context_here(folder: str = ".") -> Context:
+    """What a host would offer this rank of the default group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     host = HostInfo(lab="x", pool="p", rank=rank, world_size=size, device="cpu:0", threads=1, log_path=None)
     recorder = Recorder()
-    context = Context(
+    return Context(
         host=host, layout=Layout(p=1, t=1, d=size), communicator=Communicator(rank, size, recorder), recorder=recorder,
-        progress=lambda done, total, tokens: None, seed=0, tokenizer_name="tiny-llama", folder=".",
+        progress=lambda done, total, tokens: None, seed=0, tokenizer_name="tiny-llama", folder=folder,
     )  # fmt: skip
+
+
+def _worker(case: Case) -> Any:
+    context = context_here()
     stage = 0 if case.engine == "torch" else int(case.engine[-1])
     training = Training(
         engine="torch" if case.engine == "torch" else "deepspeed", zero_stage=stage, max_grad_norm=0.0,

@@ -54,9 +54,12 @@ class Ragged:
         return Ragged(values, self.lengths)
 
     def take(self, index: Sequence[int]) -> Ragged:
-        """Rows by number, in that order."""
-        rows = self.rows()
-        return Ragged(torch.cat([rows[i] for i in index]) if len(index) else self.values[:0], self.lengths[list(index)])
+        """Rows by number, in that order; its work is that of the rows taken, not of the whole column."""
+        picked = torch.as_tensor(index, dtype=torch.int64)
+        lengths, ends = self.lengths[picked], torch.cumsum(self.lengths, 0)[picked]
+        # what to add to a value's place among those taken for its place here
+        shifts = torch.repeat_interleave(ends - torch.cumsum(lengths, 0), lengths)
+        return Ragged(self.values[(shifts + torch.arange(len(shifts))).to(self.values.device)], lengths)
 
 
 Column = Tensor | Ragged | list[Any]

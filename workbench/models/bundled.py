@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from workbench.errors import MissingDependency, ModelUnavailable
-from workbench.models.cache import made_once
+from workbench.models.cache import made_once, save_here
 from workbench.models.quiet import no_chatter
 
 
@@ -76,5 +76,5 @@ def _convert(name: str, folder: Path) -> None:
         del model.config.quantization_config
         model.hf_quantizer = None
         model.is_quantized = False
-        model.save_pretrained(folder)
+        save_here(model, folder)
         tokenizer.save_pretrained(folder)

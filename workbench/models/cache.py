@@ -6,10 +6,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from workbench.home import home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def models_home() -> Path:
@@ -17,6 +21,12 @@ def models_home() -> Path:
     folder = home() / "models"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def save_here(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model whichever rank of a process group this is; transformers would leave it to rank 0, silently."""
+    model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
+    model.save_pretrained(folder)
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:

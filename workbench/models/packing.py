@@ -80,24 +80,34 @@ def use_packing(model: PreTrainedModel) -> str | None:
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without a pack
     model.set_attn_implementation(NAME)
     try:
-        error = _error_of_a_pack(model)
+        errors = {dtype: _error_of_a_pack(model, dtype) for dtype in _dtypes_of_runs(model)}
     except Exception as refusal:
         why = f"{family} takes no packs: {refusal}"
     else:
-        if error <= (1e-3 if model.dtype == torch.float32 else 0.15):  # rounding; one sequence seen by another makes 1
+        # rounding; one sequence seen by another makes 1
+        if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
             return None
         why = f"{family} computes something else in a pack"
     model.set_attn_implementation(before)
     return why
 
 
+def _dtypes_of_runs(model: PreTrainedModel) -> tuple[torch.dtype, ...]:
+    """The dtypes in which it may be run: engines run fp32 weights in bf16 too, under autocast. On a GPU that is another
+    attention kernel, which refuses some head sizes."""
+    also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
+    return (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
+
+
 @torch.no_grad()
-def _error_of_a_pack(model: PreTrainedModel) -> float:
-    """How far the second of two packed sequences is from the same sequence alone, relative to its size."""
+def _error_of_a_pack(model: PreTrainedModel, dtype: torch.dtype) -> float:
+    """How far the second of two packed sequences is from the same sequence alone, relative to its size, where the model
+    is run in `dtype`."""
     tokens = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
     backbone = model.base_model
-    packed = run_packed(backbone, tokens, Pack.of((7, 5), tokens.device))[7:].float()
-    alone = backbone(input_ids=tokens[None, 7:], use_cache=False).last_hidden_state[0].float()
+    with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype, cache_enabled=False):
+        packed = run_packed(backbone, tokens, Pack.of((7, 5), tokens.device))[7:].float()
+        alone = backbone(input_ids=tokens[None, 7:], use_cache=False).last_hidden_state[0].float()
     return float((packed - alone).norm() / alone.norm())
 
 

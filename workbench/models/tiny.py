@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.models.cache import made_once
+from workbench.models.cache import made_once, save_here
 from workbench.models.quiet import no_chatter
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def tiny_folder(name: str) -> Path:
 
 def _write(folder: Path, differences: dict[str, Any]) -> None:
     with no_chatter():
-        _model(differences).save_pretrained(folder)
+        save_here(_model(differences), folder)
         _tokenizer().save_pretrained(folder)
 
 

@@ -113,13 +113,11 @@ def render_prompt(
     )
 
 
-def render_reply(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after_eos: bool
-) -> list[int]:
+def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after: int) -> list[int]:
     """Token ids between an assistant's turn and its next one: the first one's end, `messages`, the next one's head.
 
-    after_eos: whether the turn has ended with the end-of-sequence token, which then is not written again. What came
-    before is not rendered again: the tokens that were sampled stay what they are.
+    after: the turn's last token; where it is the end that the template writes, which need not be the tokenizer's EOS,
+    it is not written again. What came before is not rendered again: the tokens that were sampled stay what they are.
     Raises `BadInput` for a tokenizer without a chat template, or one whose template cannot render these messages.
     """
     turn = "\u2042turn\u2042"
@@ -137,6 +135,5 @@ def render_reply(
     _, found, rest = text.partition(turn)
     if not found:
         raise BadInput("this chat template", "drops earlier turns of the assistant", "reply with a text instead")
-    if after_eos:
-        rest = rest.removeprefix(str(tokenizer.eos_token))
-    return list(tokenizer.encode(rest, add_special_tokens=False))
+    token_ids = list(tokenizer.encode(rest, add_special_tokens=False))
+    return token_ids[1:] if token_ids[:1] == [after] else token_ids

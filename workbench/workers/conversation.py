@@ -78,6 +78,7 @@ def converse(
     first = share(lambda: environments.reset([room(conversation) for conversation in conversations[mine]]))
     for conversation, token_ids in zip(conversations, first, strict=True):
         conversation.hear(token_ids)
+    continued = False
     while any_rank(any(conversation.ending is None for conversation in conversations)):
         speaking = [conversation for conversation in conversations if conversation.ending is None]
         closed, said = len(conversations) - len(speaking), sum(sum(c.mask) for c in conversations)
@@ -87,7 +88,9 @@ def converse(
             [turn_seed(conversation.seed, conversation.turns) for conversation in speaking],
             lambda done, total, tokens: progress(closed, len(conversations), said + tokens),  # noqa: B023
             [room(conversation) for conversation in speaking],
+            continued=continued,
         )
+        continued = True
         asked: list[tuple[Conversation, Turn]] = []
         for conversation, ids, log_probs, ending in zip(
             speaking, rollout.response_ids, rollout.log_probs, rollout.endings, strict=True
@@ -97,7 +100,7 @@ def converse(
                 conversation.ending = ending
             else:
                 row = own.get(id(conversation), -1)
-                asked.append((conversation, Turn(row=row, response_ids=ids, after_eos=ending == "eos")))
+                asked.append((conversation, Turn(row=row, response_ids=ids)))
         here = [turn for _, turn in asked if turn.row >= 0]
         replies = share(lambda: environments.step(here))  # noqa: B023
         for (conversation, _), reply in zip(asked, replies, strict=True):

@@ -12,7 +12,8 @@
 responses do: at EOS or at a stop. The observation's tokens are appended to the response, and the policy goes on from
 there, until the environment says that it is over, or turns or tokens run out. `reset` is given `prompt`, those other
 columns of the row that it takes by name, and `sample_seed`, a number of this sample's own to draw from. `async def`
-works for both; all coroutines of a rank share one event loop. An environment with `close()` has it called at the end.
+works for both; all coroutines of a rank share one event loop. An environment with `close()` has it called at the end;
+an error there is a warning, and the rollout is kept.
 
 observation: a text, put in as it stands (special tokens in it count as such); or messages such as
 [{"role": "tool", "content": "42"}], which the chat template renders with all that comes between two turns; or None.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.engines.settings import Sampling
 from workbench.errors import BadInput, RolloutError
 from workbench.models.tokenizers import render_reply
-from workbench.workers.user_calls import accepted, call_each, finite_number, short
+from workbench.workers.user_calls import accepted, call_each, event_loop, finite_number, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,6 @@ class Turn:
 
     row: int
     response_ids: list[int]
-    after_eos: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,32 +80,22 @@ class Environments:
         self._sampling, self._rows, self._tokenizer = sampling, rows, tokenizer
         self._where, self._row_numbers = where, row_numbers
         self._made: dict[int, Any] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While they are in use; at the end they are closed."""
-        thread = threading.Thread(target=self._serve, daemon=True, name="environments")
-        thread.start()
-        try:
-            yield
-            self._close()
-        except BaseException:
-            with contextlib.suppress(RolloutError):  # the first error is the one to tell
+        with event_loop() as self._loop:
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RolloutError):  # the first error is the one to tell
+                    self._close()
+                raise
+            try:
                 self._close()
-            raise
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            thread.join(timeout=1)
-
-    def _serve(self) -> None:
-        self._loop.run_forever()
-        late = asyncio.all_tasks(self._loop)  # past their time limit: a coroutine, unlike a thread, can be ended
-        for task in late:
-            task.cancel()
-        if late:
-            self._loop.run_until_complete(asyncio.wait(late))
-        self._loop.close()
+            except RolloutError as error:  # a finished rollout is worth more than a tidy end
+                warnings.warn(f"{error} The rollout is kept.", RuntimeWarning, stacklevel=2)
 
     def reset(self, room: Sequence[int]) -> list[list[int]]:
         """Make them all; the tokens of each one's first text, fewer than the response has room for."""
@@ -120,7 +110,7 @@ class Environments:
         for row, text in enumerate(texts):
             if not isinstance(text, str | None):
                 raise self._error("reset", row, f"returned {text!r:.60}", "it returns a text or None")
-        first = [self._tokens(row, text, after_eos=False) for row, text in enumerate(texts)]
+        first = [self._encode(text) for text in texts]
         for row, token_ids in enumerate(first):
             if len(token_ids) >= room[row]:
                 raise self._error(
@@ -154,18 +144,21 @@ class Environments:
         )
         if not (messages or isinstance(observation, str | None)) or done not in (True, False):
             raise self._error("step", turn.row, f"returned {reply!r:.60}", REPLY)
-        ids = [] if done else self._tokens(turn.row, observation, after_eos=turn.after_eos)
+        ids = [] if done else self._tokens(turn, observation)
         return Reply(observation_ids=ids, reward=number, done=bool(done))
 
-    def _tokens(self, row: int, observation: Observation, *, after_eos: bool) -> list[int]:
+    def _tokens(self, turn: Turn, observation: Observation) -> list[int]:
+        if not isinstance(observation, list):
+            return self._encode(observation)
         if not observation:
             return []
-        if isinstance(observation, str):
-            return list(self._tokenizer.encode(observation, add_special_tokens=False))
         try:
-            return render_reply(self._tokenizer, observation, after_eos=after_eos)
+            return render_reply(self._tokenizer, observation, after=turn.response_ids[-1])
         except BadInput as problem:
-            raise self._error("step", row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+            raise self._error("step", turn.row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+
+    def _encode(self, text: str | None) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _close(self) -> None:
         rows = [row for row, environment in self._made.items() if callable(getattr(environment, "close", None))]

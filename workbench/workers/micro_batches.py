@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappush, heapreplace
 from itertools import accumulate
 from typing import Any
 
@@ -26,24 +27,58 @@ def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: b
     packed sequences; rows x longest counts, and a row joins only those next in length.
     At least `least` micro-batches where there are rows enough, so that ranks that step together take equally many.
     """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        open_groups = range(len(groups))[-1:] if padded else range(len(groups))
-        group = next((g for g in open_groups if room[g] >= (lengths[groups[g][0]] if padded else lengths[i])), None)
-        if group is None:
-            group = len(groups)
-            groups.append([])
-            room.append(budget_tokens)
-        groups[group].append(i)
-        room[group] -= lengths[groups[group][0]] if padded else lengths[i]
-    while len(groups) < least:
-        largest = max(range(len(groups)), key=lambda g: len(groups[g]), default=-1)
-        if largest < 0 or len(groups[largest]) < 2:
-            break
-        rows = groups[largest]
-        groups[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    return groups
+    if padded:
+        for i in order:
+            if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > budget_tokens:
+                groups.append([])
+            groups[-1].append(i)
+    else:
+        rooms = _Rooms(len(order), budget_tokens)
+        for i in order:
+            g = rooms.first(min(lengths[i], budget_tokens))
+            if g == len(groups):
+                groups.append([])
+            groups[g].append(i)
+            rooms.take(g, lengths[i])
+    return _split(groups, least)
+
+
+class _Rooms:
+    """The room left in each of `count` bins: a tree of maxima over them, so that first fit takes n log n steps."""
+
+    def __init__(self, count: int, room: int) -> None:
+        self._leaves = 1 << max(0, count - 1).bit_length()
+        self._most = [room] * (2 * self._leaves)
+
+    def first(self, size: int) -> int:
+        """The first bin that has room for `size`; one does."""
+        node = 1
+        while node < self._leaves:
+            node = 2 * node + (self._most[2 * node] < size)
+        return node - self._leaves
+
+    def take(self, i: int, size: int) -> None:
+        """Take `size` of bin i."""
+        node = i + self._leaves
+        self._most[node] -= size
+        while node > 1:
+            node //= 2
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+
+
+def _split(groups: list[list[int]], least: int) -> list[list[int]]:
+    """The groups, of which the largest is halved in its place until there are `least`, or none has two rows."""
+    # A group's place is its number, then 0 or 1 for each halving: these sort as the groups stand.
+    heap: list[tuple[int, tuple[int, ...], list[int]]] = [(-len(rows), (i,), rows) for i, rows in enumerate(groups)]
+    heapify(heap)
+    while heap and len(heap) < least and len(heap[0][2]) > 1:
+        _, place, rows = heap[0]
+        left, right = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        heapreplace(heap, (-len(left), (*place, 0), left))
+        heappush(heap, (-len(right), (*place, 1), right))
+    return [rows for _, _, rows in sorted(heap, key=lambda entry: entry[1])]
 
 
 @dataclass(frozen=True, kw_only=True)

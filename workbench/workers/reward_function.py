@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from workbench.errors import RewardError
-from workbench.workers.user_calls import accepted, call_each, finite_number, short
+from workbench.workers.user_calls import accepted, call_each, event_loop, finite_number, short
 
 RewardFunction = Callable[..., Any]
 Score = float | list[float]
@@ -29,7 +29,7 @@ def score_rows(
     progress: Callable[[int, int, int], None],
 ) -> list[Score]:
     """`function(**row)` for each row, with what of it the function takes: one number, or one a response token.
-    `async def` functions work too.
+    `async def` functions work too; all their calls share one event loop.
 
     Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows.
     concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
@@ -55,7 +55,8 @@ def score_rows(
         progress(len(scores), len(rows), 0)
 
     calls = [partial(function, **accepted(function, row)) for row in rows]
-    call_each(calls, concurrency=concurrency, timeout_s=timeout_s, done=done, fail=fail)
+    with event_loop() as loop:
+        call_each(calls, concurrency=concurrency, timeout_s=timeout_s, done=done, fail=fail, loop=loop)
     for i, score in sorted(scores.items()):
         if isinstance(score, list) != isinstance(scores[0], list):
             raise fail(i, f"returned {score!r:.60}, but {scores[0]!r:.60} for row {row_numbers[0]},", ALIKE)

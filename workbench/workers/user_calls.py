@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+
+@contextlib.contextmanager
+def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread of its own. What is still under way at the end is cancelled."""
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        loop.run_forever()
+        late = asyncio.all_tasks(loop)  # past their time limit: a coroutine, unlike a thread, can be ended
+        for task in late:
+            task.cancel()
+        if late:
+            loop.run_until_complete(asyncio.wait(late))
+        loop.close()
+
+    thread = threading.Thread(target=serve, daemon=True, name="event loop of user calls")
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=1)
 
 
 class Fail(Protocol):
@@ -26,13 +50,13 @@ def call_each(
     timeout_s: float,
     done: Callable[[int, Any], None],
     fail: Fail,
-    loop: asyncio.AbstractEventLoop | None = None,
+    loop: asyncio.AbstractEventLoop,
 ) -> None:
     """`calls[i]()` for each i, and `done(i, value)` in this thread as they finish, in whatever order.
 
     concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
     timeout_s: for one call; a call past it is abandoned, as Python cannot end a thread.
-    loop: where coroutines that calls return are run, an event loop that runs in another thread; None: one each.
+    loop: where coroutines that calls return are run, all in one, see `event_loop`.
     Raises `fail(i, ...)` for the first call that raises or runs out of time; no further one is begun.
     """
     work: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -52,33 +76,34 @@ def call_each(
             try:
                 value = calls[i]()
                 if inspect.iscoroutine(value):
-                    value = (
-                        asyncio.run(value) if loop is None else asyncio.run_coroutine_threadsafe(value, loop).result()
-                    )
-                finished.put((i, value, None, ""))
+                    value = asyncio.run_coroutine_threadsafe(value, loop).result()
+                result: tuple[int, Any, BaseException | None, str] = (i, value, None, "")
             except BaseException as error:
-                finished.put((i, None, error, traceback.format_exc(limit=-4)))
+                result = (i, None, error, traceback.format_exc(limit=-4))
+            del open_since_s[i]
+            finished.put(result)
 
     for _ in range(min(concurrency, len(calls))):
         threading.Thread(target=serve, daemon=True, name="user call").start()
-    left = set(range(len(calls)))
+    left = len(calls)
     try:
         while left:
+            now_s = time.monotonic()
+            late = next((i for i, begun_s in list(open_since_s.items()) if now_s - begun_s > timeout_s), None)
+            if late is not None:
+                raise fail(
+                    late,
+                    f"took more than {timeout_s} s",
+                    "timeout_s is the limit of one call",
+                    "raise timeout_s, or mend the function: until it returns it goes on taking a core of its host",
+                )
             try:
                 i, value, error, trace = finished.get(timeout=0.05)
             except queue.Empty:
-                late = [i for i, t in list(open_since_s.items()) if i in left and time.monotonic() - t > timeout_s]
-                if late:
-                    raise fail(
-                        late[0],
-                        f"took more than {timeout_s} s",
-                        "timeout_s is the limit of one call",
-                        "raise timeout_s, or mend the function: until it returns it goes on taking a core of its host",
-                    ) from None
                 continue
             if error is not None:
                 raise fail(i, f"raised {type(error).__name__}: {error}", f"its frames:\n{trace}") from error
-            left.discard(i)
+            left -= 1
             done(i, value)
     finally:
         stop.set()

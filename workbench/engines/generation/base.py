@@ -52,10 +52,13 @@ class GenerationEngine(ABC):
         seeds: Sequence[int],
         progress: Progress | None = None,
         room: Sequence[int] | None = None,
+        *,
+        continued: bool = False,
     ) -> Rollout:
         """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
 
         room: most tokens of each response, where `sampling.max_new_tokens` is too many.
+        continued: the prompts go on from prompts and responses of the call before, whose computation may be used again.
         """
 
     @abstractmethod

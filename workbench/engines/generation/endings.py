@@ -82,26 +82,27 @@ def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) ->
 class Endings:
     """Says what, if anything, has just ended a growing response.
 
-    token_ids: all tokens at which a response ends. Of the text only a tail of tokens is decoded: every token carries a
-    byte or more, so as many tokens as the longest stop string has bytes must hold it; a few more cover decoders that
-    treat their first token in a special way.
+    token_ids: all tokens at which a response ends. tail: how many of a response's newest tokens are looked at. Every
+    token carries a byte or more, so as many tokens as the longest stop string has bytes must hold it; a few more cover
+    decoders that treat their first token in a special way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self.token_ids = self._eos_ids | set(sampling.stop_token_ids)
-        self._tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
+        self.tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
 
-    def of(self, response_ids: Sequence[int]) -> Ending | None:
-        """What its newest token has ended it with; a stop string may be of special tokens, too."""
-        if len(response_ids) <= self._least:
+    def of(self, newest_ids: Sequence[int], length: int) -> Ending | None:
+        """What its newest token has ended a response of `length` tokens with; a stop string may be of special tokens,
+        too. newest_ids: at least the last `tail` of them, or all."""
+        if length <= self._least:
             return None
-        if response_ids[-1] in self.token_ids:
-            return "eos" if response_ids[-1] in self._eos_ids else "stop"
+        if newest_ids[-1] in self.token_ids:
+            return "eos" if newest_ids[-1] in self._eos_ids else "stop"
         if not self._stop:
             return None
-        before, text = (self._text(ids) for ids in (response_ids[-self._tail : -1], response_ids[-self._tail :]))
+        before, text = (self._text(ids) for ids in (newest_ids[-self.tail : -1], newest_ids[-self.tail :]))
         # characters that were there before the newest token: an incomplete one at their end is decoded anew with it
         old = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
         return "stop" if any(text.find(stop, max(0, old + 1 - len(stop))) >= 0 for stop in self._stop) else None

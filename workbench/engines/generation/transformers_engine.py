@@ -70,6 +70,8 @@ class TransformersEngine(GenerationEngine):
         seeds: Sequence[int],
         progress: Progress | None = None,
         room: Sequence[int] | None = None,
+        *,
+        continued: bool = False,
     ) -> Rollout:
         most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
@@ -239,13 +241,13 @@ class _RowEnds(StoppingCriteria):
         self._rows_before, self._tokens_before, self._rows_in_all = rows_before, tokens_before, rows_in_all
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        responses = input_ids[:, self.prompt_length :].tolist()
-        for row, response in enumerate(responses):
+        length = input_ids.shape[1] - self.prompt_length
+        for row, newest in enumerate(input_ids[:, -min(length, self.ends.tail) :].tolist()):
             if self._open[row]:
-                self.lengths[row] = len(response)
-                ending = self.ends.of(response)
+                self.lengths[row] = length
+                ending = self.ends.of(newest, length)
                 self.endings[row] = ending or "length"
-                self._open[row] = ending is None and len(response) < self.room[row]
+                self._open[row] = ending is None and length < self.room[row]
         if self._progress is not None:
             done = self._rows_before + self._open.count(False)
             self._progress(done, self._rows_in_all, self._tokens_before + sum(self.lengths))

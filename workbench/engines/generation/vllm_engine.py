@@ -90,6 +90,8 @@ class VllmEngine(GenerationEngine):
         seeds: Sequence[int],
         progress: Progress | None = None,
         room: Sequence[int] | None = None,
+        *,
+        continued: bool = False,
     ) -> Rollout:
         most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         ends = Endings(self._tokenizer, sampling, self._end_ids)
@@ -98,7 +100,7 @@ class VllmEngine(GenerationEngine):
         log_probs: list[list[float]] = [[] for _ in range(total)]
         endings: list[Ending] = ["length"] * total
         running = set(range(total))
-        with self._working():
+        with self._working(keep_prefixes=continued):
             try:
                 for row, ids in enumerate(prompt_ids):
                     self._add(row, ids, self._sampling_params(sampling, ends.token_ids, seeds[row], most[row]))
@@ -107,7 +109,7 @@ class VllmEngine(GenerationEngine):
                         row, new = int(output.request_id), output.outputs[0]
                         responses[row] += new.token_ids
                         log_probs[row] += _sampled(new.token_ids, new.logprobs)
-                        ending = ends.of(responses[row])
+                        ending = ends.of(responses[row], len(responses[row]))
                         endings[row] = ending or "length"
                         if ending and not output.finished:
                             self._engine.abort_request([output.request_id])
@@ -206,13 +208,15 @@ class VllmEngine(GenerationEngine):
         )
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        """While vLLM computes. The prefix cache starts empty: a result may not depend on what was asked before."""
+    def _working(self, *, keep_prefixes: bool = False) -> Iterator[None]:
+        """While vLLM computes. The prefix cache starts empty, as a result may not depend on what was asked before, but
+        for later turns of the same conversations."""
         # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
         with eager, torch.random.fork_rng(devices=[]), _threads(self._threads):
-            self._engine.reset_prefix_cache()
+            if not keep_prefixes:
+                self._engine.reset_prefix_cache()
             yield
 
 

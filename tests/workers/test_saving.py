@@ -1,0 +1,28 @@
+"""Ranks save together: all of them or none, and they stay usable where it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.training_ranks import run_ranks
+from tests.workers.saving_ranks import save_here_and_there
+from workbench.models import resolve
+
+
+@pytest.mark.slow
+def test_where_the_first_rank_cannot_write_all_ranks_raise_and_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    resolve("tiny-llama")  # made here, before there are ranks
+    (tmp_path / "file").write_text("no folder")
+    one, other = run_ranks(save_here_and_there, 2, str(tmp_path), ["file", "free", "free"])
+    assert one == other
+    for (kind, message), cause in zip(one[:2], ("FileExistsError", "NotADirectoryError"), strict=True):
+        assert kind == "StageError"
+        assert "nothing was saved to" in message
+        assert cause in message
+    assert one[2:4] == [("", "free/save_model"), ("", "free/save_adapter")]
+    assert [kind for kind, _ in one[4:]] == ["BadInput"] * 2
+    assert (tmp_path / "free" / "save_model" / "config.json").is_file()
+    assert (tmp_path / "free" / "save_adapter" / "adapter_config.json").is_file()
