@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class Algorithm(ABC):
     """Drives a workbench. `define` is written as the paper lists it, a line a stage; nothing else knows the lines.
 
-    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. run(n): n iterations, in which
-    stages of different pools overlap. Change it from a cell: set a field, or `replace`, `insert` and `remove` stages.
+    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give it up. run(n): n
+    iterations, in which stages of different pools overlap. Change it from a cell: set a field, which the stages still
+    to come see, or `replace`, `insert` and `remove` stages.
     """
 
     lab: Workbench
     _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
+    _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
 
     @abstractmethod
     def define(self, lab: Workbench) -> None:
@@ -43,40 +45,62 @@ class Algorithm(ABC):
     def replace(self, stage: str, function: Callable[..., Any] | None = None, /, **arguments: Any) -> None:
         """Change arguments of a stage, or put another in its place: an operation such as `lab.actor.mine`, or a
         function of its batch that returns a batch. `algo.replace("update_actor", clip=0.1)`;
-        `algo.replace("compute_reward", my_stage)`."""
-        self._edit(lambda graph: graph.replaced(stage, function, arguments))
+        `algo.replace("compute_reward", my_stage)`.
+
+        A stage that has run in this iteration runs again, with those that have run on what it made. `BadInput` where
+        one of them has updated a role.
+        """
+        self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
 
     def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
-        """Put a stage after another: an operation, or a function of the batch that returns a batch."""
+        """Put a stage after another: an operation, or a function of the batch that returns a batch.
+
+        `BadInput` where one behind it has run in this iteration.
+        """
         called = name or str(getattr(function, "__name__", type(function).__name__))
         names = self.graph().names
         behind = names[names.index(after) + 1 :] if after in names else []
-        if ran := [stage for stage in behind if stage in self.made and self.next_stage != names[0]]:
+        if ran := [stage for stage in behind if self._under_way and stage in self.made]:
             raise BadInput(
                 f"inserting {called!r} after {after!r}",
                 f"{ran[0]!r}, which comes behind it, has run in this iteration",
-                "finish the iteration first, with iterate()",
+                "finish the iteration first, with iterate(), or give it up, with restart()",
             )
-        self._edit(lambda graph: graph.inserted(after, function, called, arguments))
+        self._edit(lambda graph: graph.inserted(after, function, called, arguments), f"inserting {called!r}")
 
     def remove(self, stage: str) -> None:
-        """Leave a stage out: what took its batch takes the batch that it was given."""
-        self._edit(lambda graph: graph.removed(stage))
+        """Leave a stage out: what took its batch takes the batch that it was given. Where it has run in this iteration,
+        what has run on what it made runs again, as in `replace`."""
+        self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
 
     def _all_edits(self) -> list[Callable[[Graph], Graph]]:
         if not hasattr(self, "_edits"):
             self._edits = []
         return self._edits
 
-    def _edit(self, edit: Callable[[Graph], Graph]) -> None:
-        edit(self.graph())  # what cannot be is refused now, and nothing is changed
+    def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
+        """Take over an edit. again: the stage whose output, if it is there, is no longer what it would be."""
+        before = self.graph()
+        after = edit(before)  # what cannot be is refused now, and nothing is changed
+        stale = [name for name in before.behind(again) if name in self.made] if again and self._under_way else []
+        if updated := [name for name in stale if before[name].updates]:
+            raise BadInput(
+                what,
+                f"{updated[0]!r} has updated {before[updated[0]].role!r} in this iteration, from what would change",
+                "finish the iteration first, with iterate(), or give it up, with restart(): the update stays",
+            )
         self._all_edits().append(edit)
+        for name in stale:
+            del self.made[name]
+        if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
+            self._end()
 
     # --- carried out --------------------------------------------------------------------------------------------------
 
     @property
     def made(self) -> dict[str, Any]:
-        """What the stages of this iteration have made so far, by name: batches and metrics."""
+        """What the stages of this iteration have made so far, by name: batches and metrics. Those of the newest
+        iteration, until the next one begins."""
         if not hasattr(self, "_made"):
             self._made = {}
         return self._made
@@ -87,19 +111,36 @@ class Algorithm(ABC):
         return self._next(self.graph()).name
 
     def _next(self, graph: Graph) -> Stage:
-        """The first stage that has not run; the first of all where an iteration is finished, or has not begun."""
-        return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[0])
+        """The first stage that has not run; the first of all where an iteration is over, or has not begun."""
+        if not self._under_way:
+            return graph.stages[0]
+        return next(stage for stage in graph.stages if stage.name not in self.made)
 
     def step(self) -> Any:
-        """Run the next stage, as a cell would, and return what it makes: a batch, or metrics."""
+        """Run the next stage, as a cell would, and return what it makes: a batch, or metrics.
+
+        Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
+        """
         graph = self.graph()
         stage = self._next(graph)
-        if stage.name in self.made:
+        if not self._under_way:
             self.made.clear()
-        self.made[stage.name] = made = stage.call(self.lab, self.made)
+            self._under_way = True
+        self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
         if all(name in self.made for name in graph.names):
-            self.finish(self.metrics())
+            self._end()
         return made
+
+    def restart(self) -> None:
+        """Give up the iteration under way: the next step begins another, with new prompts.
+
+        Updates that it has made stay made, and `finish` is not called. What its stages made is in `made` until then.
+        """
+        self._under_way = False
+
+    def _end(self) -> None:
+        self._under_way = False
+        self.finish(self.metrics())
 
     def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (most algorithms have nothing to do here)
         """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
@@ -107,12 +148,12 @@ class Algorithm(ABC):
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
         self.step()
-        while any(name not in self.made for name in self.graph().names):
+        while self._under_way:
             self.step()
         return self.metrics()
 
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
-        """That many iterations; a frame with one row an iteration.
+        """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up.
 
         evaluate: called after each `every` of them, such as `lambda: lab.evaluate(held_out)` or
         `lambda: lab.check().raise_if_failed()`.
@@ -123,12 +164,13 @@ class Algorithm(ABC):
         at_least("every", every, 1)
         rows = []
         for number in range(1, iterations + 1):
-            self.made.clear()
+            self.restart()
             looping, self.lab.looping = self.lab.looping, True
             try:
                 with self.lab.overlap():
                     metrics = self.iterate()
             finally:
+                self.restart()  # stages were only submitted: after a failure, what `made` holds may never come
                 self.lab.looping = looping
             rows.append({"iteration": self.lab.iteration, **metrics})
             if evaluate is not None and number % every == 0:
