@@ -268,6 +268,15 @@ def test_a_function_that_returns_no_batch_is_named(lab: wb.Workbench, made: Any,
     algorithm.iterate()
 
 
+def test_an_arm_that_fails_is_named(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=2, samples=2, sampling=SHORT)
+    while algorithm.next_stage != "compute_advantages":
+        batch = algorithm.step()
+    fewer = wb.ReMax(lab, samples=2, sampling=SHORT)  # would make two responses of each that there is
+    with pytest.raises(BadInput, match=r"^arm 'remax': join of .*equally many rows"):
+        lab.compare(batch, {"ppo": wb.PPO(lab, sampling=SHORT), "remax": fewer})
+
+
 def test_an_iteration_of_run_that_fails_is_given_up(lab: wb.Workbench) -> None:
     def broken(prompt: str, response: str, **row: Any) -> float:
         raise ZeroDivisionError

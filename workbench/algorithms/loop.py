@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.graph import Graph, Stage, trace
 from workbench.engines.settings import Sampling, at_least
 from workbench.errors import BadInput
+from workbench.named_fields import NamedFields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench
 
 
-class Algorithm(ABC):
+class Algorithm(NamedFields, ABC):
     """Drives a workbench. `define` is written as the paper lists it, a line a stage; nothing else knows the lines.
 
     graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give it up. run(n): n
@@ -142,7 +145,7 @@ class Algorithm(ABC):
         self._under_way = False
         self.finish(self.metrics())
 
-    def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (most algorithms have nothing to do here)
+    def finish(self, metrics: Mapping[str, float]) -> None:
         """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
 
     def iterate(self) -> dict[str, float]:
@@ -178,7 +181,19 @@ class Algorithm(ABC):
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:
-        """Raise `BadInput` unless the workbench has these roles, and the fields that all algorithms share are right."""
+        """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
+
+        For the end of `__post_init__`: the lines of `define` are traced, so that what an operation would refuse is
+        refused now.
+        """
+        from workbench.controller import Workbench
+
+        if not isinstance(self.lab, Workbench):
+            raise BadInput(
+                f"{type(self).__name__}({self.lab!r:.60})",
+                "its first argument is the workbench that it drives",
+                "give what wb.open(...) returned",
+            )
         for name in ("reward", "cost"):
             if getattr(self, name, None) is not None and not callable(getattr(self, name)):
                 raise BadInput(
@@ -188,8 +203,9 @@ class Algorithm(ABC):
         sampling = getattr(self, "sampling", None)
         if sampling is not None and not isinstance(sampling, Sampling):
             raise BadInput(f"{type(self).__name__}.sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
-        for name in ("prompts", "samples", "epochs"):
-            at_least(f"{type(self).__name__}.{name}", getattr(self, name, 1), 1)
+        self._check_numbers()
+        for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
+            at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
         missing = [role for role in roles if role not in self.lab.groups]
         if missing:
             raise BadInput(
@@ -197,6 +213,19 @@ class Algorithm(ABC):
                 f"it has {', '.join(self.lab.groups)}",
                 "open one with these roles in models=",
             )
+        self.graph()
+
+    def _check_numbers(self) -> None:
+        """Raise `BadInput` for a field that is declared as a number and holds something else."""
+        for declared in fields(self) if is_dataclass(self) else ():
+            kinds = str(getattr(declared.type, "__name__", declared.type)).split(" | ")
+            value = getattr(self, declared.name)
+            if not {"int", "float"} & set(kinds) or (value is None and "None" in kinds):
+                continue
+            kind, rule = (numbers.Real, "a number") if "float" in kinds else (numbers.Integral, "a whole number")
+            if isinstance(value, bool) or not isinstance(value, kind):
+                optional = ", or None" if "None" in kinds else ""
+                raise BadInput(f"{type(self).__name__}.{declared.name}={value!r:.60}", f"must be {rule}{optional}")
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""

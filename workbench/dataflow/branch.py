@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.graph import Graph
-from workbench.errors import BadInput
+from workbench.errors import BadInput, WorkbenchError
 from workbench.starting import Step, settle
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
             raise BadInput(
                 f"arm {name!r}: {algorithm!r:.60}", "an arm is an algorithm on this workbench", "wb.PPO(lab)"
             )
-        graph = algorithm.graph()
+        with _named(name):
+            graph = algorithm.graph()
         todo = downstream(graph, batch)
         if any(graph[stage].role == "prompts" for stage in todo):
             raise BadInput(
@@ -127,10 +128,10 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
             for name, (graph, todo) in plans.items():
                 lab.last_metrics = {}
                 newest, values = batch, dict[str, Any]()
-                with lab.overlap():
+                with _named(name), lab.overlap():
                     for stage in graph.stages:
                         if stage.name in todo:
-                            values[stage.name] = stage.call(lab, values)
+                            values[stage.name] = graph.call(stage, lab, values)
                         else:
                             values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
                         newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
@@ -141,6 +142,19 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
     finally:
         lab.last_metrics, lab.looping = before, looping
     return Comparison(batch, tuple(done))
+
+
+@contextlib.contextmanager
+def _named(arm: str) -> Iterator[None]:
+    """Inside, errors say whose they are."""
+    try:
+        yield
+    except WorkbenchError as error:
+        error.value = f"arm {arm!r}: {error.value}"
+        raise
+    except Exception as error:
+        error.add_note(f"in arm {arm!r}")
+        raise
 
 
 @dataclass(frozen=True)
