@@ -7,6 +7,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,19 +183,19 @@ def test_stopping_what_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "wrong", "message"),
     [
-        (lambda: wb.Training(learningrate=1e-3), r"Training\(learningrate=0.001\).*write learning_rate="),
-        (lambda: wb.Generation(max_tokens=64), r"Generation\(max_tokens=64\).*write max_model_tokens="),
-        (lambda: wb.Sampling(temprature=0.5), r"Sampling\(temprature=0.5\).*write temperature="),
-        (lambda: wb.Model("tiny-llama", adaptor=None), r"Model\(adaptor=None\).*it takes name, .*write adapter="),
-        (lambda: wb.LoRA(rang=4), r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
-        (lambda: replace(wb.Sampling(), zzz=1), r"Sampling\(zzz=1\). it takes temperature, "),
+        (wb.Training, {"learningrate": 1e-3}, r"Training\(learningrate=0.001\).*write learning_rate="),
+        (wb.Generation, {"max_tokens": 64}, r"Generation\(max_tokens=64\).*write max_model_tokens="),
+        (wb.Sampling, {"temprature": 0.5}, r"Sampling\(temprature=0.5\).*write temperature="),
+        (wb.Model, {"name": TINY, "adaptor": None}, r"Model\(adaptor=None\).*it takes name, .*write adapter="),
+        (wb.LoRA, {"rang": 4}, r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
+        (partial(replace, wb.Sampling()), {"zzz": 1}, r"Sampling\(zzz=1\). it takes temperature, "),
     ],
 )
-def test_a_field_that_there_is_not(make: Any, message: str) -> None:
+def test_a_field_that_there_is_not(make: Any, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        make()
+        make(**wrong)
 
 
 def test_settings_keep_their_signature_and_travel() -> None:

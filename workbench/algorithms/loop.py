@@ -217,7 +217,9 @@ class Algorithm(NamedFields, ABC):
 
     def _check_numbers(self) -> None:
         """Raise `BadInput` for a field that is declared as a number and holds something else."""
-        for declared in fields(self) if is_dataclass(self) else ():
+        if not is_dataclass(self):
+            return
+        for declared in fields(self):
             kinds = str(getattr(declared.type, "__name__", declared.type)).split(" | ")
             value = getattr(self, declared.name)
             if not {"int", "float"} & set(kinds) or (value is None and "None" in kinds):

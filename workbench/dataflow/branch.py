@@ -197,6 +197,12 @@ class Comparison:
             self._frames[name] = pd.DataFrame({arm: pd.Series(values) for arm, values in found.items()})
         return self._frames[name]
 
+    def _same(self, name: str) -> bool:
+        """Whether several arms have a column, and all of them the same numbers in it."""
+        frame = self.column(name)
+        first = frame.iloc[:, 0]
+        return frame.shape[1] > 1 and all(values.equals(first) for _, values in frame.items())
+
     def __repr__(self) -> str:
         return (
             f"<Comparison of {', '.join(arm.name for arm in self.arms)} on {self.batch.name}: {len(self.df)} metrics>"
@@ -211,14 +217,18 @@ class Comparison:
             {"metric": name, **{arm.name: f"{arm.metrics[name]:.6g}" for arm in self.arms if name in arm.metrics}}
             for name in metrics
         ]
-        shown = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
+        there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
+        same = [name for name in there if self._same(name)]
         pictures = [
             overlay(
                 {str(arm): values.tolist() for arm, values in self.column(name).items()},
-                f"{name}, mean over each response, sorted",
+                f"{name}, mean over each response",
+                x="responses, sorted",
             )
-            for name in shown
+            for name in there
+            if name not in same
         ]
+        note = f"<div>The same in all arms that have it: {', '.join(same)}</div>" if same else ""
         stages = [
             {"arm": arm.name, "taken from the batch": ", ".join(arm.taken), "run": ", ".join(arm.ran)}
             for arm in self.arms
@@ -229,5 +239,6 @@ class Comparison:
             + "".join(
                 f'<div style="display:inline-block;margin:4px 16px 4px 0">{picture}</div>' for picture in pictures
             )
+            + note
             + table(rows, caption="metrics", max_rows=60)
         )
