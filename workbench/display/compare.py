@@ -39,21 +39,24 @@ def overlay(series: Mapping[str, Sequence[float]], title: str, *, x: str) -> str
         parts.append(
             f'<path d="M{LEFT},{y(0):g} H{WIDTH}" stroke="currentColor" stroke-opacity=".25" stroke-dasharray="2 2"/>'
         )
-    x_legend = LEFT
+    x_legend, y_legend = 0, HEIGHT - 6
     for number, (name, values) in enumerate(kept.items()):
         colour, dash = STROKES[number % len(STROKES)]
         step = (WIDTH - LEFT) / max(1, len(values) - 1)
+        width = 34 + 7 * len(name)
+        if x_legend and x_legend + width > WIDTH:  # a further line of the legend
+            x_legend, y_legend = 0, y_legend + 16
         points = " ".join(f"{LEFT + i * step:g},{y(value):g}" for i, value in enumerate(values))
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
-            f'<path d="M{x_legend},{HEIGHT - 6} h18" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
-            f'<text x="{x_legend + 22}" y="{HEIGHT - 2}" fill="currentColor">{escape(name)}</text>'
+            f'<path d="M{x_legend},{y_legend} h18" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
+            f'<text x="{x_legend + 22}" y="{y_legend + 4}" fill="currentColor">{escape(name)}</text>'
         )
-        x_legend += 34 + 7 * len(name)
+        x_legend += width
     label = escape(f"{title}: {', '.join(kept)}")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 8} {HEIGHT}" width="{WIDTH + 8}" '
-        f'height="{HEIGHT}" role="img" aria-label="{label}" style="font:11px system-ui,sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 8} {y_legend + 8}" width="{WIDTH + 8}" '
+        f'height="{y_legend + 8}" role="img" aria-label="{label}" style="font:11px system-ui,sans-serif">'
         f"{''.join(parts)}</svg>"
     )
 
