@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +180,25 @@ def test_stopping_what_is_not_there() -> None:
         wb.stop("ghost")
     with pytest.raises(BadInput, match="letters, digits"):
         wb.stop("../ghost")
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "message"),
+    [
+        (wb.Training, {"learningrate": 1e-3}, r"Training\(learningrate=0.001\).*write learning_rate="),
+        (wb.Generation, {"max_tokens": 64}, r"Generation\(max_tokens=64\).*write max_model_tokens="),
+        (wb.Sampling, {"temprature": 0.5}, r"Sampling\(temprature=0.5\).*write temperature="),
+        (wb.Model, {"name": TINY, "adaptor": None}, r"Model\(adaptor=None\).*it takes name, .*write adapter="),
+        (wb.LoRA, {"rang": 4}, r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
+        (partial(replace, wb.Sampling()), {"zzz": 1}, r"Sampling\(zzz=1\). it takes temperature, "),
+    ],
+)
+def test_a_field_that_there_is_not(make: Any, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make(**wrong)
+
+
+def test_settings_keep_their_signature_and_travel() -> None:
+    assert "learning_rate" in inspect.signature(wb.Training).parameters
+    for settings in (wb.Training(), wb.Sampling(stop=("a",)), wb.Model("tiny-llama", adapter=wb.LoRA(rank=4))):
+        assert pickle.loads(pickle.dumps(settings)) == copy.copy(settings) == settings

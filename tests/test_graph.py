@@ -13,7 +13,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.algorithms.loop import Algorithm
 from workbench.display.graph import draw
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError, UnknownColumn
 
 SHORT = wb.Sampling(max_new_tokens=6)
 
@@ -175,6 +175,118 @@ def test_a_stage_is_not_put_before_one_that_has_run(lab: wb.Workbench) -> None:
     algorithm.iterate()
     assert algorithm.made["half"].rows == 2
     algorithm.insert(BestOf.better_half, after="prompts", name="of_the_next")  # this iteration is over
+
+
+@dataclass
+class Counted(wb.GRPO):
+    """Counts its finished iterations."""
+
+    finished: int = 0
+
+    def finish(self, metrics: Any) -> None:
+        self.finished += 1
+
+
+def test_a_finished_iteration_is_over_whatever_the_graph_becomes(lab: wb.Workbench) -> None:
+    algorithm = Counted(lab, prompts=2, samples=2, sampling=SHORT)
+    first = algorithm.iterate()
+    seen: list[str] = []
+
+    def look(batch: wb.Batch) -> wb.Batch:
+        seen.append(batch.id)
+        return batch
+
+    algorithm.insert(look, after="generate_sequences")
+    assert algorithm.next_stage == "prompts"
+    second = algorithm.iterate()
+    assert seen == [algorithm.made["generate_sequences"].id]
+    assert second["update_actor/optimizer_steps"] == first["update_actor/optimizer_steps"] + 2
+    algorithm.step()
+    algorithm.step()
+    with pytest.raises(BadInput, match=r"'generate_sequences'.*has run.*restart\(\)"):
+        algorithm.insert(look, after="prompts", name="again")
+    algorithm.restart()
+    assert algorithm.next_stage == "prompts"
+    algorithm.insert(look, after="prompts", name="again")
+    algorithm.iterate()
+    assert algorithm.finished == 3
+
+
+def test_a_replaced_stage_runs_again_with_what_has_run_on_it(lab: wb.Workbench) -> None:
+    algorithm = Counted(lab, prompts=2, samples=2, sampling=SHORT)
+    algorithm.replace("compute_reward", lambda batch: batch)
+    with pytest.raises(UnknownColumn, match="rewards"):
+        algorithm.iterate()
+    drawn = algorithm.made["generate_sequences"].id
+    algorithm.replace("compute_reward", lab.reward.compute_reward, function=lambda prompt, response, **row: 0.5)
+    assert algorithm.next_stage == "compute_reward"
+    metrics = algorithm.iterate()
+    assert metrics["compute_advantages/rewards/mean"] == 0.5
+    assert algorithm.made["generate_sequences"].id == drawn
+
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    algorithm.replace("compute_log_prob", temperature=0.5)
+    assert algorithm.next_stage == "compute_log_prob"
+    assert "compute_advantages" not in algorithm.made
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    algorithm.remove("update_actor")  # nothing is left of the iteration
+    assert algorithm.finished == 2
+    assert algorithm.next_stage == "prompts"
+
+
+def test_what_has_updated_a_role_is_not_run_again(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=2, sampling=SHORT)
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    for edit in (
+        lambda: algorithm.replace("compute_reward", function=vowels),
+        lambda: algorithm.replace("update_critic", epochs=2),
+        lambda: algorithm.remove("update_critic"),
+    ):
+        with pytest.raises(BadInput, match=r"'update_critic' has updated 'critic'.*iterate\(\).*restart\(\)"):
+            edit()
+    assert algorithm.next_stage == "update_actor"
+    algorithm.restart()
+    algorithm.replace("compute_reward", function=vowels)
+    algorithm.iterate()
+
+
+@pytest.mark.parametrize(("made", "said"), [(None, "None"), ("text", "str 'text'")])
+def test_a_function_that_returns_no_batch_is_named(lab: wb.Workbench, made: Any, said: str) -> None:
+    def forgetful(batch: wb.Batch) -> Any:
+        return made
+
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT)
+    algorithm.insert(forgetful, after="compute_reward", name="mine")
+    with pytest.raises(
+        StageError, match=rf"stage 'mine': forgetful returned {said}. 'compute_advantages' takes a batch"
+    ):
+        algorithm.iterate()
+    algorithm.replace("mine", lambda batch: batch)
+    algorithm.iterate()
+
+
+def test_an_arm_that_fails_is_named(lab: wb.Workbench) -> None:
+    algorithm = wb.PPO(lab, prompts=2, samples=2, sampling=SHORT)
+    while algorithm.next_stage != "compute_advantages":
+        batch = algorithm.step()
+    fewer = wb.ReMax(lab, samples=2, sampling=SHORT)  # would make two responses of each that there is
+    with pytest.raises(BadInput, match=r"^arm 'remax': join of .*equally many rows"):
+        lab.compare(batch, {"ppo": wb.PPO(lab, sampling=SHORT), "remax": fewer})
+
+
+def test_an_iteration_of_run_that_fails_is_given_up(lab: wb.Workbench) -> None:
+    def broken(prompt: str, response: str, **row: Any) -> float:
+        raise ZeroDivisionError
+
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, reward=broken)
+    with pytest.raises(StageError, match="ZeroDivisionError"):
+        algorithm.run(1)
+    assert algorithm.next_stage == "prompts"
+    algorithm.reward = vowels
+    assert len(algorithm.run(1)) == 1
 
 
 def test_two_stages_of_one_operation_report_apart(lab: wb.Workbench) -> None:

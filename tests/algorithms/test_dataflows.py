@@ -87,6 +87,16 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.GRPO(lab, loss="trpo").graph(), "loss='trpo'"),
         (lambda: wb.GRPO(lab, correction=2.0).graph(), r"correction=2\.0"),  # type: ignore[arg-type]
         (lambda: wb.GRPO(lab, clip=1.5).graph(), r"clip=1\.5"),
+        (lambda: wb.PPO("lab"), r"PPO\('lab'\).*wb\.open"),  # type: ignore[arg-type]
+        (lambda: wb.PPO(lab, clips=0.1), r"PPO\(clips=0\.1\).*it takes lab, prompts, .*write clip="),  # type: ignore[call-arg]
+        (lambda: wb.PPO(lab, gamma="1"), r"PPO\.gamma='1'.*a number"),  # type: ignore[arg-type]
+        (lambda: wb.PPO(lab, gamma=2.0), r"gamma=2\.0"),
+        (lambda: wb.PPO(lab, clip=-1.0), r"clip=-1\.0"),
+        (lambda: wb.PPO(lab, kl="k7"), r"kl='k7'.*'k1', 'k2', 'k3'"),
+        (lambda: wb.PPO(lab, kl_coefficient=-0.1), r"PPO\.kl_coefficient=-0\.1"),
+        (lambda: wb.PPO(lab, kl_target="6"), r"kl_target='6'.*a number, or None"),  # type: ignore[arg-type]
+        (lambda: wb.PPO(lab, samples=True), r"PPO\.samples=True.*a whole number"),
+        (lambda: wb.GRPO(lab, loss="trpo"), r"loss='trpo'"),
     ):
         with pytest.raises(BadInput, match=message):
             make()

@@ -183,6 +183,11 @@ def test_role_colours_and_letters_differ_and_text_on_them_can_be_read():
     styles = role_styles(["actor", "critic", "reference", "reward", "cost", "actress", "critique"])
     assert len({style.letter for style in styles.values()}) == len(styles)
     assert len({style.colour for style in styles.values()}) == len(styles)
+    for others in (["numeric"], ["numeric", "prompts", "mine"], ["mine", "notebook", "batch", "numeric"]):
+        found = role_styles([*others, "actor"])  # the other roles of a picture change none
+        assert found["numeric"] == role_styles(["numeric"])["numeric"]
+        if "mine" in found:
+            assert found["mine"].colour == role_styles(["mine"])["mine"].colour
 
     def luminance(colour: str) -> float:
         channels = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]

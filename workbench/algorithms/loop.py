@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.graph import Graph, Stage, trace
 from workbench.engines.settings import Sampling, at_least
 from workbench.errors import BadInput
+from workbench.named_fields import NamedFields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,16 +19,18 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench
 
 
-class Algorithm(ABC):
+class Algorithm(NamedFields, ABC):
     """Drives a workbench. `define` is written as the paper lists it, a line a stage; nothing else knows the lines.
 
-    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. run(n): n iterations, in which
-    stages of different pools overlap. Change it from a cell: set a field, or `replace`, `insert` and `remove` stages.
+    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give it up. run(n): n
+    iterations, in which stages of different pools overlap. Change it from a cell: set a field, which the stages still
+    to come see, or `replace`, `insert` and `remove` stages.
     """
 
     lab: Workbench
     _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
+    _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
 
     @abstractmethod
     def define(self, lab: Workbench) -> None:
@@ -43,40 +48,62 @@ class Algorithm(ABC):
     def replace(self, stage: str, function: Callable[..., Any] | None = None, /, **arguments: Any) -> None:
         """Change arguments of a stage, or put another in its place: an operation such as `lab.actor.mine`, or a
         function of its batch that returns a batch. `algo.replace("update_actor", clip=0.1)`;
-        `algo.replace("compute_reward", my_stage)`."""
-        self._edit(lambda graph: graph.replaced(stage, function, arguments))
+        `algo.replace("compute_reward", my_stage)`.
+
+        A stage that has run in this iteration runs again, with those that have run on what it made. `BadInput` where
+        one of them has updated a role.
+        """
+        self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
 
     def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
-        """Put a stage after another: an operation, or a function of the batch that returns a batch."""
+        """Put a stage after another: an operation, or a function of the batch that returns a batch.
+
+        `BadInput` where one behind it has run in this iteration.
+        """
         called = name or str(getattr(function, "__name__", type(function).__name__))
         names = self.graph().names
         behind = names[names.index(after) + 1 :] if after in names else []
-        if ran := [stage for stage in behind if stage in self.made and self.next_stage != names[0]]:
+        if ran := [stage for stage in behind if self._under_way and stage in self.made]:
             raise BadInput(
                 f"inserting {called!r} after {after!r}",
                 f"{ran[0]!r}, which comes behind it, has run in this iteration",
-                "finish the iteration first, with iterate()",
+                "finish the iteration first, with iterate(), or give it up, with restart()",
             )
-        self._edit(lambda graph: graph.inserted(after, function, called, arguments))
+        self._edit(lambda graph: graph.inserted(after, function, called, arguments), f"inserting {called!r}")
 
     def remove(self, stage: str) -> None:
-        """Leave a stage out: what took its batch takes the batch that it was given."""
-        self._edit(lambda graph: graph.removed(stage))
+        """Leave a stage out: what took its batch takes the batch that it was given. Where it has run in this iteration,
+        what has run on what it made runs again, as in `replace`."""
+        self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
 
     def _all_edits(self) -> list[Callable[[Graph], Graph]]:
         if not hasattr(self, "_edits"):
             self._edits = []
         return self._edits
 
-    def _edit(self, edit: Callable[[Graph], Graph]) -> None:
-        edit(self.graph())  # what cannot be is refused now, and nothing is changed
+    def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
+        """Take over an edit. again: the stage whose output, if it is there, is no longer what it would be."""
+        before = self.graph()
+        after = edit(before)  # what cannot be is refused now, and nothing is changed
+        stale = [name for name in before.behind(again) if name in self.made] if again and self._under_way else []
+        if updated := [name for name in stale if before[name].updates]:
+            raise BadInput(
+                what,
+                f"{updated[0]!r} has updated {before[updated[0]].role!r} in this iteration, from what would change",
+                "finish the iteration first, with iterate(), or give it up, with restart(): the update stays",
+            )
         self._all_edits().append(edit)
+        for name in stale:
+            del self.made[name]
+        if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
+            self._end()
 
     # --- carried out --------------------------------------------------------------------------------------------------
 
     @property
     def made(self) -> dict[str, Any]:
-        """What the stages of this iteration have made so far, by name: batches and metrics."""
+        """What the stages of this iteration have made so far, by name: batches and metrics. Those of the newest
+        iteration, until the next one begins."""
         if not hasattr(self, "_made"):
             self._made = {}
         return self._made
@@ -87,32 +114,49 @@ class Algorithm(ABC):
         return self._next(self.graph()).name
 
     def _next(self, graph: Graph) -> Stage:
-        """The first stage that has not run; the first of all where an iteration is finished, or has not begun."""
-        return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[0])
+        """The first stage that has not run; the first of all where an iteration is over, or has not begun."""
+        if not self._under_way:
+            return graph.stages[0]
+        return next(stage for stage in graph.stages if stage.name not in self.made)
 
     def step(self) -> Any:
-        """Run the next stage, as a cell would, and return what it makes: a batch, or metrics."""
+        """Run the next stage, as a cell would, and return what it makes: a batch, or metrics.
+
+        Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
+        """
         graph = self.graph()
         stage = self._next(graph)
-        if stage.name in self.made:
+        if not self._under_way:
             self.made.clear()
-        self.made[stage.name] = made = stage.call(self.lab, self.made)
+            self._under_way = True
+        self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
         if all(name in self.made for name in graph.names):
-            self.finish(self.metrics())
+            self._end()
         return made
 
-    def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (most algorithms have nothing to do here)
+    def restart(self) -> None:
+        """Give up the iteration under way: the next step begins another, with new prompts.
+
+        Updates that it has made stay made, and `finish` is not called. What its stages made is in `made` until then.
+        """
+        self._under_way = False
+
+    def _end(self) -> None:
+        self._under_way = False
+        self.finish(self.metrics())
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
         """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
 
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
         self.step()
-        while any(name not in self.made for name in self.graph().names):
+        while self._under_way:
             self.step()
         return self.metrics()
 
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
-        """That many iterations; a frame with one row an iteration.
+        """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up.
 
         evaluate: called after each `every` of them, such as `lambda: lab.evaluate(held_out)` or
         `lambda: lab.check().raise_if_failed()`.
@@ -123,12 +167,13 @@ class Algorithm(ABC):
         at_least("every", every, 1)
         rows = []
         for number in range(1, iterations + 1):
-            self.made.clear()
+            self.restart()
             looping, self.lab.looping = self.lab.looping, True
             try:
                 with self.lab.overlap():
                     metrics = self.iterate()
             finally:
+                self.restart()  # stages were only submitted: after a failure, what `made` holds may never come
                 self.lab.looping = looping
             rows.append({"iteration": self.lab.iteration, **metrics})
             if evaluate is not None and number % every == 0:
@@ -136,7 +181,19 @@ class Algorithm(ABC):
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:
-        """Raise `BadInput` unless the workbench has these roles, and the fields that all algorithms share are right."""
+        """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
+
+        For the end of `__post_init__`: the lines of `define` are traced, so that what an operation would refuse is
+        refused now.
+        """
+        from workbench.controller import Workbench
+
+        if not isinstance(self.lab, Workbench):
+            raise BadInput(
+                f"{type(self).__name__}({self.lab!r:.60})",
+                "its first argument is the workbench that it drives",
+                "give what wb.open(...) returned",
+            )
         for name in ("reward", "cost"):
             if getattr(self, name, None) is not None and not callable(getattr(self, name)):
                 raise BadInput(
@@ -146,8 +203,9 @@ class Algorithm(ABC):
         sampling = getattr(self, "sampling", None)
         if sampling is not None and not isinstance(sampling, Sampling):
             raise BadInput(f"{type(self).__name__}.sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
-        for name in ("prompts", "samples", "epochs"):
-            at_least(f"{type(self).__name__}.{name}", getattr(self, name, 1), 1)
+        self._check_numbers()
+        for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
+            at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
         missing = [role for role in roles if role not in self.lab.groups]
         if missing:
             raise BadInput(
@@ -155,6 +213,21 @@ class Algorithm(ABC):
                 f"it has {', '.join(self.lab.groups)}",
                 "open one with these roles in models=",
             )
+        self.graph()
+
+    def _check_numbers(self) -> None:
+        """Raise `BadInput` for a field that is declared as a number and holds something else."""
+        if not is_dataclass(self):
+            return
+        for declared in fields(self):
+            kinds = str(getattr(declared.type, "__name__", declared.type)).split(" | ")
+            value = getattr(self, declared.name)
+            if not {"int", "float"} & set(kinds) or (value is None and "None" in kinds):
+                continue
+            kind, rule = (numbers.Real, "a number") if "float" in kinds else (numbers.Integral, "a whole number")
+            if isinstance(value, bool) or not isinstance(value, kind):
+                optional = ", or None" if "None" in kinds else ""
+                raise BadInput(f"{type(self).__name__}.{declared.name}={value!r:.60}", f"must be {rule}{optional}")
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""

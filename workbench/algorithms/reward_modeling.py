@@ -31,8 +31,8 @@ class RewardModeling(Algorithm):
 
     def __post_init__(self) -> None:
         one_of("RewardModeling.role", self.role, ("reward", "cost"))
-        self.need(self.role)
         self.pairs.need("pairs")
+        self.need(self.role)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)

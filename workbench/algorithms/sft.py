@@ -26,8 +26,8 @@ class SFT(Algorithm):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        self.need("actor")
         self.demonstrations.need("demonstrations")
+        self.need("actor")
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.demonstrations.next, n=self.rows)

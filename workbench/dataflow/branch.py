@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.graph import Graph
-from workbench.errors import BadInput
+from workbench.errors import BadInput, WorkbenchError
 from workbench.starting import Step, settle
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
             raise BadInput(
                 f"arm {name!r}: {algorithm!r:.60}", "an arm is an algorithm on this workbench", "wb.PPO(lab)"
             )
-        graph = algorithm.graph()
+        with _named(name):
+            graph = algorithm.graph()
         todo = downstream(graph, batch)
         if any(graph[stage].role == "prompts" for stage in todo):
             raise BadInput(
@@ -147,10 +148,10 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
             for name, (graph, todo) in plans.items():
                 lab.last_metrics = {}
                 newest, values = batch, dict[str, Any]()
-                with lab.overlap():
+                with _named(name), lab.overlap():
                     for stage in graph.stages:
                         if stage.name in todo:
-                            values[stage.name] = stage.call(lab, values)
+                            values[stage.name] = graph.call(stage, lab, values)
                         else:
                             values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
                         newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
@@ -162,6 +163,19 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
     finally:
         lab.last_metrics, lab.looping = before, looping
     return Comparison(batch, tuple(done))
+
+
+@contextlib.contextmanager
+def _named(arm: str) -> Iterator[None]:
+    """Inside, errors say whose they are."""
+    try:
+        yield
+    except WorkbenchError as error:
+        error.value = f"arm {arm!r}: {error.value}"
+        raise
+    except Exception as error:
+        error.add_note(f"in arm {arm!r}")
+        raise
 
 
 @dataclass(frozen=True)
@@ -204,6 +218,12 @@ class Comparison:
             self._frames[name] = pd.DataFrame({arm: pd.Series(values) for arm, values in found.items()})
         return self._frames[name]
 
+    def _same(self, name: str) -> bool:
+        """Whether several arms have a column, and all of them the same numbers in it."""
+        frame = self.column(name)
+        first = frame.iloc[:, 0]
+        return frame.shape[1] > 1 and all(values.equals(first) for _, values in frame.items())
+
     def __repr__(self) -> str:
         return (
             f"<Comparison of {', '.join(arm.name for arm in self.arms)} on {self.batch.name}: {len(self.df)} metrics>"
@@ -218,14 +238,18 @@ class Comparison:
             {"metric": name, **{arm.name: f"{arm.metrics[name]:.6g}" for arm in self.arms if name in arm.metrics}}
             for name in metrics
         ]
-        shown = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
+        there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
+        same = [name for name in there if self._same(name)]
         pictures = [
             overlay(
                 {str(arm): values.tolist() for arm, values in self.column(name).items()},
-                f"{name}, mean over each response, sorted",
+                f"{name}, mean over each response",
+                x="responses, sorted",
             )
-            for name in shown
+            for name in there
+            if name not in same
         ]
+        note = f"<div>The same in all arms that have it: {', '.join(same)}</div>" if same else ""
         stages = [
             {"arm": arm.name, "taken from the batch": ", ".join(arm.taken), "run": ", ".join(arm.ran)}
             for arm in self.arms
@@ -236,5 +260,6 @@ class Comparison:
             + "".join(
                 f'<div style="display:inline-block;margin:4px 16px 4px 0">{picture}</div>' for picture in pictures
             )
+            + note
             + table(rows, caption="metrics", max_rows=60)
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
 from workbench.example_stream import ExampleStream
 from workbench.workers.group import GroupOperation, WorkerGroup
 
@@ -101,6 +101,32 @@ class Graph:
     def consumers(self, name: str) -> list[Stage]:
         """The stages that take the output of one."""
         return [stage for stage in self.stages if name in stage.inputs]
+
+    def behind(self, name: str) -> list[str]:
+        """A stage and all that take its output, or the output of one that does."""
+        found = {self[name].name}
+        for stage in self.stages:
+            if found & set(stage.inputs):
+                found.add(stage.name)
+        return [stage for stage in self.names if stage in found]
+
+    def call(self, stage: Stage, lab: Workbench, values: Mapping[str, Any]) -> Any:
+        """Carry out one of its stages. values: what those before it made, by name.
+
+        Raises `StageError` where others take a batch from it and it makes none.
+        """
+        from workbench.dataflow.batch import Batch
+
+        made = stage.call(lab, values)
+        takers = self.consumers(stage.name)
+        if takers and not isinstance(made, Batch):
+            given = "None" if made is None else f"{type(made).__name__} {made!r:.60}"
+            raise StageError(
+                f"stage {stage.name!r}: {stage.operation} returned {given}",
+                f"{takers[0].name!r} takes a batch from it",
+                "return a batch, or put another in its place with replace()",
+            )
+        return made
 
     def edges(self) -> dict[str, set[str]]:
         """For each stage, those whose columns it reads: fewer than those that its batch has been through."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from zlib import crc32
 
 WHITE, BLACK = "#ffffff", "#111111"
 
@@ -26,19 +27,30 @@ ROLE_STYLES = {
     "reference": RoleStyle(colour="#009e73", letter="R"),
     "reward": RoleStyle(colour="#d55e00", letter="W"),
     "cost": RoleStyle(colour="#cc79a7", letter="$"),
+    "cost_critic": RoleStyle(colour="#f2c4de", letter="K"),
+    "numeric": RoleStyle(colour="#56b4e9", letter="N"),
+    "prompts": RoleStyle(colour="#999999", letter="P"),
+    "batch": RoleStyle(colour="#cccccc", letter="B"),
+    "notebook": RoleStyle(colour="#f0e442", letter="F"),
 }
-_SPARE_COLOURS = ("#56b4e9", "#f0e442", "#999999")
+_SPARE_COLOURS = ("#b3e0f7", "#9ad9c3", "#ffd28a", "#c9b8e8")
 
 
 def role_styles(roles: Iterable[str]) -> dict[str, RoleStyle]:
-    """A style for each role, the known roles first. Others take the spare colours in turn, and the first letter of
-    their name that is free (or a digit)."""
+    """A style for each role, the known roles first: the same in every picture. Others take a spare colour by their name
+    (the next one where two would have the same), and the first letter of it that is free (or a digit)."""
     wanted = set(roles)
     styles = {role: style for role, style in ROLE_STYLES.items() if role in wanted}
     letters = {style.letter for style in ROLE_STYLES.values()}
-    for number, role in enumerate(sorted(wanted - styles.keys())):
+    free = list(_SPARE_COLOURS)
+    for role in sorted(wanted - styles.keys()):
         choices = [*role.upper(), *"123456789", "?"]
         letter = next(choice for choice in choices if (choice.isalnum() and choice not in letters) or choice == "?")
         letters.add(letter)
-        styles[role] = RoleStyle(colour=_SPARE_COLOURS[number % len(_SPARE_COLOURS)], letter=letter)
+        first = crc32(role.encode()) % len(_SPARE_COLOURS)
+        turns = (*_SPARE_COLOURS[first:], *_SPARE_COLOURS[:first])
+        colour = next((colour for colour in turns if colour in free), turns[0])
+        if colour in free:
+            free.remove(colour)
+        styles[role] = RoleStyle(colour=colour, letter=letter)
     return styles

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from workbench.errors import BadInput
+from workbench.named_fields import NamedFields
 
 TRAINING_ENGINES = ("torch", "deepspeed")
 GENERATION_ENGINES = ("transformers", "vllm")
@@ -29,7 +30,7 @@ def at_least(name: str, value: float, least: float, *, strictly: bool = False) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(NamedFields):
     """Settings of a trained role.
 
     engine: "deepspeed" or "torch" (needs nothing more than torch).
@@ -76,7 +77,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class Generation(NamedFields):
     """Settings of the generation engine of the actor.
 
     engine: "vllm" or "transformers" (needs nothing more than transformers).
@@ -113,7 +114,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(NamedFields):
     """How responses are drawn. Every field means the same on every generation engine.
 
     temperature: 0 is greedy; else 0.01 to 2. top_p, top_k, min_p: nucleus, top-k (0: off) and min-p truncation, the

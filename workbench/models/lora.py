@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, MissingDependency
+from workbench.named_fields import NamedFields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ ADAPTER = "default"  # the one adapter of a model, as peft calls it
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRA:
+class LoRA(NamedFields):
     """`wb.Model(name, adapter=wb.LoRA(rank=16))`: train a low-rank adapter, and leave the model itself as it is.
 
     rank: of each change of a weight. alpha: the change is scaled by alpha / rank. targets: last parts of the names of

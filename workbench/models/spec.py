@@ -10,11 +10,12 @@ from typing import Any
 from workbench.engines.settings import DTYPES, Generation, Training, one_of
 from workbench.errors import BadInput
 from workbench.models.lora import LoRA
+from workbench.named_fields import NamedFields
 from workbench.placement import TRAINED_ROLES
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(NamedFields):
     """One role's model and how it computes. What is None is taken from the workbench's defaults.
 
     name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
