@@ -151,7 +151,7 @@ class NumericWorker(Worker):
 
         def estimate(signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
             """Token rewards, advantages and returns."""
-            scores = _padded(batch, signal.scores)
+            scores = self._scores(batch, signal.scores)
             mean(signal.scores, scores, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
             if overlong_buffer and signal is REWARD:
@@ -171,7 +171,7 @@ class NumericWorker(Worker):
             if estimator == "reinforce_pp":
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
             if estimator == "remax":
-                baseline_B = _summed(_padded(batch, signal.baseline))
+                baseline_B = _summed(self._scores(batch, signal.baseline))
                 mean(signal.baseline, baseline_B, len(batch))
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
             if estimator == "reinforce_pp_baseline":
@@ -202,6 +202,29 @@ class NumericWorker(Worker):
             columns={name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()},
             metrics=metrics,
         )
+
+    def _scores(self, batch: Shard, name: str) -> Tensor:
+        """A column of scores, [rows] or [rows, response tokens], finite on all ranks; else every rank raises."""
+        column = batch.columns[name]
+        if isinstance(column, list):
+            kinds = ", ".join(sorted({type(value).__name__ for value in column}))
+            raise BadInput(
+                f"column {name!r} is a list of {kinds or 'Python objects'}",
+                "scores are a Tensor [rows], or a Ragged with one number a response token",
+                f"make the column of torch.tensor([float(x) for x in batch.fetch([{name!r}])[{name!r}]])",
+            )
+        finite = [bool(row.isfinite().all()) for row in (column.rows() if isinstance(column, Ragged) else column)]
+        wrong = next((int(row) for row, fine in zip(batch.rows, finite, strict=True) if not fine), -1)
+        # a rank that raised alone would leave the others waiting for its part of the whitening
+        found = torch.cat(self.context.communicator.all_gather(torch.tensor([wrong]))).tolist()
+        rank = next((rank for rank, row in enumerate(found) if row >= 0), None)
+        if rank is not None:
+            raise BadInput(
+                f"{name!r} of row {found[rank]} on rank {rank} is not finite",
+                "one NaN or infinity would become the advantage of every row",
+                f"look at batch.df([{name!r}], rows=[{found[rank]}]), and replace or leave out that row",
+            )
+        return column.pad() if isinstance(column, Ragged) else column
 
     @staticmethod
     def _token_rewards(
@@ -257,14 +280,6 @@ def _numbers(batch: Shard, name: str) -> Tensor:
     column = batch.columns[name]
     assert isinstance(column, Tensor), name
     return column
-
-
-def _padded(batch: Shard, name: str) -> Tensor:
-    """A column of scores: [rows], or [rows, response tokens]."""
-    column = batch.columns[name]
-    scores = column.pad() if isinstance(column, Ragged) else column
-    assert isinstance(scores, Tensor)
-    return scores
 
 
 def _summed(scores: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""Values that would make a wrong result without a word are refused, and the message names them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.dataflow.columns import Ragged
+from workbench.errors import BadInput, StageError
+from workbench.models import load_tokenizer, resolve
+from workbench.workers.calls import Output, Shard
+from workbench.workers.roles.actor import ActorWorker
+
+
+class Measuring(ActorWorker):
+    @wb.register("DP_PROTO", reads=("prompt_ids",), writes=("twice",))
+    def measure(self, batch: Shard, *, metric: Any = 1.0) -> Output:
+        return Output(columns={"twice": torch.zeros(len(batch))}, metrics={"found": metric})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models = {"actor": wb.Model(TINY, worker=Measuring), "critic": TINY, "reference": TINY, "reward": vowels}
+    with tiny_lab("values", tmp_path_factory.mktemp("runs"), backend="inline", models=models) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def batch(lab: wb.Workbench) -> wb.Batch:
+    return lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4))
+
+
+def test_a_batch_of_another_tokenizer(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
+    folder = tmp_path / "other-tokenizer"
+    shutil.copytree(resolve(TINY), folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["a token more"])
+    tokenizer.save_pretrained(folder)
+    path = batch.save(tmp_path / "rollouts")
+    scores = batch.select("rewards").save(tmp_path / "scores")
+    with tiny_lab("other-tokens", tmp_path, backend="inline", models={"actor": folder}) as other:
+        with pytest.raises(BadInput, match=f"of '{TINY}'.*this workbench has those of '.*other-tokenizer'"):
+            other.load(path)
+        assert other.load(scores).rows == 4  # no tokens in it
+    assert lab.load(path).rows == 4
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6])
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "chosen_ids", "rejected_ids"])
+def test_a_token_id_that_is_none(lab: wb.Workbench, name: str, token_id: int) -> None:
+    with pytest.raises(BadInput, match=f"'{name}' has token id {token_id} in row 1.*ids 0 to"):
+        lab.put({name: Ragged.of([[1, 2], [3, token_id]], torch.int64)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_pp", "remax"])
+def test_rewards_that_are_not_finite(lab: wb.Workbench, batch: wb.Batch, value: float, estimator: str) -> None:
+    table = lab.critic.compute_values(lab.actor.compute_log_prob(batch)).fetch()
+    table["prompt_uid"], table["baseline_rewards"] = torch.tensor([0, 0, 1, 1]), torch.zeros(4)
+    table["rewards"] = torch.tensor([0.0, 1.0, value, 1.0])
+    with pytest.raises(BadInput, match="'rewards' of row 2 on rank 0 is not finite"):
+        lab.compute_advantages(lab.put(table), estimator=estimator)
+
+
+def test_rewards_that_are_text(lab: wb.Workbench, batch: wb.Batch) -> None:
+    table = lab.critic.compute_values(batch).fetch()
+    table["rewards"] = ["good", "bad", "good", "bad"]
+    with pytest.raises(BadInput, match="column 'rewards' is a list of str"):
+        lab.compute_advantages(lab.put(table))
+
+
+def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> None:
+    lab.actor.measure(batch, metric=2.5)
+    assert lab.last_metrics["measure"]["found"] == 2.5
+    with pytest.raises(StageError, match=r"actor\.measure.*metric 'found' is 'much', a str"):
+        lab.actor.measure(batch, metric="much")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (lambda batch: batch.df(["rewards"]), r"put\(DataFrame\).*dict of columns.*torch\.tensor"),
+        (lambda batch: {"a": torch.tensor(3.0)}, "column 'a' is a tensor without axes"),
+        (lambda batch: {"a": torch.zeros(3).numpy()}, "column 'a' is a ndarray.*from_numpy"),
+        (lambda batch: 7, r"put\(7\)"),
+    ],
+)
+def test_what_is_no_table(lab: wb.Workbench, batch: wb.Batch, table: Callable[[wb.Batch], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        lab.put(table(batch))
