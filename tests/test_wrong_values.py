@@ -95,3 +95,27 @@ def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> Non
 def test_what_is_no_table(lab: wb.Workbench, batch: wb.Batch, table: Callable[[wb.Batch], Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         lab.put(table(batch))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=500), "max_new_tokens=500.*=192"),
+        (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", kl_coefficient=-1), "kl_coefficient=-1"),
+        (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", gamma="1"), "gamma='1'.*a number"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, samples=1.5), "samples=1.5.*whole number"),
+        (lambda lab, batch: wb.Training(minibatches=1.5), "minibatches=1.5.*whole number"),  # type: ignore[arg-type]
+        (lambda lab, batch: wb.Training(minibatches=True), "minibatches=True.*whole number"),
+        (lambda lab, batch: wb.Training(warmup_steps=-1), "warmup_steps=-1"),
+    ],
+)
+def test_numbers(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        call(lab, batch)
+
+
+@pytest.mark.parametrize("epochs", [1.5, True, "2"])
+def test_epochs_are_whole(lab: wb.Workbench, batch: wb.Batch, epochs: Any) -> None:
+    scored = lab.compute_advantages(lab.actor.compute_log_prob(batch), estimator="reinforce_pp")
+    with pytest.raises(BadInput, match=r"epochs=.*whole number"):
+        lab.actor.update_actor(scored, epochs=epochs)

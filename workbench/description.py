@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.engines.settings import Generation, Training, at_least, one_of
+from workbench.engines.settings import Generation, Training, one_of, whole
 from workbench.errors import BadInput, MissingDependency
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
@@ -125,7 +125,7 @@ class Description:
         return actor is not None and actor.adapter is not None and "reference" not in self.models
 
     def _check(self) -> None:
-        at_least("devices", self.devices, 1)
+        whole("devices", self.devices, 1)
         if self.placement.devices > self.devices:
             what = "slots (shares of its cores)" if self.device == "cpu" else "GPUs"
             raise BadInput(

@@ -14,6 +14,8 @@ predicts t.
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,8 @@ def tokenwise(mask_BT: Tensor) -> None:
 
 def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
     """Raise `BadInput` unless low <= value <= high."""
+    if not isinstance(value, numbers.Real):
+        raise BadInput(f"{name}={value!r}", "must be a number")
     if not low <= value <= high:
         raise BadInput(f"{name}={value!r}", f"must lie in [{low}, {high}]")
 

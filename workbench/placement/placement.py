@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from workbench.engines.settings import at_least
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 from workbench.placement.layout import Layout
 
@@ -29,7 +29,7 @@ class Pool:
     roles: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        at_least(f"pool {self.name!r}: devices", self.devices, 1)
+        whole(f"pool {self.name!r}: devices", self.devices, 1)
         if not self.name.isidentifier():
             raise BadInput(f"pool name {self.name!r}", "must be a plain identifier, such as 'policy'")
         for role in self.roles:

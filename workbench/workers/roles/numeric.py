@@ -17,6 +17,7 @@ from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.algorithms.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.algorithms.macro_actions import macro_gae
 from workbench.dataflow.columns import Ragged
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 from workbench.workers.calls import Mean, Metrics, Output, SampleSize, Shard
 from workbench.workers.operation import register
@@ -81,9 +82,10 @@ def _check(arguments: Mapping[str, Any]) -> None:
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']}",
             "values continue a response that was cut: gae's, token by token",
         )
+    within("kl_coefficient", arguments["kl_coefficient"], 0)
     if arguments["multiplier"] is not None:
         within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
-    within("macro_tokens", arguments["macro_tokens"], 1)
+    whole("macro_tokens", arguments["macro_tokens"])
     if arguments["macro_tokens"] > 1 and arguments["estimator"] != "gae":
         raise BadInput(
             f"macro_tokens={arguments['macro_tokens']} with estimator={arguments['estimator']!r}",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.algorithms.preference import pairwise_loss
 from workbench.dataflow.columns import Column, Ragged
-from workbench.engines.settings import at_least
+from workbench.engines.settings import at_least, whole
 from workbench.engines.training import TrainingEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput, RewardError
@@ -39,7 +39,7 @@ OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given besid
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    at_least("concurrency", arguments["concurrency"], 1)
+    whole("concurrency", arguments["concurrency"], 1)
     at_least("timeout_s", arguments["timeout_s"], 0, strictly=True)
     function = arguments["function"]
     if function is None:
@@ -61,7 +61,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_epochs(arguments: Mapping[str, Any]) -> None:
-    at_least("epochs", arguments["epochs"], 1)
+    whole("epochs", arguments["epochs"], 1)
 
 
 class RewardWorker(ModelWorker):
