@@ -24,13 +24,6 @@ def response_room(
     """Most tokens that each response may have. Raises `BadInput`, naming the row, before any work is done."""
     if len(seeds) != len(prompt_ids):
         raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
-    if sampling.max_new_tokens >= settings.max_model_tokens:
-        raise BadInput(
-            f"max_new_tokens={sampling.max_new_tokens}",
-            f"prompt and response share Generation.max_model_tokens={settings.max_model_tokens}: no response could "
-            "be that long",
-            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
-        )
     for row, ids in enumerate(prompt_ids):
         if not len(ids):
             raise BadInput(f"prompt {row} is empty", "a prompt has at least one token", "start it with the BOS token")

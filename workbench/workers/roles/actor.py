@@ -21,7 +21,7 @@ from workbench.algorithms.preference import dpo_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import Sampling, at_least, whole
+from workbench.engines.settings import Generation, Sampling, at_least, whole
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
@@ -64,6 +64,17 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
     return Sampling(**settings)
+
+
+def _check_length(sampling: Sampling, generation: Generation | None) -> None:
+    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word."""
+    assert generation is not None
+    if sampling.max_new_tokens >= generation.max_model_tokens:
+        raise BadInput(
+            f"max_new_tokens={sampling.max_new_tokens}",
+            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
+            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
+        )
 
 
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -228,6 +239,7 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
             concurrency=concurrency,
             timeout_s=timeout_s,
         )
+        _check_length(sampling, self.spec.generation)
         metrics = self._sync()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
