@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from workbench.dataflow.carrier import carry, columns_of, rows_at
 from workbench.dataflow.columns import Ragged
 from workbench.errors import BadInput, StageError
 from workbench.models import load_tokenizer, resolve
 from workbench.workers.calls import Output, Shard
 from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.roles.critic import CriticWorker
 
 
 class Measuring(ActorWorker):
@@ -119,3 +122,89 @@ def test_epochs_are_whole(lab: wb.Workbench, batch: wb.Batch, epochs: Any) -> No
     scored = lab.compute_advantages(lab.actor.compute_log_prob(batch), estimator="reinforce_pp")
     with pytest.raises(BadInput, match=r"epochs=.*whole number"):
         lab.actor.update_actor(scored, epochs=epochs)
+
+
+class Mute:
+    def reset(self, prompt: str) -> None: ...
+
+
+class Deaf:
+    def step(self) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+class Demanding:
+    def reset(self, goal: str) -> None: ...
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lab, b: lab.actor.generate_sequences(b, environment=Mute), "environment Mute has no method step"),
+        (
+            lambda lab, b: lab.actor.generate_sequences(b, environment=Deaf),
+            r"step\(self.*of environment Deaf: too many",
+        ),
+        (
+            lambda lab, b: lab.actor.generate_sequences(b, environment=Demanding),
+            r"environment Demanding raised TypeError.*missing.*'goal'; the row has prompt, answer",
+        ),
+        (lambda lab, b: lab.lineage("batch3 v7"), "no batch 'batch3 v7' in the store"),
+        (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*algorithms by name"),
+        (lambda lab, b: lab.compare(b.df(), {}), r"compare\(DataFrame\)"),
+        (lambda lab, b: lab.report("x", {"a": "b"}), "metric 'a' is 'b'"),
+        (lambda lab, b: lab.report("x", 3), "metrics=3.*numbers by name"),
+        (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),
+        (lambda lab, b: wb.DPO(lab, "pairs.jsonl"), r"lab\.pairs\(source\)"),  # type: ignore[arg-type]
+        (
+            lambda lab, b: wb.SFT(lab, lab.demonstrations([{"prompt": "a", "response": "b"}]), rows=4),
+            "rows=4 of .*rows=1",
+        ),
+    ],
+)
+def test_calls(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
+    with pytest.raises(wb.errors.WorkbenchError, match=message):
+        call(lab, batch)
+
+
+def test_lineage_by_name(lab: wb.Workbench, batch: wb.Batch) -> None:
+    assert lab.lineage(batch.id).equals(lab.lineage(batch))
+    assert set(lab.lineage(batch)["stage"]) >= {"reward.compute_reward", "actor.generate_sequences", "prompts"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wb.Placement.of({"a": (["actor"], 1)}), r"pool 'a': \(\['actor'\], 1\).*\(devices, roles\)"),  # type: ignore[dict-item]
+        (lambda: wb.Placement.of({"a": (1, "actor")}), r"\(devices, roles\)"),
+        (lambda: wb.Correction(low=0.5), r"low=0\.5 with bound='truncate'.*bound='mask'"),
+        (lambda: wb.protocol("FIRST", collect=[0]), r"collect=\[0\].*function of the layout"),  # type: ignore[arg-type]
+        (lambda: wb.Model(TINY, training={"engine": "torch"}), r"wb\.Training\(engine='torch'\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": {"actor": wb.Model(TINY, worker=CriticWorker)}}, "worker of critic.*derive it from ActorWorker"),
+        ({"models": {"actor": wb.Model(TINY, worker=dict)}}, "a class derived from the role's, ActorWorker"),
+        ({"models": {"actor": TINY}, "training": {"engine": "torch"}}, r"training=.*wb\.Training\(engine='torch'\)"),
+    ],
+)
+def test_openings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        wb.open("wrong", backend="inline", **options)
+
+
+def test_positions_from_shared_memory_are_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    positions = np.array([2, 0])
+    positions.flags.writeable = False
+    assert columns_of(rows_at(carry({"a": torch.arange(3)}), positions))["a"].tolist() == [2, 0]  # type: ignore[union-attr]
+    assert not recwarn.list

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -255,6 +256,10 @@ class Workbench(Views):
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
         afterwards the roles are as before.
         """
+        if not isinstance(arms, Mapping):
+            raise BadInput(f"arms={arms!r:.60}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
+        if not isinstance(batch, Batch):
+            raise BadInput(f"compare({type(batch).__name__})", "its first argument is a batch", "lab.prompts.next(n)")
         return compare(self, batch, arms)
 
     def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
@@ -313,9 +318,9 @@ class Workbench(Views):
         self.store.release(name.id if isinstance(name, Batch) else name)
         self._release()
 
-    def lineage(self, batch: Batch) -> pd.DataFrame:
-        """A batch and all that it was made of, newest first."""
-        return self.store.lineage(batch.id)
+    def lineage(self, batch: Batch | str) -> pd.DataFrame:
+        """A batch, itself or by name as in `batch`, and all that it was made of, newest first."""
+        return self.store.lineage((batch if isinstance(batch, Batch) else self.batch(batch)).id)
 
     @staticmethod
     def apply(function: Callable[..., Any], *batches: Batch, **kwargs: Any) -> Any:
@@ -324,7 +329,12 @@ class Workbench(Views):
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
         """Record what a function that is a stage has to tell, beside the metrics of the operations."""
-        values = MetricValues(metrics)
+        if not isinstance(metrics, Mapping):
+            raise BadInput(f"metrics={metrics!r:.60}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
+        for name, value in metrics.items():
+            if not isinstance(value, numbers.Real):
+                raise BadInput(f"metric {name!r} is {value!r:.60}", "a metric is a number", "float(value)")
+        values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self._run_number, self.iteration, values)
         self.last_metrics[stage] = values
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.algorithms.loop import Algorithm
+from workbench.example_stream import ExampleStream
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
-    from workbench.example_stream import ExampleStream
 
 
 @dataclass
@@ -29,7 +29,7 @@ class DPO(Algorithm):
 
     def __post_init__(self) -> None:
         self.need("actor", "reference")
-        self.pairs.need("pairs")
+        ExampleStream.check(self.pairs, "pairs", self.rows)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -202,6 +203,8 @@ class Sampling:
                 "must make an environment when called: a class with step(response), or a function that returns one",
                 "give the class, not an instance: each sample has an environment of its own",
             )
+        if isinstance(self.environment, type):
+            _check_environment(self.environment)
         whole("max_turns", self.max_turns, 1)
         whole("concurrency", self.concurrency, 1)
         at_least("timeout_s", self.timeout_s, 0, strictly=True)
@@ -210,3 +213,24 @@ class Sampling:
     def token_ids(self) -> list[int]:
         """All token ids that it names."""
         return [*self.stop_token_ids, *(self.logit_bias or ())]
+
+
+def _check_environment(environment: type) -> None:
+    """Raise `BadInput` for a class whose `step` is not there or does not take a response."""
+    step = getattr(environment, "step", None)
+    if not callable(step):
+        raise BadInput(
+            f"environment {environment.__name__} has no method step",
+            "step(response) answers each turn of the policy with (observation, reward, done)",
+            "def step(self, response): return observation, 0.0, True",
+        )
+    try:
+        inspect.signature(step).bind("self", "response")
+    except TypeError as error:
+        raise BadInput(
+            f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
+            "it is called with the text of one turn and nothing else",
+            "def step(self, response): return observation, 0.0, True",
+        ) from None
+    except ValueError:  # one that does not say what it takes
+        return

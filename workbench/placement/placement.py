@@ -71,6 +71,13 @@ class Placement:
 
         layouts: `{"actor": (1, 2, 2)}`, see `Placement`.
         """
+        example = 'Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})'
+        if not isinstance(pools, Mapping):
+            raise BadInput(f"pools={pools!r:.60}", "pools by name", f"write {example}")
+        for name, pool in pools.items():
+            pair = isinstance(pool, Sequence) and len(pool) == 2 and not isinstance(pool[1], str)
+            if not pair or not isinstance(pool[1], Iterable):
+                raise BadInput(f"pool {name!r}: {pool!r}", "a pool is (devices, roles)", f"write {example}")
         made = tuple(Pool(name, devices, tuple(roles)) for name, (devices, roles) in pools.items())
         return cls(made, layouts or {})
 

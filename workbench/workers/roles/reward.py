@@ -164,8 +164,8 @@ class RewardWorker(ModelWorker):
     def compute_pair_rewards(self, batch: Shard) -> Output:
         """Columns `chosen_rewards`, `rejected_rewards` [rows]: the scores of both answers of each pair.
 
-        Metrics: what `update_reward` says, without an update, and `accuracy/low`, `accuracy/high`: bounds of the
-        accuracy's 95 % interval.
+        Metrics, in `lab.last_metrics["compute_pair_rewards"]`: what `update_reward` says, without an update, and
+        `accuracy/low`, `accuracy/high`: bounds of the accuracy's 95 % interval.
         """
         return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
 
