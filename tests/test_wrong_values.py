@@ -157,7 +157,7 @@ class Demanding:
         (lambda lab, b: lab.compare(b.df(), {}), r"compare\(DataFrame\)"),
         (lambda lab, b: lab.report("x", {"a": "b"}), "metric 'a' is 'b'"),
         (lambda lab, b: lab.report("x", 3), "metrics=3.*numbers by name"),
-        (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),
+        (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),  # type: ignore[arg-type]
         (lambda lab, b: wb.DPO(lab, "pairs.jsonl"), r"lab\.pairs\(source\)"),  # type: ignore[arg-type]
         (
             lambda lab, b: wb.SFT(lab, lab.demonstrations([{"prompt": "a", "response": "b"}]), rows=4),
