@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,13 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+from torch import Tensor
 
 from workbench import registry
 from workbench.dataflow import files
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.branch import Comparison, compare, kept
 from workbench.dataflow.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
-from workbench.dataflow.columns import Table, describe, nbytes
+from workbench.dataflow.columns import Ragged, Table, describe, nbytes
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch, group_pulls
 from workbench.dataflow.references import Column, ShardCounts
@@ -56,6 +58,7 @@ from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.views import Views
+from workbench.vocabulary import Vocabulary
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
 from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
 from workbench.workers.cluster import stop_idle_head
@@ -86,7 +89,9 @@ class Workbench(Views):
         self._infos = description.hosts(run_folder)
         self._id = secrets.token_hex(4)  # of this controller: two never give a shard the same name
         self._counts = ShardCounts()
-        self._tokenizer = load_tokenizer(_name(description.models[description.lead]))
+        lead_name = _name(description.models[description.lead])
+        self._tokenizer = load_tokenizer(lead_name)
+        self.vocabulary = Vocabulary(lead_name, self._tokenizer)
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
         self._stage_name = ""
@@ -251,6 +256,10 @@ class Workbench(Views):
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
         afterwards the roles, and where the prompts stand, are as before.
         """
+        if not isinstance(arms, Mapping):
+            raise BadInput(f"arms={arms!r:.60}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
+        if not isinstance(batch, Batch):
+            raise BadInput(f"compare({type(batch).__name__})", "its first argument is a batch", "lab.prompts.next(n)")
         return compare(self, batch, arms)
 
     def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
@@ -309,9 +318,9 @@ class Workbench(Views):
         self.store.release(name.id if isinstance(name, Batch) else name)
         self._release()
 
-    def lineage(self, batch: Batch) -> pd.DataFrame:
-        """A batch and all that it was made of, newest first."""
-        return self.store.lineage(batch.id)
+    def lineage(self, batch: Batch | str) -> pd.DataFrame:
+        """A batch, itself or by name as in `batch`, and all that it was made of, newest first."""
+        return self.store.lineage((batch if isinstance(batch, Batch) else self.batch(batch)).id)
 
     @staticmethod
     def apply(function: Callable[..., Any], *batches: Batch, **kwargs: Any) -> Any:
@@ -320,7 +329,12 @@ class Workbench(Views):
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
         """Record what a function that is a stage has to tell, beside the metrics of the operations."""
-        values = MetricValues(metrics)
+        if not isinstance(metrics, Mapping):
+            raise BadInput(f"metrics={metrics!r:.60}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
+        for name, value in metrics.items():
+            if not isinstance(value, numbers.Real):
+                raise BadInput(f"metric {name!r} is {value!r:.60}", "a metric is a number", "float(value)")
+        values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self._run_number, self.iteration, values)
         self.last_metrics[stage] = values
 
@@ -591,7 +605,8 @@ class Workbench(Views):
         table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
         `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
         """
-        found: Table = table if isinstance(table, dict) else columns_of(table)
+        found = _as_table(table)
+        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
@@ -617,9 +632,10 @@ class Workbench(Views):
     def load(self, path: str | Path) -> Batch:
         """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
 
-        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch.
+        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
+        with token ids of another tokenizer.
         """
-        meta, tables = files.read(path)
+        meta, tables = files.read(path, self.vocabulary)
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
         return Batch.concat(parts) if len(parts) > 1 else parts[0]
 
@@ -667,6 +683,29 @@ class Workbench(Views):
             due.setdefault(shard.host, []).append(shard.key)
         for host, keys in due.items():
             self._backend.ask(host, "release", keys)
+
+
+def _as_table(table: Any) -> Table:
+    """The columns of what a user puts, each of which has rows."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):
+        raise BadInput(
+            f"put({type(table).__name__})",
+            "a table is a dict of columns, or a TensorDict",
+            "write {'rewards': torch.tensor(df['rewards'].to_numpy()), 'text': df['text'].tolist()}; token ids are "
+            "Ragged.of(df['prompt_ids'].tolist(), torch.int64)",
+        )
+    if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
+        raise BadInput(f"put({table!r:.60})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
+    found: Table = dict(table) if isinstance(table, Mapping) else columns_of(table)
+    for name, column in found.items():
+        if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
+            what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
+            raise BadInput(
+                f"put(): column {name!r} is {what}",
+                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
+                "turn an array into a tensor with torch.from_numpy(array); give one value a row",
+            )
+    return found
 
 
 def _name(model: Model) -> str | Path:

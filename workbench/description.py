@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.engines.settings import Generation, Training, at_least, one_of
+from workbench.engines.settings import Generation, Training, one_of, whole
 from workbench.errors import BadInput, MissingDependency
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
-from workbench.models.spec import Model
+from workbench.models.spec import Model, check_settings
 from workbench.placement import ROLES, Layout, Placement, check_role
 from workbench.workers.calls import HostInfo
+from workbench.workers.roles import ROLE_WORKERS
+from workbench.workers.worker import Worker
 
 BACKENDS = ("ray", "inline")
 ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft"}
@@ -76,6 +78,8 @@ class Description:
             check_role(role)
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
+        check_settings("training", training, Training)
+        check_settings("generation", generation, Generation)
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
         filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
         if all(model.name is None for model in filled.values()):
@@ -125,7 +129,7 @@ class Description:
         return actor is not None and actor.adapter is not None and "reference" not in self.models
 
     def _check(self) -> None:
-        at_least("devices", self.devices, 1)
+        whole("devices", self.devices, 1)
         if self.placement.devices > self.devices:
             what = "slots (shares of its cores)" if self.device == "cpu" else "GPUs"
             raise BadInput(
@@ -141,6 +145,7 @@ class Description:
                 "the inline backend runs everything in the kernel, on one device",
                 "use Placement.colocate(devices=1), or backend='ray'",
             )
+        self._check_workers()
         self._check_layouts()
         self._check_installed()
         self._check_models()
@@ -183,6 +188,26 @@ class Description:
                     f"{package} is not installed",
                     "this workbench asks for it",
                     f"pip install '{INSTALL[package]}', or use {INSTEAD[package]}",
+                )
+
+    def _check_workers(self) -> None:
+        """A role's worker is one of its own kind: a subclass of its class, or one that is of no role."""
+        for role, model in self.models.items():
+            worker, own = model.worker, ROLE_WORKERS[role]
+            if worker is None:
+                continue
+            if not isinstance(worker, type) or not issubclass(worker, Worker):
+                raise BadInput(
+                    f"models[{role!r}] with worker={worker!r:.60}",
+                    f"a worker is a class derived from the role's, {own.__name__}",
+                    f"class Mine({own.__name__}): ...",
+                )
+            others = [name for name, kind in ROLE_WORKERS.items() if issubclass(worker, kind)]
+            if others and not issubclass(worker, own):
+                raise BadInput(
+                    f"models[{role!r}] with worker={worker.__name__}",
+                    f"that is a worker of {' or '.join(others)}",
+                    f"derive it from {own.__name__}",
                 )
 
     def _check_models(self) -> None:

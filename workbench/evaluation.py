@@ -13,7 +13,7 @@ from workbench.algorithms.pass_at_k import pass_at_k
 from workbench.dataflow.aside import aside
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.prompts import PromptRow, Prompts
-from workbench.engines.settings import Sampling, at_least
+from workbench.engines.settings import Sampling, whole
 from workbench.errors import BadInput
 from workbench.prompt_stream import check_room, prompt_table
 
@@ -37,7 +37,7 @@ def evaluate(
     """The frame of `Workbench.evaluate`."""
     import pandas as pd
 
-    at_least("samples", samples, 1)
+    whole("samples", samples, 1)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise BadInput(f"sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
     if "reward" not in lab.groups:
@@ -103,7 +103,7 @@ def _rows(lab: Workbench, source: Any, n: int | None) -> list[PromptRow]:
     prompts = Prompts(**{"shuffle": False, "seed": lab.seed, **options}, tokenizer=lab._tokenizer)
     check_room(prompts, lab.description.models["actor"].generation)
     if n is not None:
-        at_least("n", n, 1)
+        whole("n", n, 1)
     return prompts.next(len(prompts) if n is None else min(n, len(prompts)))
 
 

@@ -11,6 +11,7 @@ import torch
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.examples import Examples, Kind, Tokenized
 from workbench.dataflow.sources import Source
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ExampleStream:
         pairs = lab.pairs("pairs.jsonl", held_out=200)
         batch = pairs.next(64)
         lab.reward.compute_pair_rewards(pairs.held_out)
+        lab.last_metrics["compute_pair_rewards"]  # the accuracy on them
 
     options: as of `Examples`. len() is the number of rows in one epoch.
     """
@@ -58,10 +60,18 @@ class ExampleStream:
         """The columns of its batches."""
         return (*self.examples.columns, "prompt_uid")
 
-    def need(self, kind: Kind) -> None:
-        """Raise `BadInput` unless it draws rows of that kind."""
-        if self.examples.kind != kind:
-            raise BadInput(f"{self!r}", f"{kind} are needed", f"make them with lab.{kind}(source)")
+    @staticmethod
+    def check(stream: Any, kind: Kind, rows: int) -> None:
+        """Raise `BadInput` unless `stream` is one that draws rows of that kind, and can draw so many different ones."""
+        if not isinstance(stream, ExampleStream) or stream.examples.kind != kind:
+            raise BadInput(f"{stream!r:.60}", f"{kind} are needed", f"make them with lab.{kind}(source)")
+        whole("rows", rows)
+        if rows > len(stream):
+            raise BadInput(
+                f"rows={rows} of {stream!r}",
+                f"a batch has each row once, and it has {len(stream)} to train on",
+                f"give more data, or rows={len(stream)}",
+            )
 
     def __len__(self) -> int:
         return len(self.examples.training)

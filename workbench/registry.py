@@ -96,7 +96,11 @@ def get(name: str) -> Record:
     record = find(name)
     if record is None:
         names = ", ".join(record.name for record in records())
-        raise NotFound(f"no workbench named {name!r}", f"there are: {names or 'none'}", "open one with wb.open(...)")
+        raise NotFound(
+            f"no workbench named {name!r}",
+            f"there are: {names or 'none'}; one with backend='inline' is known only to the process that opened it",
+            "open one with wb.open(...)",
+        )
     return record
 
 

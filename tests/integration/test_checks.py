@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.workers.calls import Output
+from workbench.workers.calls import Output, as_metrics
 from workbench.workers.roles.actor import ActorWorker
 
 SHORT = wb.Sampling(max_new_tokens=6)
@@ -45,7 +45,7 @@ class Lazy(ActorWorker):
     def update(self, *terms: Any, **arguments: Any) -> Output:
         before = self.engine.state_dict()
         output = super().update(*terms, **arguments)
-        if self.context.host.rank == 1 and output.metrics["optimizer_steps"].value > before["steps"]:
+        if self.context.host.rank == 1 and as_metrics(output.metrics)["optimizer_steps"].value > before["steps"]:
             self.engine.load_state_dict(before)
         return output
 

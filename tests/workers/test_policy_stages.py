@@ -106,7 +106,7 @@ class TestAdvantages:
             log = (a - b).double()
             each = {"sequence": log.sum(), "geometric": log.mean(), "token": log}[correction.level].exp().expand(len(a))
             kept = each.clamp(max=correction.high)
-            if correction.bound == "mask":
+            if correction.low is not None:
                 kept = torch.where((each >= correction.low) & (each <= correction.high), each, 0.0)
             bounded += int((kept != each).sum())
             squares.append((kept**2).sum())

@@ -231,7 +231,7 @@ def test_algorithms_run_their_lines(lab: wb.Workbench) -> None:
     with pytest.raises(BadInput, match=r"RewardModeling\.role='critic'"):
         wb.RewardModeling(lab, pairs, role="critic")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="would read column 'ref_chosen_log_prob'"):
-        wb.DPO(lab, pairs).remove("compute_ref_pair_log_prob")
+        wb.DPO(lab, pairs, rows=3).remove("compute_ref_pair_log_prob")
 
 
 def test_what_is_missing_is_named(lab: wb.Workbench, tmp_path: Path) -> None:

@@ -29,14 +29,14 @@ class Correction:
     bound: "truncate": min(w, high), truncated importance sampling (TIS, Yao et al. 2025,
         https://fengyao.notion.site/off-policy-rl; for sequences Liu, Li et al. 2025, https://richardli.xyz/rl-collapse);
         "mask": w where low <= w <= high, else 0 (IcePop, Ring-1T, https://arxiv.org/abs/2510.18855).
-    low, high: the bounds; `low` is for "mask" alone.
+    low, high: the bounds; `low` is for "mask" alone, None: 0.5.
     reference_size: the effective sample size from which on a step is taken whole; below it the learning rate of the
         minibatch is scaled down, see `step_scale` (VCPO). None: the rate is left alone.
     """
 
     level: Level = "token"
     bound: Bound = "truncate"
-    low: float = 0.5
+    low: float | None = None
     high: float = 2.0
     reference_size: float | None = None
 
@@ -44,10 +44,21 @@ class Correction:
         for name, value, choices in (("level", self.level, get_args(Level)), ("bound", self.bound, get_args(Bound))):
             if value not in choices:
                 raise BadInput(f"Correction.{name}={value!r}", f"must be one of {', '.join(map(repr, choices))}")
-        within("Correction.low", self.low, 0.0, 1.0)
+        if self.bound == "truncate" and self.low is not None:
+            raise BadInput(
+                f"Correction.low={self.low!r} with bound='truncate'",
+                "a truncated weight has no lower bound",
+                "leave it out, or use bound='mask'",
+            )
+        within("Correction.low", self.lowest, 0.0, 1.0)
         within("Correction.high", self.high, 1.0)
         if self.reference_size is not None:
             step_scale(1.0, self.reference_size)  # what the step would refuse is refused now
+
+    @property
+    def lowest(self) -> float:
+        """`low`, or what stands for it."""
+        return 0.5 if self.low is None else self.low
 
 
 class CorrectionWeights(NamedTuple):
@@ -89,7 +100,7 @@ def correct(
     weight_BT = log_weights(old_log_prob_BT, rollout_log_prob_BT, mask_BT, correction.level).exp()
     bounded_BT = weight_BT > correction.high
     if correction.bound == "mask":
-        bounded_BT = bounded_BT | (weight_BT < correction.low)
+        bounded_BT = bounded_BT | (weight_BT < correction.lowest)
         weight_BT = torch.where(bounded_BT, 0.0, weight_BT)
     mask_BT = mask_BT.bool()
     weight_BT = torch.where(mask_BT, weight_BT.clamp(max=correction.high), 0.0)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.algorithms.loop import Algorithm
+from workbench.example_stream import ExampleStream
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
-    from workbench.example_stream import ExampleStream
 
 
 @dataclass
@@ -28,8 +28,8 @@ class DPO(Algorithm):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        self.pairs.need("pairs")
         self.need("actor", "reference")
+        ExampleStream.check(self.pairs, "pairs", self.rows)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import one_of
+from workbench.example_stream import ExampleStream
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
-    from workbench.example_stream import ExampleStream
 
 
 @dataclass
@@ -19,8 +19,10 @@ class RewardModeling(Algorithm):
 
     role: "reward", or "cost" for a model that gives the chosen answer the lower score. rows: pairs a batch, of
     `Training.minibatches` optimizer steps. epochs: over each batch; `len(pairs) // rows` batches are one epoch of the
-    data. Afterwards: `compute_pair_rewards(pairs.held_out)` for the accuracy, `center` for the level of the scores,
-    `save_model` for `wb.Model(path)`.
+    data. Afterwards: `lab.reward.compute_pair_rewards(pairs.held_out)`, after which
+    `lab.last_metrics["compute_pair_rewards"]` has the accuracy and its bounds (`lab.metrics("compute_pair_rewards")`:
+    those of all calls); `center(pairs.held_out, answers="chosen_ids")` for the level of the scores; `save_model` for
+    `wb.Model(path)`. For a cost, `compute_pair_costs`.
     """
 
     lab: Workbench
@@ -31,8 +33,8 @@ class RewardModeling(Algorithm):
 
     def __post_init__(self) -> None:
         one_of("RewardModeling.role", self.role, ("reward", "cost"))
-        self.pairs.need("pairs")
         self.need(self.role)
+        ExampleStream.check(self.pairs, "pairs", self.rows)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.algorithms.loop import Algorithm
+from workbench.example_stream import ExampleStream
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
-    from workbench.example_stream import ExampleStream
 
 
 @dataclass
@@ -26,8 +26,8 @@ class SFT(Algorithm):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        self.demonstrations.need("demonstrations")
         self.need("actor")
+        ExampleStream.check(self.demonstrations, "demonstrations", self.rows)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.demonstrations.next, n=self.rows)

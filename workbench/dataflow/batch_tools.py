@@ -13,7 +13,7 @@ from workbench.dataflow.balance import balanced_shares
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.location import Location
 from workbench.dataflow.references import Column, Source
-from workbench.engines.settings import at_least
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 from workbench.workers.protocols import minibatch_rows
 
@@ -112,7 +112,7 @@ class BatchTools(ABC):
 
     def split(self, n: int) -> list[Batch]:
         """n batches of consecutive rows, as equally many as can be."""
-        at_least("n", n, 1)
+        whole("n", n, 1)
         if n > self.rows:
             raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
@@ -134,7 +134,7 @@ class BatchTools(ABC):
 
     def shuffle(self, seed: int) -> Batch:
         """The rows in an order that only the seed, and how many there are, decides."""
-        at_least("seed", seed, 0)
+        whole("seed", seed, 0)
         return self.take(np.random.default_rng(seed).permutation(self.rows))
 
     def sort_by(self, column: str, descending: bool = False) -> Batch:
@@ -178,8 +178,8 @@ class BatchTools(ABC):
         Each minibatch keeps its rows, so an update computes the same gradients; which rank has which of them changes.
         Tokens are those of prompt and response; the hosts count them.
         """
-        at_least("ranks", ranks, 1)
-        at_least("minibatches", minibatches, 1)
+        whole("ranks", ranks, 1)
+        whole("minibatches", minibatches, 1)
         cut = minibatch_rows(self.rows, minibatches)
         if len(cut[0]) < ranks:
             raise BadInput(

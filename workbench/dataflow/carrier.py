@@ -75,7 +75,8 @@ def rows_at(carried: TensorDict, positions: np.ndarray) -> TensorDict:
     if side_by_side(positions):
         first, last = int(positions[0]), int(positions[0]) + len(positions)
         return carried if last - first == len(carried) else carried[first:last]
-    return carried[torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64))]
+    # copied: those that came through shared memory are read-only, of which torch warns
+    return carried[torch.from_numpy(np.array(positions, dtype=np.int64))]
 
 
 def end_to_end(parts: Sequence[TensorDict]) -> TensorDict:

@@ -15,7 +15,7 @@ from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.epochs import EpochOrder
 from workbench.dataflow.example_rows import Conversation, Example, demonstration, dialogue, pair
 from workbench.dataflow.sources import Row, Source, read_rows
-from workbench.engines.settings import at_least, one_of
+from workbench.engines.settings import one_of, whole
 from workbench.errors import BadInput
 from workbench.models import render_prompt
 
@@ -71,9 +71,9 @@ class Examples:
         chat: bool | None = None,
     ) -> None:
         one_of("overlong", overlong, ("filter", "cut", "error"))
-        at_least("max_tokens", max_tokens, 2)
-        at_least("held_out", held_out, 0)
-        at_least("seed", seed, 0)
+        whole("max_tokens", max_tokens, 2)
+        whole("held_out", held_out, 0)
+        whole("seed", seed, 0)
         self.kind, self.max_tokens, self.overlong, self.seed, self.shuffle = kind, max_tokens, overlong, seed, shuffle
         self.dropped = self.cut = self.equal = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat

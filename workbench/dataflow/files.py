@@ -5,7 +5,7 @@ A column c of a batch is one or two tensors of the file:
     Ragged   c.values  the rows end to end              c.lengths  [rows] int64
     list     c.values  each row as JSON, end to end     c.lengths  [rows] int64, in bytes of UTF-8
 What else there is to know stands in the file's metadata under "workbench", as JSON: format, rows, columns (the kind of
-each, in order), meta.
+each, in order), meta; and where columns are token ids, whose: name, size and digest of the vocabulary.
 
 Writer and reader hold one column, or one group of rows, of about CHUNK_BYTES in memory. `safetensors.torch.save_file`
 wants all tensors at once, hence a writer of our own; https://github.com/huggingface/safetensors#format
@@ -29,11 +29,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workbench.dataflow.columns import Ragged, Table
+from workbench.dataflow.references import TOKEN_COLUMNS
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:
     from workbench.dataflow.batch import Batch
     from workbench.dataflow.references import Column
+    from workbench.vocabulary import Vocabulary
 
 FORMAT = 1
 CHUNK_BYTES = 64 * 2**20
@@ -74,6 +76,8 @@ def write(path: str | os.PathLike[str], batch: Batch) -> Path:
         "columns": {name: _kind(column) for name, column in batch.columns.items()},
         "meta": {key: json.loads(_json(value, f"meta {key!r}", "")) for key, value in batch.meta.items()},
     }
+    if set(TOKEN_COLUMNS) & set(batch.columns):
+        known["vocabulary"] = batch._source.vocabulary.identity
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         entries: list[_Entry] = []
         for number, (name, column) in enumerate(batch.columns.items()):
@@ -166,8 +170,11 @@ def _json(value: Any, where: str, remedy: str) -> str:
     return json.dumps(value)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Iterator[Table]]:
-    """The meta of a saved batch, and its rows, a group at a time. Raises `BadInput` for any other file."""
+def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str, Any], Iterator[Table]]:
+    """The meta of a saved batch, and its rows, a group at a time.
+
+    Raises `BadInput` for any other file, and for one whose token ids are not those of `vocabulary`.
+    """
     source = Path(path).expanduser()
     if not source.is_file():
         raise BadInput(f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
@@ -182,6 +189,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Iterator[Table]]
     if known["format"] != FORMAT:
         what = f"{str(source)!r} is a batch of format {known['format']}"
         raise BadInput(what, f"this version reads format {FORMAT}", "use the version of workbench that saved it")
+    if "vocabulary" in known:
+        vocabulary.check_identity(known["vocabulary"], repr(str(source)))
     rows, columns = known["rows"], known["columns"]
     lengths = {name: _lengths(file, source, name, rows) for name, kind in columns.items() if kind != "tensor"}
     starts = {name: np.concatenate([[0], np.cumsum(counts.numpy())]).tolist() for name, counts in lengths.items()}

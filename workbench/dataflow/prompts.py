@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.dataflow.epochs import EpochOrder
 from workbench.dataflow.sources import Row, Source, read_rows
-from workbench.engines.settings import at_least, one_of
+from workbench.engines.settings import one_of, whole
 from workbench.errors import BadInput
 from workbench.models import render_prompt
 
@@ -75,7 +75,7 @@ class Prompts:
         chat: bool | None = None,
     ) -> None:
         one_of("overlong", overlong, ("filter", "cut", "error"))
-        at_least("max_prompt_tokens", max_prompt_tokens, 1)
+        whole("max_prompt_tokens", max_prompt_tokens, 1)
         if not isinstance(seed, int) or seed < 0:
             raise BadInput(f"seed={seed!r}", "a seed is a whole number from 0 on")
         self.seed, self.shuffle, self.max_prompt_tokens, self.overlong = seed, shuffle, max_prompt_tokens, overlong

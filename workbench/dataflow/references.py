@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from workbench.dataflow.batch import Batch
+    from workbench.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,17 @@ class Column:
 
 
 class Source(Protocol):
-    """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens; and to note of
-    which batches another was made."""
+    """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens, and whose
+    tokens they are; and to note of which batches another was made."""
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict: ...
 
     def lengths(self, name: str, location: Location) -> np.ndarray: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
 
     def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,10 +24,17 @@ def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 def at_least(name: str, value: float, least: float, *, strictly: bool = False) -> None:
     """Raise `BadInput` unless `value` is at least (or, `strictly`, more than) `least`."""
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise BadInput(f"{name}={value!r}", "must be a number")
     if not (value > least if strictly else value >= least):
         raise BadInput(f"{name}={value!r}", f"must be {'more than' if strictly else 'at least'} {least}")
+
+
+def whole(name: str, value: int, least: int = 1) -> None:
+    """Raise `BadInput` unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise BadInput(f"{name}={value!r}", "must be a whole number")
+    at_least(name, value, least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +74,11 @@ class Training(NamedFields):
         one_of("Training.schedule", self.schedule, ("constant", "linear", "cosine"))
         at_least("Training.learning_rate", self.learning_rate, 0)
         at_least("Training.max_grad_norm", self.max_grad_norm, 0)
-        at_least("Training.minibatches", self.minibatches, 1)
-        at_least("Training.micro_batch_tokens", self.micro_batch_tokens, 1)
+        whole("Training.minibatches", self.minibatches, 1)
+        whole("Training.micro_batch_tokens", self.micro_batch_tokens, 1)
+        whole("Training.warmup_steps", self.warmup_steps, 0)
+        if self.total_steps is not None:
+            whole("Training.total_steps", self.total_steps, 1)
         if self.schedule != "constant" and self.total_steps is None:
             raise BadInput(
                 f"Training.schedule={self.schedule!r} without total_steps",
@@ -99,16 +110,16 @@ class Generation(NamedFields):
 
     def __post_init__(self) -> None:
         one_of("Generation.engine", self.engine, GENERATION_ENGINES)
-        at_least("Generation.tensor_parallel_size", self.tensor_parallel_size, 1)
+        whole("Generation.tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.engine == "transformers" and self.tensor_parallel_size > 1:
             raise BadInput(
                 f"Generation.tensor_parallel_size={self.tensor_parallel_size} with engine='transformers'",
                 "the transformers engine keeps a whole model on each rank",
                 "use engine='vllm', or tensor_parallel_size=1",
             )
-        at_least("Generation.max_model_tokens", self.max_model_tokens, 2)
+        whole("Generation.max_model_tokens", self.max_model_tokens, 2)
         at_least("Generation.kv_cache_gib", self.kv_cache_gib, 0, strictly=True)
-        at_least("Generation.max_rows", self.max_rows, 1)
+        whole("Generation.max_rows", self.max_rows, 1)
         if not 0 < self.gpu_memory_fraction < 1:
             raise BadInput(f"Generation.gpu_memory_fraction={self.gpu_memory_fraction}", "must lie between 0 and 1")
 
@@ -164,7 +175,7 @@ class Sampling(NamedFields):
             raise BadInput(
                 f"temperature={self.temperature}", "must be 0 (greedy) or lie in [0.01, 2]: vLLM samples at no other"
             )
-        at_least("top_k", self.top_k, 0)
+        whole("top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise BadInput(f"top_p={self.top_p}", "must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
@@ -173,8 +184,8 @@ class Sampling(NamedFields):
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise BadInput(f"{name}={getattr(self, name)}", "must lie in [-2, 2]")
-        at_least("max_new_tokens", self.max_new_tokens, 1)
-        at_least("min_new_tokens", self.min_new_tokens, 0)
+        whole("max_new_tokens", self.max_new_tokens, 1)
+        whole("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise BadInput(
                 f"min_new_tokens={self.min_new_tokens}", f"must be at most max_new_tokens={self.max_new_tokens}"
@@ -193,11 +204,34 @@ class Sampling(NamedFields):
                 "must make an environment when called: a class with step(response), or a function that returns one",
                 "give the class, not an instance: each sample has an environment of its own",
             )
-        at_least("max_turns", self.max_turns, 1)
-        at_least("concurrency", self.concurrency, 1)
+        if isinstance(self.environment, type):
+            _check_environment(self.environment)
+        whole("max_turns", self.max_turns, 1)
+        whole("concurrency", self.concurrency, 1)
         at_least("timeout_s", self.timeout_s, 0, strictly=True)
 
     @property
     def token_ids(self) -> list[int]:
         """All token ids that it names."""
         return [*self.stop_token_ids, *(self.logit_bias or ())]
+
+
+def _check_environment(environment: type) -> None:
+    """Raise `BadInput` for a class whose `step` is not there or does not take a response."""
+    step = getattr(environment, "step", None)
+    if not callable(step):
+        raise BadInput(
+            f"environment {environment.__name__} has no method step",
+            "step(response) answers each turn of the policy with (observation, reward, done)",
+            "def step(self, response): return observation, 0.0, True",
+        )
+    try:
+        inspect.signature(step).bind("self", "response")
+    except TypeError as error:
+        raise BadInput(
+            f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
+            "it is called with the text of one turn and nothing else",
+            "def step(self, response): return observation, 0.0, True",
+        ) from None
+    except ValueError:  # one that does not say what it takes
+        return

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.settings import at_least
+from workbench.engines.settings import at_least, whole
 from workbench.errors import BadInput, MissingDependency
 from workbench.named_fields import NamedFields
 
@@ -38,7 +38,7 @@ class LoRA(NamedFields):
     targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        at_least("LoRA.rank", self.rank, 1)
+        whole("LoRA.rank", self.rank, 1)
         at_least("LoRA.alpha", self.alpha, 0, strictly=True)
         if self.targets is not None:
             if isinstance(self.targets, str) or not self.targets:

@@ -14,6 +14,14 @@ from workbench.named_fields import NamedFields
 from workbench.placement import TRAINED_ROLES
 
 
+def check_settings(name: str, value: object, kind: type) -> None:
+    """Raise `BadInput` unless settings are of their class, or None."""
+    if value is not None and not isinstance(value, kind):
+        rule = f"must be a wb.{kind.__name__}(...), or None"
+        options = ", ".join(f"{key}={option!r}" for key, option in value.items()) if isinstance(value, dict) else "..."
+        raise BadInput(f"{name}={value!r:.60}", rule, f"write wb.{kind.__name__}({options})")
+
+
 @dataclass(frozen=True)
 class Model(NamedFields):
     """One role's model and how it computes. What is None is taken from the workbench's defaults.
@@ -45,6 +53,9 @@ class Model(NamedFields):
             one_of("Model.dtype", self.dtype, DTYPES)
         if self.adapter is not None and not isinstance(self.adapter, LoRA):
             raise BadInput(f"Model.adapter={self.adapter!r:.60}", "must be a wb.LoRA(...), or None")
+
+        check_settings("Model.training", self.training, Training)
+        check_settings("Model.generation", self.generation, Generation)
 
     def __str__(self) -> str:
         """What it is, shortly: the name of the model, with its adapter, or of the function."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from workbench.engines.settings import at_least
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 
 Axis = Literal["pipeline", "tensor", "data"]
@@ -42,13 +42,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         for axis in "ptd":
-            at_least(f"Layout.{axis}", getattr(self, axis), 1)
-        for own, whole in (("p_g", "p"), ("t_g", "t")):
-            size, limit = getattr(self, own), getattr(self, whole)
+            whole(f"Layout.{axis}", getattr(self, axis), 1)
+        for own, axis in (("p_g", "p"), ("t_g", "t")):
+            size, limit = getattr(self, own), getattr(self, axis)
             if size is not None and (size < 1 or limit % size):
                 raise BadInput(
                     f"Layout.{own}={size}",
-                    f"must divide {whole}={limit}: a generation replica is cut out of a training replica",
+                    f"must divide {axis}={limit}: a generation replica is cut out of a training replica",
                     f"use one of {', '.join(str(n) for n in range(1, limit + 1) if limit % n == 0)}",
                 )
 

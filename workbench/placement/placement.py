@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from workbench.engines.settings import at_least
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 from workbench.placement.layout import Layout
 
@@ -29,7 +29,7 @@ class Pool:
     roles: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        at_least(f"pool {self.name!r}: devices", self.devices, 1)
+        whole(f"pool {self.name!r}: devices", self.devices, 1)
         if not self.name.isidentifier():
             raise BadInput(f"pool name {self.name!r}", "must be a plain identifier, such as 'policy'")
         for role in self.roles:
@@ -71,6 +71,13 @@ class Placement:
 
         layouts: `{"actor": (1, 2, 2)}`, see `Placement`.
         """
+        example = 'Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})'
+        if not isinstance(pools, Mapping):
+            raise BadInput(f"pools={pools!r:.60}", "pools by name", f"write {example}")
+        for name, pool in pools.items():
+            pair = isinstance(pool, Sequence) and len(pool) == 2 and not isinstance(pool[1], str)
+            if not pair or not isinstance(pool[1], Iterable):
+                raise BadInput(f"pool {name!r}: {pool!r}", "a pool is (devices, roles)", f"write {example}")
         made = tuple(Pool(name, devices, tuple(roles)) for name, (devices, roles) in pools.items())
         return cls(made, layouts or {})
 

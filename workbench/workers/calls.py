@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import pickle
 import traceback
 from collections.abc import Mapping, Sequence
@@ -163,12 +164,34 @@ def reported(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
 
 
+def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
+    """Metrics of an operation, a plain number as the mean over ranks; `StageError` naming a value that is none."""
+    if not isinstance(given, Mapping):
+        raise StageError(f"its metrics are a {type(given).__name__}", "metrics are a dict", 'metrics={"name": 1.0}')
+    metrics: Metrics = {}
+    for name, value in given.items():
+        if isinstance(value, numbers.Real):
+            metrics[name] = Mean(total=float(value), count=1)
+        elif isinstance(value, Metric):
+            metrics[name] = value
+        else:
+            raise StageError(
+                f"metric {name!r} is {value!r:.60}, a {type(value).__name__}",
+                "a metric is a number, a Mean, a Max or a SampleSize",
+                "turn a tensor into a number with float(tensor)",
+            )
+    return metrics
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value."""
+    """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
+
+    metrics: by name; a plain number is a `Mean` that counts once for each rank.
+    """
 
     columns: Table = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=dict)
+    metrics: Mapping[str, Metric | float] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     value: Any = None
 

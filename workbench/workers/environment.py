@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class Environments:
         def begin(row: int) -> Any:
             environment = self._made[row] = self._make()
             reset = getattr(environment, "reset", None)
-            return None if reset is None else reset(**accepted(reset, self._rows[row]))
+            return None if reset is None else reset(**self._arguments(reset, row))
 
         rows = range(len(self._rows))
         texts = self._ask("reset", rows, [partial(begin, row) for row in rows])
@@ -121,6 +122,18 @@ class Environments:
                     "raise max_new_tokens or Generation.max_model_tokens",
                 )
         return first
+
+    def _arguments(self, reset: Callable[..., Any], row: int) -> dict[str, Any]:
+        """What `reset` is given; `TypeError` where it needs something that the row does not have."""
+        given = accepted(reset, self._rows[row])
+        try:
+            inspect.signature(reset).bind(**given)
+        except TypeError as error:
+            columns = ", ".join(self._rows[row])
+            raise TypeError(f"reset{inspect.signature(reset)}: {error}; the row has {columns}") from None
+        except ValueError:  # one that does not say what it takes
+            pass
+        return given
 
     def step(self, turns: Sequence[Turn]) -> list[Reply]:
         """The replies to turns, in their order."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.run import Run
-from workbench.engines.settings import at_least
+from workbench.engines.settings import whole
 from workbench.fingerprint import fingerprint
 from workbench.models.spec import Model
 from workbench.placement import Layout, Pool
@@ -56,7 +56,7 @@ class GroupOperation:
         """All arguments by name, checked, and how many samples a row are asked for; the batch is not among them."""
         own = dict(kwargs)
         samples = own.pop("samples", 1) if self.operation.samples else 1
-        at_least("samples", samples, 1)
+        whole("samples", samples, 1)
         return checked_arguments(self.operation, self.group.role, args, own), samples
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:

@@ -31,7 +31,7 @@ from workbench.errors import BadInput, NotFound, StageError
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
-from workbench.workers.calls import Call, Failure, HostInfo, Output, Reply, Shard, column_summary
+from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
 from workbench.workers.worker import Context, Worker
 
@@ -131,7 +131,7 @@ class Host:
         recorder, info = self.recorder, self.info
         recorder.drain()
         self._progress, self._busy = (0, 0, 0), call.stage
-        output, columns, failure = Output(), {}, None
+        output, columns, metrics, failure = Output(), {}, Metrics(), None
         labels = {"stage": call.stage, "run": call.run, "role": call.role}
         try:
             with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
@@ -152,6 +152,7 @@ class Host:
                     # looked up by name at call time, so that reloaded code takes effect with state kept
                     result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
                 output = result if isinstance(result, Output) else Output(value=result)
+                metrics = as_metrics(output.metrics)
                 columns = self._keep(output.columns, call)
         except Exception as error:  # an interrupt of the kernel ends an inline stage as it ends any code
             failure = Failure.of(error)
@@ -161,7 +162,7 @@ class Host:
         return Reply(
             rank=info.rank,
             columns={name: column_summary(column) for name, column in columns.items()},
-            metrics=output.metrics,
+            metrics=metrics,
             meta=output.meta,
             value=output.value,
             spans=spans,

@@ -175,6 +175,13 @@ def protocol(
         raise BadInput(f"protocol name {name!r}", "must be a plain identifier")
     if name in _OURS:
         raise BadInput(f"protocol name {name!r}", f"these are the paper's: {', '.join(_OURS)}", "choose another name")
+    for argument, function in (("distribute", distribute), ("collect", collect)):
+        if not callable(function):
+            raise BadInput(
+                f"{argument}={function!r:.60}",
+                "must be a function of the layout",
+                'wb.protocol("FIRST_RANK", collect=lambda layout: [0])',
+            )
     PROTOCOLS[name] = TransferProtocol(name=name, distribute=distribute, collect=collect, joins=joins)
     return PROTOCOLS[name]
 

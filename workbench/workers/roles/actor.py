@@ -21,7 +21,7 @@ from workbench.algorithms.preference import dpo_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import Sampling, at_least
+from workbench.engines.settings import Generation, Sampling, at_least, whole
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.heads import TokenLogProbs
@@ -74,6 +74,17 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     return Sampling(**settings)
 
 
+def _check_length(sampling: Sampling, generation: Generation | None) -> None:
+    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word."""
+    assert generation is not None
+    if sampling.max_new_tokens >= generation.max_model_tokens:
+        raise BadInput(
+            f"max_new_tokens={sampling.max_new_tokens}",
+            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
+            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
+        )
+
+
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return ("prompt_ids", "prompt_uid", *(["prompt"] if arguments["environment"] else []))
 
@@ -95,7 +106,8 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     check_temperature(arguments)
     within("clip", arguments["clip"], 0, 1)
-    at_least("pretrain_coefficient", arguments["pretrain_coefficient"], 0)
+    for name in ("kl_coefficient", "pretrain_coefficient"):
+        at_least(name, arguments[name], 0)
     for name in ("clip_high", "dual_clip"):
         if arguments[name] is not None:
             at_least(name, arguments[name], 0 if name == "clip_high" else 1)
@@ -114,7 +126,7 @@ def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
 
 def _check_dpo(arguments: Mapping[str, Any]) -> None:
     at_least("beta", arguments["beta"], 0, strictly=True)
-    at_least("epochs", arguments.get("epochs", 1), 1)
+    whole("epochs", arguments.get("epochs", 1), 1)
     within("label_smoothing", arguments.get("label_smoothing", 0.0), 0.0, 0.5)
 
 
@@ -235,6 +247,7 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
             concurrency=concurrency,
             timeout_s=timeout_s,
         )
+        _check_length(sampling, self.spec.generation)
         metrics = self._sync()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
@@ -429,9 +442,8 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
         if pretrain_coefficient:
             terms.append(self._pretraining(batch, pretrain_coefficient))
         output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
-        output.metrics["skipped_rows/fraction"] = Mean(total=len(skip), count=len(batch))
-        output.metrics.update(weights.metrics if weights else {})
-        return output
+        skipped = {"skipped_rows/fraction": Mean(total=len(skip), count=len(batch))}
+        return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})
 
     @register(
         THREE_D_PROTO,
@@ -528,7 +540,7 @@ class ActorWorker(TrainedWorker, ReferencePolicy):
         reads=lambda arguments: (arguments["text"],),
         writes=("pretrain_ids", "pretrain_loss"),
         minibatched=True,
-        check=lambda arguments: at_least("max_tokens", arguments["max_tokens"], 1),
+        check=lambda arguments: whole("max_tokens", arguments["max_tokens"], 1),
     )
     def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: int = 512) -> Output:
         """The pretraining loss: mean of -log pi of each token of a text given those before it, nats.

@@ -17,6 +17,7 @@ from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.algorithms.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.algorithms.macro_actions import macro_gae
 from workbench.dataflow.columns import Ragged
+from workbench.engines.settings import whole
 from workbench.errors import BadInput
 from workbench.workers.calls import Mean, Metrics, Output, Shard
 from workbench.workers.operation import register
@@ -87,9 +88,10 @@ def _check(arguments: Mapping[str, Any]) -> None:
             "its baseline is the best one for the weights of the update",
             "give the wb.Correction(...) that update_actor is given",
         )
+    within("kl_coefficient", arguments["kl_coefficient"], 0)
     if arguments["multiplier"] is not None:
         within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
-    within("macro_tokens", arguments["macro_tokens"], 1)
+    whole("macro_tokens", arguments["macro_tokens"])
     if arguments["macro_tokens"] > 1 and arguments["estimator"] != "gae":
         raise BadInput(
             f"macro_tokens={arguments['macro_tokens']} with estimator={arguments['estimator']!r}",
@@ -161,7 +163,7 @@ class NumericWorker(Worker):
 
         def estimate(signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
             """Token rewards, advantages and returns."""
-            scores = _padded(batch, signal.scores, mask_BT)
+            scores = self._scores(batch, signal.scores, mask_BT)
             mean(signal.scores, scores, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
             if overlong_buffer and signal is REWARD:
@@ -181,8 +183,8 @@ class NumericWorker(Worker):
             if estimator == "reinforce_pp":
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
             if estimator == "remax":
-                column = batch.columns[signal.baseline]  # of other responses, whose mask is not this batch's
-                baseline_B = _summed(column.pad()) if isinstance(column, Ragged) else _numbers(batch, signal.baseline)
+                # of other responses, whose mask is not this batch's
+                baseline_B = _summed(self._scores(batch, signal.baseline))
                 mean(signal.baseline, baseline_B, len(batch))
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
             if estimator == "reinforce_pp_baseline":
@@ -213,6 +215,33 @@ class NumericWorker(Worker):
             columns={name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()},
             metrics=metrics,
         )
+
+    def _scores(self, batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:
+        """A column of scores: [rows], or [rows, response tokens] with 0 outside the mask. Where one is not finite, all
+        ranks raise."""
+        column = batch.columns[name]
+        if isinstance(column, list):
+            kinds = ", ".join(sorted({type(value).__name__ for value in column}))
+            raise BadInput(
+                f"column {name!r} is a list of {kinds or 'Python objects'}",
+                "scores are a Tensor [rows], or a Ragged with one number a response token",
+                f"make the column of torch.tensor([float(x) for x in batch.fetch([{name!r}])[{name!r}]])",
+            )
+        scores = column.pad() if isinstance(column, Ragged) else column
+        if scores.ndim == 2 and mask_BT is not None:
+            scores = torch.where(mask_BT, scores, 0.0)
+        finite_B = scores.isfinite() if scores.ndim == 1 else scores.isfinite().all(-1)
+        wrong = next((int(row) for row, fine in zip(batch.rows, finite_B.tolist(), strict=True) if not fine), -1)
+        # a rank that raised alone would leave the others waiting for its part of the whitening
+        found = torch.cat(self.context.communicator.all_gather(torch.tensor([wrong]))).tolist()
+        rank = next((rank for rank, row in enumerate(found) if row >= 0), None)
+        if rank is not None:
+            raise BadInput(
+                f"{name!r} of row {found[rank]} on rank {rank} is not finite",
+                "one NaN or infinity would become the advantage of every row",
+                f"look at batch.df([{name!r}], rows=[{found[rank]}]), and replace or leave out that row",
+            )
+        return scores
 
     @staticmethod
     def _token_rewards(
@@ -275,15 +304,6 @@ def _numbers(batch: Shard, name: str) -> Tensor:
     """A column of one number a row."""
     column = batch.columns[name]
     assert isinstance(column, Tensor), name
-    return column
-
-
-def _padded(batch: Shard, name: str, mask_BT: Tensor) -> Tensor:
-    """A column of scores: [rows], or [rows, response tokens], 0 outside the mask."""
-    column = batch.columns[name]
-    if isinstance(column, Ragged):
-        return torch.where(mask_BT, column.pad(), 0.0)
-    assert isinstance(column, Tensor)
     return column
 
 

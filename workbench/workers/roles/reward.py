@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.algorithms.preference import pairwise_loss
 from workbench.dataflow.columns import Column, Ragged
-from workbench.engines.settings import at_least
+from workbench.engines.settings import at_least, whole
 from workbench.engines.training import TrainingEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput, RewardError
@@ -40,7 +40,7 @@ OPTIONAL = (*OF_ROW, "response_mask")
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    at_least("concurrency", arguments["concurrency"], 1)
+    whole("concurrency", arguments["concurrency"], 1)
     at_least("timeout_s", arguments["timeout_s"], 0, strictly=True)
     function = arguments["function"]
     if function is None:
@@ -62,7 +62,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_epochs(arguments: Mapping[str, Any]) -> None:
-    at_least("epochs", arguments["epochs"], 1)
+    whole("epochs", arguments["epochs"], 1)
 
 
 class RewardWorker(ModelWorker):
@@ -165,8 +165,8 @@ class RewardWorker(ModelWorker):
     def compute_pair_rewards(self, batch: Shard) -> Output:
         """Columns `chosen_rewards`, `rejected_rewards` [rows]: the scores of both answers of each pair.
 
-        Metrics: what `update_reward` says, without an update, and `accuracy/low`, `accuracy/high`: bounds of the
-        accuracy's 95 % interval.
+        Metrics, in `lab.last_metrics["compute_pair_rewards"]`: what `update_reward` says, without an update, and
+        `accuracy/low`, `accuracy/high`: bounds of the accuracy's 95 % interval.
         """
         return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
 from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import at_least
+from workbench.engines.settings import whole
 from workbench.engines.training import make_training_engine
 from workbench.engines.training.base import TrainingEngine
 from workbench.errors import BadInput
@@ -33,9 +33,9 @@ TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
 
 def check_update(arguments: Mapping[str, Any]) -> None:
     """Raise `BadInput` for arguments of an update that are out of range."""
-    at_least("epochs", arguments["epochs"], 1)
+    whole("epochs", arguments["epochs"], 1)
     if arguments["max_response_tokens"] is not None:
-        at_least("max_response_tokens", arguments["max_response_tokens"], 1)
+        whole("max_response_tokens", arguments["max_response_tokens"], 1)
     elif arguments["aggregation"] == "fixed-length":
         raise BadInput("aggregation='fixed-length'", "divides by max_response_tokens", "give max_response_tokens")
 
