@@ -55,7 +55,7 @@ def open(
     runs: folder under which the run folder (telemetry, logs) is made.
 
     Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change.
-    After two seconds a line says what is being waited for.
+    In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
     registry.check_name(name)
