@@ -78,7 +78,7 @@ class _Noted:
 def replay(lab: wb.Workbench, name: str, stored: Stored) -> tuple[dict[str, float], list[str], Algorithm]:
     """One iteration of an algorithm on stored rollouts: its metrics, the operations called, and itself."""
     replayed = Replayed(lab, stored)
-    algorithm = MAKERS[name](replayed)
+    algorithm = MAKERS[name](lab)
     algorithm.define(replayed)  # type: ignore[arg-type]
     return algorithm.metrics(), replayed.called, algorithm
 
