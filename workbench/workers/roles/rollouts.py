@@ -1,0 +1,274 @@
+"""What the actor samples with: a generation engine beside the trained model, and the syncs between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.dataflow.columns import Ragged
+from workbench.dataflow.seeds import sample_seed
+from workbench.engines.generation import make_generation_engine
+from workbench.engines.settings import Generation, Sampling
+from workbench.errors import BadInput, SyncError
+from workbench.models import load_tokenizer
+from workbench.models.heads import TokenLogProbs
+from workbench.models.spec import Model
+from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
+from workbench.workers.conversation import Conversation, converse
+from workbench.workers.engine_weights import EngineWeights, compare_weights, probe_ids, trainer_log_probs
+from workbench.workers.environment import Environments
+from workbench.workers.operation import ALL_TEXT, register
+from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP
+from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
+from workbench.workers.tensor_group import shared_by_group
+from workbench.workers.worker import Context
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. The probe's tokens are
+# random, some 15 nats unlikely, of which bfloat16 rounds away up to 1 %; a stale output head shows as several tenths.
+SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+
+
+def _sampling(arguments: Mapping[str, Any]) -> Sampling:
+    settings = {name: value for name, value in arguments.items() if name != "seed"}
+    for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
+        settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
+    return Sampling(**settings)
+
+
+def _check_length(sampling: Sampling, generation: Generation | None) -> None:
+    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word."""
+    assert generation is not None
+    if sampling.max_new_tokens >= generation.max_model_tokens:
+        raise BadInput(
+            f"max_new_tokens={sampling.max_new_tokens}",
+            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
+            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
+        )
+
+
+def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("prompt_ids", "prompt_uid", *(["prompt"] if arguments["environment"] else []))
+
+
+def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    columns = ("response_ids", "response_mask", "rollout_log_prob", "finished", "ending")
+    return (*columns, *(["turns", "environment_rewards"] if arguments["environment"] else []))
+
+
+class RolloutWorker(TrainedWorker):
+    """A trained causal language model with, in the same process, a generation engine.
+
+    The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps
+    taken is the weights version stamped on every rollout.
+    """
+
+    def __init__(self, spec: Model, context: Context, model: PreTrainedModel) -> None:
+        assert spec.name and spec.generation and spec.training and spec.dtype
+        self.tokenizer = load_tokenizer(spec.name)
+        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        self.generator = make_generation_engine(
+            spec.name,
+            spec.generation,
+            tokenizer=self.tokenizer,
+            trainer=None if self.training.engine == "deepspeed" and self.training.zero_stage == 3 else model,
+            dtype=getattr(torch, spec.dtype),
+            device=context.device,
+            threads=context.host.threads,
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        generation = {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
+        return {**self.engine.memory_bytes(), **generation}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
+
+    def close(self) -> None:
+        self.generator.close()
+
+    @register(
+        THREE_D_ALL_MICRO_DP,
+        reads=_rollout_reads,
+        optional=lambda arguments: (ALL_TEXT,) if arguments["environment"] else (),
+        writes=_rollout_writes,
+        minibatched=True,
+        samples=True,
+        check=_sampling,
+    )
+    def generate_sequences(
+        self,
+        batch: Shard,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        max_new_tokens: int = 64,
+        min_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        environment: Callable[[], Any] | None = None,
+        max_turns: int = 8,
+        concurrency: int = 8,
+        timeout_s: float = 30.0,
+        seed: int | None = None,
+    ) -> Output:
+        """Draw responses with the actor's newest weights (synced first if an update came in between).
+
+        samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
+        stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
+        environment, max_turns: responses of several turns with tool output in between, see
+        `workbench.workers.environment`. The other settings, and what they make of the log-probabilities: `Sampling`.
+        Columns: `response_ids`, `response_mask` (False on what an environment wrote), `rollout_log_prob` (see
+        `Sampling`; 0 outside the mask) [rows, response tokens]; `ending` [rows]: "eos", "stop" or "length" (cut), with
+        an environment "done", "turns" (cut after max_turns) or "length"; `finished` [rows], False where it was cut.
+        With an environment also `turns` [rows], and `environment_rewards` [rows, response tokens], each turn's on its
+        last token: rename it to `rewards`, or let the reward function use it, see `compute_reward`.
+        """
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+            environment=environment,
+            max_turns=max_turns,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+        )
+        _check_length(sampling, self.spec.generation)
+        metrics = self._sync()
+        prompts, seeds, mine = self._prompts_of_tensor_group(batch)
+        with self.context.recorder.span("generate") as counted:
+            if environment is None:
+                rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
+                columns = single_turn(rollout, mine)
+            else:
+                columns = several_turns(self._converse(batch, sampling, prompts, seeds, mine)[mine])
+            counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
+        return Output(
+            columns=columns,
+            metrics=merge_metrics(metrics, rollout_metrics(columns)),
+            meta={"temperature": temperature, "weights_version": self.generator.weights_version},
+        )
+
+    def _converse(
+        self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
+    ) -> list[Conversation]:
+        """The conversations of all ranks that generate as one; each rank runs the environments of its own rows."""
+        assert self.spec.generation is not None
+        size, communicator = self.spec.generation.tensor_parallel_size, self.context.communicator
+        texts = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
+        rows = [{name: column[i] for name, column in texts.items()} for i in range(len(batch))]
+        environments = Environments(
+            sampling,
+            [{**row, "sample_seed": seed} for row, seed in zip(rows, seeds[mine], strict=True)],
+            self.tokenizer,
+            where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
+            row_numbers=batch.rows.tolist(),
+        )
+        conversations = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
+
+        def any_rank(here: bool) -> bool:
+            return here if size == 1 else bool(communicator.all_reduce_max(torch.tensor([int(here)])).item())
+
+        with environments.running():
+            converse(
+                self.generator,
+                conversations,
+                sampling,
+                environments,
+                mine=mine,
+                max_model_tokens=self.spec.generation.max_model_tokens,
+                share=partial(shared_by_group, communicator, size),
+                any_rank=any_rank,
+                progress=self.context.progress,
+            )
+        return conversations
+
+    def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
+        """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
+
+        Rows are dealt to every rank, as for training, but the ranks of a tensor group must ask the same of vLLM.
+        """
+        assert self.spec.generation is not None
+        size, communicator = self.spec.generation.tensor_parallel_size, self.context.communicator
+        first = communicator.rank - communicator.rank % size
+
+        def gathered(part: Tensor) -> list[Tensor]:
+            return communicator.all_gather(part)[first : first + size] if size > 1 else [part]
+
+        uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
+        assert batch.sample is not None
+        numbers = zip(uids, batch.sample.tolist(), strict=True)
+        own_seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
+        seeds = gathered(torch.tensor(own_seeds))
+        own = batch.ragged("prompt_ids")
+        prompts = Ragged(torch.cat(gathered(own.values)), torch.cat(gathered(own.lengths)))
+        before = sum(map(len, seeds[: communicator.rank - first]))
+        mine = slice(before, before + len(batch))
+        return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
+
+    @register(ONE_TO_ALL)
+    def sync_weights(self) -> dict[str, float]:
+        """Give the generation engine the trainer's weights now, if it lacks them; the gap on the probe, in nats."""
+        return {name: metric.value for name, metric in self._sync().items()}
+
+    @register(ONE_TO_ALL)
+    def check_sync(self) -> float:
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
+        return self._probe_gap()
+
+    def _sync(self) -> Metrics:
+        if self.generator.weights_version == self.engine.steps:
+            return {}
+        assert self.spec.generation is not None and self.spec.dtype is not None
+        with self.context.recorder.span("weight_sync") as counted:
+            counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            if not self.spec.generation.check_sync:
+                return {}
+            gap = self._probe_gap()
+        # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
+        known = torch.tensor([gap], dtype=torch.float64).nan_to_num(nan=torch.inf)
+        worst = self.context.communicator.all_reduce_max(known).item()
+        if worst > SYNC_TOLERANCE[self.spec.dtype]:
+            self.generator.weights_version = -1  # not in sync: the next call tries again, and samples nothing till then
+            raise SyncError(
+                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {worst:.3g} nats",
+                f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
+                "some weight did not arrive; Generation(check_sync=False) goes on all the same",
+            )
+        return {"sync_gap/mean": Mean(total=gap, count=1)}
+
+    @register(ONE_TO_ALL)
+    def compare_weights(self) -> EngineWeights:
+        """The weights of the generation engine against the trainer's, after a sync if one is due."""
+        self._sync()
+        return compare_weights(self.engine, self.generator, self.context.device)
+
+    def _probe_gap(self) -> float:
+        ids = probe_ids(self.engine)
+        trained = trainer_log_probs(self.engine, ids, self.context.device)
+        return float((trained - self.generator.log_probs(ids.tolist()).cpu()).abs().mean())

@@ -1,0 +1,200 @@
+"""What the actor learns from texts and from pairs: fine-tuning, preferences, a pretraining loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.algorithms.aggregation import Aggregation
+from workbench.algorithms.arguments import within
+from workbench.algorithms.preference import dpo_loss
+from workbench.dataflow.columns import Column, Ragged
+from workbench.engines.settings import at_least, whole
+from workbench.errors import BadInput
+from workbench.workers.calls import Mean, Metrics, Output, Shard
+from workbench.workers.inference import (
+    each_response_token,
+)
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.operation import register
+from workbench.workers.protocols import THREE_D_PROTO
+from workbench.workers.roles.pairs import (
+    PAIR_COLUMNS,
+    REFERENCE_COLUMNS,
+    accuracy_bounds,
+    answer_log_probs,
+    pair_metrics,
+    pair_term,
+    pair_values,
+    reference_log_probs,
+)
+from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REWARDS = ("chosen_rewards", "rejected_rewards")
+
+
+def _check_dpo(arguments: Mapping[str, Any]) -> None:
+    at_least("beta", arguments["beta"], 0, strictly=True)
+    whole("epochs", arguments.get("epochs", 1), 1)
+    within("label_smoothing", arguments.get("label_smoothing", 0.0), 0.0, 0.5)
+
+
+def _as_responses(batch: Shard, documents: Ragged) -> Shard:
+    """Documents as rows whose prompt is the first token and whose response is all that follows."""
+    rows = documents.rows()
+    rest = Ragged.of([row[1:].tolist() for row in rows], torch.int64)
+    first = Ragged.of([row[:1].tolist() for row in rows], torch.int64)
+    mask = rest.like(torch.ones(len(rest.values), dtype=torch.bool))
+    return replace(batch, columns={"prompt_ids": first, "response_ids": rest, "response_mask": mask})
+
+
+class SupervisedWorker(TrainedWorker):
+    """A trained causal language model that learns from data that it did not sample."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask"),
+        minibatched=True,
+        updates=True,
+        check=check_update,
+    )
+    def update_sft(
+        self,
+        batch: Shard,
+        *,
+        epochs: int = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: int | None = None,
+    ) -> Output:
+        """Supervised fine-tuning: the mean of -log pi over the response tokens, one optimizer step a minibatch and
+        epoch. `compute_log_prob` gives the same number, turned round, without an update.
+
+        aggregation, max_response_tokens: as in `update_actor`.
+        Source: InstructGPT, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
+        """
+
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            log_probs_N, _ = self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
+            return -micro.to_BR(log_probs_N), {}
+
+        term = Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        return self.update(term, epochs=epochs)
+
+    @register(
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=REFERENCE_COLUMNS,
+        writes=("chosen_log_prob", "rejected_log_prob"),
+        minibatched=True,
+        check=_check_dpo,
+    )
+    def compute_pair_log_prob(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
+        """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
+        summed over their tokens, nats.
+
+        Where the batch has the reference's, the metrics are those of `update_dpo` with the same arguments, and the
+        bounds of the accuracy's 95 % interval: what held-out pairs say.
+        """
+        budget = self.training.micro_batch_tokens
+        values = partial(answer_log_probs, self.engine)
+        chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
+        metrics: Metrics = {}
+        if set(REFERENCE_COLUMNS) <= set(batch.columns):
+            loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
+            metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.communicator)
+        return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
+
+    @register(
+        THREE_D_PROTO,
+        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
+        minibatched=True,
+        updates=True,
+        check=_check_dpo,
+    )
+    def update_dpo(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0, epochs: int = 1) -> Output:
+        """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        `workbench.algorithms.preference.dpo_loss`.
+
+        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
+        first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.
+        Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
+        """
+        ref_chosen, ref_rejected = reference_log_probs(batch)
+
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
+            ref_chosen_P, ref_rejected_P = (ref[pairs].to(chosen_P.device) for ref in (ref_chosen, ref_rejected))
+            loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
+            return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
+
+        term = pair_term(batch, partial(answer_log_probs, self.engine), loss, self.context)
+        return self.update(term, epochs=epochs)
+
+    def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
+        """The language-model loss on `pretrain_ids`, as a part of another update."""
+        texts = _as_responses(batch, batch.ragged("pretrain_ids"))
+        mask = texts.ragged("response_mask")
+
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            log_probs_N, _ = self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
+            loss_BR, mask_BR = -micro.to_BR(log_probs_N), micro.mask_BR(mask)
+            total = float((loss_BR.detach() * mask_BR).sum())
+            return coefficient * loss_BR, {"pretrain_loss": Mean(total=total, count=float(mask_BR.sum()))}
+
+        return Term(shard=texts, loss=loss)
+
+    @register(
+        THREE_D_PROTO,
+        reads=lambda arguments: (arguments["text"],),
+        writes=("pretrain_ids", "pretrain_loss"),
+        minibatched=True,
+        check=lambda arguments: whole("max_tokens", arguments["max_tokens"], 1),
+    )
+    def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: int = 512) -> Output:
+        """The pretraining loss: mean of -log pi of each token of a text given those before it, nats.
+
+        text: the column of texts, one a row; they need have nothing to do with the row's prompt. max_tokens: longer
+        texts are cut. A text begins as a document does, with BOS (EOS where there is none), and ends, if it was not
+        cut, with EOS.
+        Columns: `pretrain_ids`, the tokens that `update_actor(pretrain_coefficient=...)` learns from, and
+        `pretrain_loss` [rows]. A loss that came from another process has no gradient: the update computes it anew.
+        Source: InstructGPT's PPO-ptx, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2.
+        """
+        ids = self._documents(batch.columns[text], text, max_tokens)
+        texts = _as_responses(batch, ids)
+
+        def forward(micro: MicroBatch) -> Tensor:
+            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)[0]
+
+        log_probs = each_response_token(
+            texts, forward, self.training.micro_batch_tokens, self.context, padded=self.padded
+        )
+        losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
+        token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
+        return Output(
+            columns={"pretrain_ids": ids, "pretrain_loss": losses}, metrics={"pretrain_loss/mean": token_mean}
+        )
+
+    def _documents(self, texts: Column, name: str, max_tokens: int) -> Ragged:
+        rows = texts if isinstance(texts, list) else [texts]
+        wrong = [row for row in rows if not isinstance(row, str)]
+        # every rank raises, or none: one that went on would wait for the others
+        if self.context.communicator.all_reduce_max(torch.tensor([len(wrong)])).item():
+            raise BadInput(
+                f"column {name!r}" + (f" with {wrong[0]!r:.60}" if wrong else " with something else on another rank"),
+                "compute_loss reads a text in each row",
+                "name a column of strings with text=",
+            )
+        start = self.tokenizer.bos_token_id
+        start = self.tokenizer.eos_token_id if start is None else start
+        tokens = [[*self.tokenizer.encode(row, add_special_tokens=False), self.tokenizer.eos_token_id] for row in rows]
+        return Ragged.of([[start, *row[:max_tokens]] for row in tokens], torch.int64)
