@@ -28,8 +28,8 @@ class DPO(Algorithm):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        self.need("actor", "reference")
         ExampleStream.check(self.pairs, "pairs", self.rows)
+        self.need("actor", "reference")
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)

@@ -186,9 +186,7 @@ class Algorithm(NamedFields, ABC):
         For the end of `__post_init__`: the lines of `define` are traced, so that what an operation would refuse is
         refused now.
         """
-        from workbench.controller import Workbench
-
-        if not isinstance(self.lab, Workbench):
+        if not hasattr(self.lab, "groups"):
             raise BadInput(
                 f"{type(self).__name__}({self.lab!r:.60})",
                 "its first argument is the workbench that it drives",

@@ -33,8 +33,8 @@ class RewardModeling(Algorithm):
 
     def __post_init__(self) -> None:
         one_of("RewardModeling.role", self.role, ("reward", "cost"))
-        self.need(self.role)
         ExampleStream.check(self.pairs, "pairs", self.rows)
+        self.need(self.role)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)

@@ -26,8 +26,8 @@ class SFT(Algorithm):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        self.need("actor")
         ExampleStream.check(self.demonstrations, "demonstrations", self.rows)
+        self.need("actor")
 
     def define(self, lab: Workbench) -> None:
         batch = lab.apply(self.demonstrations.next, n=self.rows)
