@@ -30,6 +30,8 @@ class GroupOperation:
 
     def __init__(self, group: WorkerGroup, operation: Operation, caller: Caller) -> None:
         self.group, self.operation, self._caller = group, operation, caller
+        self._method: Any = None
+        self._method_code = ""
         self.__name__ = operation.name
         self.__doc__ = operation.doc
         self.__signature__ = self._signature()
@@ -62,7 +64,9 @@ class GroupOperation:
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
         """A short text that is equal for equal code, arguments and, where a function scores, function."""
         method = getattr(self.group.worker_class, self.operation.name)
-        return fingerprint((method, sorted(arguments.items()), samples, self.group.spec.function))[:12]
+        if method is not self._method:  # reading the code of a class takes milliseconds
+            self._method, self._method_code = method, fingerprint(method)
+        return fingerprint((self._method_code, sorted(arguments.items()), samples, self.group.spec.function))[:12]
 
     def __repr__(self) -> str:
         return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"
