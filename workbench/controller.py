@@ -21,25 +21,20 @@ import contextlib
 import functools
 import numbers
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
-from torch import Tensor
 
 from workbench import registry
-from workbench.dataflow import files
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.branch import Comparison, compare, kept
-from workbench.dataflow.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
-from workbench.dataflow.columns import Ragged, Table, describe, nbytes
 from workbench.dataflow.location import Location, ShardId
-from workbench.dataflow.planning import calls_on_batch, calls_without_batch, group_pulls
+from workbench.dataflow.planning import calls_on_batch, calls_without_batch
 from workbench.dataflow.references import Column, ShardCounts
 from workbench.dataflow.refresh import refresh_reference
 from workbench.dataflow.run import MetricValues, Run
@@ -48,16 +43,16 @@ from workbench.dataflow.sources import Source
 from workbench.dataflow.store import Origin, Store, Weights
 from workbench.description import Description
 from workbench.engines.settings import Sampling
-from workbench.errors import BadInput, HostDied, NotFound, StageInterrupted
+from workbench.errors import BadInput, StageInterrupted
 from workbench.evaluation import evaluate
 from workbench.example_stream import ExampleStream
+from workbench.held_batches import HeldBatches
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
-from workbench.views import Views
 from workbench.vocabulary import Vocabulary
 from workbench.workers.backends import Backend, InlineBackend, RayBackend
 from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
@@ -68,13 +63,12 @@ from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
-    from tensordict import TensorDict
 
     from workbench.algorithms.loop import Algorithm
     from workbench.checks import CheckReport
 
 
-class Workbench(Views):
+class Workbench(HeldBatches):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
@@ -564,19 +558,6 @@ class Workbench(Views):
         if self.prompts.source and state["prompts"]:
             self.prompts.source.load_state_dict(state["prompts"])
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
-
-    def _check_alive(self, group: WorkerGroup) -> None:
-        self._check_open()
-        if group.pool.name in self._broken:
-            raise HostDied(
-                f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",
-                "its ranks no longer agree",
-                "open the workbench again with if_exists='replace'",
-            )
-
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def demonstrations(self, source: Source, **options: Any) -> ExampleStream:
@@ -595,117 +576,6 @@ class Workbench(Views):
         self.iteration += 1
         self.last_metrics = {}
         self.telemetry.append_event("iteration", iteration=self.iteration)
-
-    def put(
-        self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
-    ) -> Batch:
-        """A batch from columns made here: they go to the first host of the actor's pool
-        (without an actor, of the first role's that has a model).
-
-        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
-        """
-        found = _as_table(table)
-        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
-        if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
-            sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
-            raise BadInput(
-                f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
-            )
-        self._check_alive(self.lead)
-        self._batch_number += 1
-        host, key = self.lead.hosts[0], f"{self._id}-put-{self._batch_number}"
-        self._backend.ask(host, "put", key, to_wire(carry(found))).result()
-        rows = len(next(iter(found.values())))
-        location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
-        columns = {}
-        for name, column in found.items():
-            dtype, row_shape = describe(column)
-            columns[name] = Column(
-                dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
-            )
-        batch = Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
-        origin = Origin(stage="put" if owner == "notebook" else owner)
-        self.store.add(batch, origin, columns.values(), by_loop=self.looping)
-        return batch
-
-    def load(self, path: str | Path) -> Batch:
-        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
-
-        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
-        with token ids of another tokenizer.
-        """
-        meta, tables = files.read(path, self.vocabulary)
-        parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
-        return Batch.concat(parts) if len(parts) > 1 else parts[0]
-
-    def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
-        """Note that a batch was made by a method of another, for its lineage."""
-        origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
-        self.store.note(batch, origin, by_loop=self.looping)
-
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
-        """Bring rows of columns into this process (what `Batch.fetch` does)."""
-        self._check_open()
-        pulled = carry({}, rows=len(rows))
-        for names, pulls in group_pulls(columns, tuple(columns), rows):
-            pieces = []
-            for p in pulls:
-                wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
-                pieces.append(under_names(p, from_wire(wire), names))
-            order = np.argsort(np.concatenate([p.destinations for p in pulls]))
-            pulled.update(rows_at(end_to_end(pieces), order))
-        return pulled.select(*columns)
-
-    def lengths(self, name: str, location: Location) -> np.ndarray:
-        """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
-        self._check_open()
-        lengths = np.empty(len(location), dtype=np.int64)
-        pulls = location.pulls(np.arange(len(location)))
-        asked = [self._backend.ask(p.shard.host, "lengths", p.shard.key, p.name or name, p.positions) for p in pulls]
-        for pull, pending in zip(pulls, asked, strict=True):
-            lengths[pull.destinations] = pending.result()
-        return lengths
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids)))
-
-    def _drop(self, hosts: Sequence[str], key: str) -> None:
-        """Let hosts forget a shard that no batch will refer to, once they are done with what they run now."""
-        for host in hosts:
-            self._backend.work(host, "release", [key])
-
-    def _release(self) -> None:
-        """Tell the hosts which shards nobody refers to any more."""
-        due: dict[str, list[str]] = {}
-        for shard in self._counts.take_due():
-            due.setdefault(shard.host, []).append(shard.key)
-        for host, keys in due.items():
-            self._backend.ask(host, "release", keys)
-
-
-def _as_table(table: Any) -> Table:
-    """The columns of what a user puts, each of which has rows."""
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        raise BadInput(
-            f"put({type(table).__name__})",
-            "a table is a dict of columns, or a TensorDict",
-            "write {'rewards': torch.tensor(df['rewards'].to_numpy()), 'text': df['text'].tolist()}; token ids are "
-            "Ragged.of(df['prompt_ids'].tolist(), torch.int64)",
-        )
-    if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
-        raise BadInput(f"put({table!r:.60})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
-    found: Table = dict(table) if isinstance(table, Mapping) else columns_of(table)
-    for name, column in found.items():
-        if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
-            what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
-            raise BadInput(
-                f"put(): column {name!r} is {what}",
-                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
-                "turn an array into a tensor with torch.from_numpy(array); give one value a row",
-            )
-    return found
 
 
 def _name(model: Model) -> str | Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.description import Description
+from workbench.errors import NotFound
 from workbench.placement import Placement
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend
@@ -34,7 +35,8 @@ class Views:
     _closed: bool
 
     def _check_open(self) -> None:
-        raise NotImplementedError
+        if self._closed:
+            raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
 
     def topology(self) -> pd.DataFrame:
         """Role x rank: host, process, device, how sequences run, and bytes by use, asked of the live processes."""
