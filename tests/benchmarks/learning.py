@@ -1,6 +1,6 @@
 """Whether algorithms learn: a real model, a rule for the reward, several seeds; curves are saved.
 
-    python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 3] [--iterations 30] [--model smollm2-135m]
+    python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 0 1 2] [--iterations 16] [--rows 64]
 
 grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees,
 before and after. safe_rlhf: the reward grows with the words of a response, the cost with its length; held to a
@@ -111,9 +111,9 @@ def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[pd.Da
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("algorithm", choices=("grpo", "ppo", "safe_rlhf"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--rows", type=int, default=128, help="responses an iteration")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=64, help="responses an iteration")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of all learning rates")
     parser.add_argument("--held-out", type=int, default=200, help="problems of the evaluation")
     parser.add_argument("--model", default="smollm2-135m")
@@ -122,7 +122,7 @@ def main() -> None:
     folder = Path("runs") / "learning" / f"{arguments.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True)
     curves, results = [], []
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
         curve, result = learn(arguments, seed, folder)
         curves.append(curve)
         results.append(result)
