@@ -110,6 +110,8 @@ def test_what_is_no_table(lab: wb.Workbench, batch: wb.Batch, table: Callable[[w
         (lambda lab, batch: wb.Training(minibatches=1.5), "minibatches=1.5.*whole number"),  # type: ignore[arg-type]
         (lambda lab, batch: wb.Training(minibatches=True), "minibatches=True.*whole number"),
         (lambda lab, batch: wb.Training(warmup_steps=-1), "warmup_steps=-1"),
+        (lambda lab, batch: setattr(lab.store, "limit_bytes", "1GB"), "limit_bytes='1GB'.*whole number"),
+        (lambda lab, batch: setattr(lab.store, "limit_bytes", -5), "limit_bytes=-5.*at least 0"),
     ],
 )
 def test_numbers(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
@@ -181,6 +183,8 @@ def test_lineage_by_name(lab: wb.Workbench, batch: wb.Batch) -> None:
         (lambda: wb.Placement.of({"a": (["actor"], 1)}), r"pool 'a': \(\['actor'\], 1\).*\(devices, roles\)"),  # type: ignore[dict-item]
         (lambda: wb.Placement.of({"a": (1, "actor")}), r"\(devices, roles\)"),
         (lambda: wb.Correction(low=0.5), r"low=0\.5 with bound='truncate'.*bound='mask'"),
+        (lambda: wb.Correction(levl="token"), r"Correction\(levl='token'\).*level= \(the nearest\)"),  # type: ignore[call-arg]
+        (lambda: wb.PPO(prompts=4), r"PPO\(\) without lab.*PPO\(lab="),  # type: ignore[call-arg]
         (lambda: wb.protocol("FIRST", collect=[0]), r"collect=\[0\].*function of the layout"),  # type: ignore[arg-type]
         (lambda: wb.Model(TINY, training={"engine": "torch"}), r"wb\.Training\(engine='torch'\)"),  # type: ignore[arg-type]
     ],

@@ -15,13 +15,14 @@ from torch import Tensor
 from workbench.algorithms.arguments import full, same_shape, tokenwise, within
 from workbench.algorithms.kl import MAX_LOG_RATIO
 from workbench.errors import BadInput
+from workbench.named_fields import NamedFields
 
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correction:
+class Correction(NamedFields):
     """How the importance weight of each token is made, and bounded.
 
     level: "token": of the token alone (biased for sequences, little variance); "sequence": the product over the

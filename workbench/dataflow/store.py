@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.engines.settings import whole
 from workbench.errors import NotFound
 
 if TYPE_CHECKING:
@@ -89,13 +90,24 @@ class _Entry:
 
 
 class Store:
-    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes`; beyond it, those that the notebook does
-    not hold go, oldest first: what a cell made is written to `folder` before, what a loop made is dropped."""
+    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes`, a whole number from 0 on, which may be
+    set; beyond it, those that the notebook does not hold go, oldest first: what a cell made is written to `folder`
+    before, what a loop made is dropped."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
         self._entries: dict[str, _Entry] = {}
         self._most_bytes = 0  # resident bytes are no more than this: they were counted, and what came since is added
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of batches that the hosts keep."""
+        return self._limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: int) -> None:
+        whole("store.limit_bytes", limit, 0)
+        self._limit_bytes = limit
 
     def add(self, batch: Batch, origin: Origin, made: Iterable[Column], *, by_loop: bool) -> None:
         """Keep a batch. made: its columns that no other batch has."""
