@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.description import Description
 from workbench.errors import NotFound
 from workbench.placement import Placement
+from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend
 from workbench.workers.calls import HostInfo
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.display.timeline import Timeline
+    from workbench.display.traffic import Traffic
 
 
 class Views:
@@ -76,9 +78,30 @@ class Views:
         """Every timed piece of work on every rank, one a row, seconds and bytes."""
         return self.telemetry.spans()
 
-    def transfers(self) -> pd.DataFrame:
-        """Every movement of rows from one host to another, one a row."""
-        return self.telemetry.transfers()
+    def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
+        """Every movement of bytes from one host to another, one a row: of rows ("batch"), of "weights", or of both."""
+        if kind is not None:
+            check_kind("transfers(kind)", kind, TRANSFER_KINDS)
+        moved = self.telemetry.transfers()
+        return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
+
+    def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
+        """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
+
+        kind: as in `transfers`. stage: only what moved for stages of this name.
+        """
+        from workbench.display.traffic import traffic
+
+        moved = self.transfers(kind)
+        if stage is not None:
+            known = sorted(set(moved["stage"]))
+            if stage not in known:
+                raise NotFound(
+                    f"stage {stage!r}", f"bytes moved for {', '.join(known) or 'none'}", "choose one of these"
+                )
+            moved = moved[moved["stage"] == stage]
+        what = {"batch": "rows", "weights": "weights", None: "rows and weights"}[kind]
+        return traffic(moved, names=[info.name for info in self._infos], what=f"{what} for {stage}" if stage else what)
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
         """One row a stage call, a column a metric; of one stage only, if named."""

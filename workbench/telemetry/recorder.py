@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from workbench.errors import BadInput
 from workbench.telemetry.peak import PeakMeter, gauge
-from workbench.telemetry.spans import KINDS, Span, Transfer, check_kind
+from workbench.telemetry.spans import KINDS, Span, Transfer, TransferKind, check_kind
 
 _UNBOUND: dict[str, Any] = {"stage": "", "run": -1, "role": "", "pool": "", "rank": 0, "device": ""}
 
@@ -123,7 +123,7 @@ class Recorder:
         *,
         batch: str = "",
         columns: str = "",
-        kind: Literal["batch", "weights"] = "batch",
+        kind: TransferKind = "batch",
     ) -> Iterator[OpenTransfer]:
         """Time the block as one movement of bytes; set `.bytes` on what it yields. Nothing is recorded for a block that
         raises: nothing is known to have arrived."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from workbench.errors import BadInput
 
@@ -20,7 +21,8 @@ KIND_MEANINGS = {
     "reward": "the user's reward or cost function",
 }
 KINDS = tuple(KIND_MEANINGS)
-TRANSFER_KINDS = ("batch", "weights")
+TransferKind = Literal["batch", "weights"]
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class Transfer:
     end_s: float
     batch: str = ""
     columns: str = ""
-    kind: Literal["batch", "weights"] = "batch"
+    kind: TransferKind = "batch"
 
     def __post_init__(self) -> None:
         check_kind("Transfer.kind", self.kind, TRANSFER_KINDS)
@@ -93,7 +95,7 @@ def _with_units(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in row.items()}
 
 
-def check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
+def check_kind(name: str, value: str, kinds: Sequence[str]) -> None:
     """Raise `BadInput` unless `value` is one of `kinds`."""
     if value not in kinds:
         raise BadInput(
