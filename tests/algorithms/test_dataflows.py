@@ -75,6 +75,28 @@ def test_an_iteration(lab: wb.Workbench, make: Any, stages: str) -> None:
     assert metrics["update_actor/skipped_rows/fraction"] < 1
 
 
+@pytest.mark.parametrize(
+    ("make", "missing"),
+    [
+        (lambda lab: wb.PPO(lab, prompts=4, sampling=SHORT, kl_coefficient=0.0, bootstrap=True), "compute_ref_log_prob"),
+        (lambda lab: wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT, kl_coefficient=0.0), "compute_ref_log_prob"),
+        (lambda lab: wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, overlong_buffer=0), "compute_ref_log_prob"),
+        (lambda lab: wb.ReMax(lab, prompts=4, sampling=SHORT, kl_coefficient=0.0), "compute_ref_log_prob"),
+        (lambda lab: wb.ReinforcePP(lab, prompts=4, sampling=SHORT, kl_coefficient=0.0), "compute_ref_log_prob"),
+    ],
+)  # fmt: skip
+def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any, missing: str) -> None:
+    """And those whose penalty is 0 ask no reference."""
+    algorithm = make(lab)
+    numbers = itertools.count()
+    algorithm.reward = lambda prompt, response, **row: float(next(numbers))
+    algorithm.correction = wb.Correction(bound="mask")
+    metrics = algorithm.iterate()
+    assert missing not in algorithm.graph().names
+    assert 0 < metrics["update_actor/correction/effective_sample_size"] <= 1
+    assert metrics["compute_log_prob/entropy"] > 0
+
+
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
     for make, message in (
         (lambda: wb.RLOO(lab, samples=1), "RLOO.samples=1"),
@@ -97,6 +119,7 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.PPO(lab, kl_target="6"), r"kl_target='6'.*a number, or None"),  # type: ignore[arg-type]
         (lambda: wb.PPO(lab, samples=True), r"PPO\.samples=True.*a whole number"),
         (lambda: wb.GRPO(lab, loss="trpo"), r"loss='trpo'"),
+        (lambda: wb.GRPO(lab, estimator="off_policy_baseline", correction=wb.Correction()), "sequence-mean-token-sum"),
     ):
         with pytest.raises(BadInput, match=message):
             make()
@@ -137,6 +160,23 @@ class TestDynamicSampling:
         assert metrics["compute_advantages/without_variance/fraction"] == 1
         assert metrics["update_actor/grad_norm"] == 0
         assert algorithm.made["compute_advantages"].rows == 4
+
+    def test_what_fills_up_is_dealt_evenly(self, lab: wb.Workbench) -> None:
+        """Minibatches are consecutive rows: each has its share of the groups that teach nothing."""
+        differ = itertools.count()
+
+        def first_two(prompt: str, response: str, **row: Any) -> float:
+            return float(next(differ)) if prompt in chosen else 1.0
+
+        algorithm = wb.DAPO(lab, prompts=4, samples=2, sampling=SHORT, reward=first_two, rounds=0, overlong_buffer=0)
+        chosen: list[str] = []
+        chosen += algorithm.step().df(["prompt"])["prompt"].tolist()[:2]
+        while algorithm.next_stage != "compute_log_prob":
+            algorithm.step()
+        batch = algorithm.made["dynamic_sampling"]
+        teaching = batch.df(["prompt"])["prompt"].isin(chosen).tolist()
+        assert teaching == [True, True, False, False] * 2
+        assert lab.last_metrics["dynamic_sampling"]["filled/fraction"] == 0.5
 
     def test_edits_reach_every_round(self, lab: wb.Workbench) -> None:
         algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=even, rounds=2, overlong_buffer=0)

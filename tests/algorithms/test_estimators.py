@@ -16,14 +16,47 @@ from tests.algorithms.policies import (
 )
 from workbench.algorithms.estimators import (
     discounted_returns,
+    explained_variance,
     gae,
     moments,
     overlong_penalty,
     reinforce,
+    response_scores,
     token_rewards,
     whiten,
 )
 from workbench.errors import BadInput
+
+
+class TestResponseScores:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1]])
+
+    def test_tokens_inside_the_mask_or_all_where_there_are_none(self) -> None:
+        scores = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
+        assert response_scores(scores, self.mask).tolist() == [3.0, 7.0, 5.0]
+        assert response_scores(torch.tensor([1.0, 9.0, 2.0]), self.mask).tolist() == [1.0, 9.0, 2.0]
+
+    def test_equal_rewards_in_another_order_are_equal(self) -> None:
+        rewards = torch.tensor([0.1, 0.7, 0.2, 0.3, 0.6, 0.9, 0.4, 1.1])
+        orders = torch.stack(
+            [rewards[torch.randperm(8, generator=torch.Generator().manual_seed(i))] for i in range(64)]
+        )
+        assert len(orders.sum(-1).unique()) > 1  # in fp32 they are not
+        assert len(response_scores(orders, torch.ones(64, 8)).float().unique()) == 1
+
+
+class TestExplainedVariance:
+    def test_by_hand(self) -> None:
+        mask, returns = torch.ones(1, 4), torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+
+        def of(values: Tensor) -> float:
+            return explained_variance(moments(returns, mask), moments(returns - values, mask))
+
+        assert of(returns) == 1
+        assert of(returns + 5) == 1  # an offset explains as much
+        assert of(torch.full((1, 4), 1.5)) == pytest.approx(0)
+        assert of(-returns) == pytest.approx(-3)
+        assert explained_variance(moments(mask, mask), moments(returns, mask)) != 0  # not a number
 
 
 class TestTokenRewards:

@@ -12,13 +12,11 @@ Writes curves.csv (a row an iteration) and result.json into runs/learning/.
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from curves import Curve, new_folder, write
 
 import workbench as wb
 from workbench.models import bf16_is_fast
@@ -28,6 +26,7 @@ COST_LIMIT = 0.5
 # minibatches give several steps an iteration; a critic that starts at 0 has to learn faster than the policy
 RATES = {"actor": 1e-5, "critic": 3e-5, "cost_critic": 3e-5}
 HELD_OUT = "arithmetic/test"
+SHOWN = ("reward", "cost", "multiplier", "response_tokens", "rollout_gap", "grad_norm")
 
 
 def right(prompt: str, response: str, answer: str, **row: Any) -> float:
@@ -81,7 +80,7 @@ def make(name: str, lab: wb.Workbench, rows: int) -> Any:
     return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.5)
 
 
-def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:
     """One seed: the curve, and what came of it."""
     with open_lab(arguments, seed, folder) as lab:
         algorithm = make(arguments.algorithm, lab, arguments.rows)
@@ -91,7 +90,7 @@ def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[pd.Da
             frame = lab.evaluate(HELD_OUT, samples=1, sampling=sampling, n=arguments.held_out)
             return {str(name): float(value) for name, value in frame.iloc[0].items() if isinstance(value, int | float)}
 
-        before, began, curve = held_out(), time.perf_counter(), []
+        before, curve = held_out(), Curve(seed, arguments.iterations, SHOWN)
         for iteration in range(1, arguments.iterations + 1):
             metrics = algorithm.iterate()
             told = {
@@ -102,10 +101,8 @@ def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[pd.Da
             }
             if arguments.algorithm == "safe_rlhf":
                 told |= {"cost": metrics["compute_cost/costs/mean"], "multiplier": algorithm.multiplier}
-            told["s"] = time.perf_counter() - began
-            curve.append({"seed": seed, "iteration": iteration, **told})
-            print(f"seed {seed}, {iteration}: " + ", ".join(f"{n} {v:.3f}" for n, v in told.items()), flush=True)
-        return pd.DataFrame(curve), {"seed": seed, "before": before, "after": held_out(), "s": curve[-1]["s"]}
+            curve.tell(iteration, "training", told)
+        return curve, {"seed": seed, "before": before, "after": held_out()}
 
 
 def main() -> None:
@@ -119,22 +116,21 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--generation", default="vllm", choices=("vllm", "transformers"))
     arguments = parser.parse_args()
-    folder = Path("runs") / "learning" / f"{arguments.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder.mkdir(parents=True)
+    folder = new_folder(Path("runs"), f"learning/{arguments.algorithm}")
     curves, results = [], []
     for seed in arguments.seeds:
         curve, result = learn(arguments, seed, folder)
         curves.append(curve)
         results.append(result)
-        pd.concat(curves).to_csv(folder / "curves.csv", index=False)
-        (folder / "result.json").write_text(json.dumps({"arguments": vars(arguments), "results": results}, indent=1))
-        fifth, third = len(curve) // 5 + 1, len(curve) // 3 + 1
-        rewards = curve["reward"]
-        print(f"seed {seed}, {result['s']:.0f} s:")
+        write(folder, curves, results)
+        frame = pd.DataFrame(curve.rows)
+        fifth, third = len(frame) // 5 + 1, len(frame) // 3 + 1
+        rewards = frame["reward"]
+        print(f"seed {seed}, {frame['s'].iloc[-1]:.0f} s:")
         print(f"  held-out reward {result['before']['reward_mean']:.3f} -> {result['after']['reward_mean']:.3f}")
         print(f"  training reward {rewards.head(fifth).mean():.3f} -> {rewards.tail(fifth).mean():.3f} (fifths)")
-        if "cost" in curve:
-            costs, multipliers = curve["cost"], curve["multiplier"]
+        if "cost" in frame:
+            costs, multipliers = frame["cost"], frame["multiplier"]
             print(f"  mean cost {costs.iloc[0]:.3f} at first, {costs.tail(third).mean():.3f} over the last third")
             print(f"  limit {COST_LIMIT}; multiplier from {multipliers.min():.3f} to {multipliers.max():.3f}")
     print(f"curves: {folder / 'curves.csv'}")

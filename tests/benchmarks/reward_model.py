@@ -17,7 +17,6 @@ from typing import Any
 from curves import Curve, new_folder, write
 
 import workbench as wb
-from workbench.algorithms.preference import binomial_interval
 from workbench.dataflow.sources import read_rows
 from workbench.models import bf16_is_fast
 
@@ -34,7 +33,7 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
         learning_rate=arguments.learning_rate,
         schedule="linear",
         warmup_steps=max(1, updates // 10),
-        total_steps=updates,
+        total_steps=updates,  # a pair that is too long is dropped later: the rate may end a little above 0
         micro_batch_tokens=2048,
     )
     dtype = arguments.dtype or ("bfloat16" if bf16_is_fast() else "float32")
@@ -104,10 +103,12 @@ def main() -> None:
         curves.append(curve)
         results.append(result)
         write(folder, curves, results)
-    right = sum(round(result["after"]["accuracy"] * result["held_out"]) for result in results)
-    total = sum(result["held_out"] for result in results)
-    low, high = binomial_interval(right, total)
-    print(f"held-out accuracy: {right / total:.3f} ({low:.3f} to {high:.3f}), {total} pairs, {len(results)} seed(s)")
+    for result in results:
+        low, high = result["after"]["accuracy/low"], result["after"]["accuracy/high"]
+        told = f"{result['after']['accuracy']:.3f} (95 %: {low:.3f} to {high:.3f}) on {result['held_out']} pairs"
+        print(f"seed {result['seed']}: held-out accuracy {told}, trained on {result['pairs']}")
+    # the seeds' held-out pairs overlap: their mean has no interval of its own
+    print(f"mean of {len(results)} seed(s): {sum(r['after']['accuracy'] for r in results) / len(results):.3f}")
     print(f"written to {folder}")
 
 

@@ -233,12 +233,15 @@ def _head_apart(head: Any, selective_log_softmax: Callable[..., Tensor]) -> floa
 
     model = load_causal_lm("tiny-llama", dtype=torch.float32, device=torch.device("cpu")).eval()
     ids = torch.randint(0, 100, (3, 9), generator=torch.Generator().manual_seed(0))
-    rows, times = torch.arange(3).repeat_interleave(8), torch.arange(8).repeat(3)
+    positions = torch.arange(27).reshape(3, 9)[:, :-1].flatten()  # the last token of each sequence predicts none
     with torch.no_grad():
         ours, _ = head(model, micro_batch_tokens=64)(
-            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(9).expand(3, 9),
-            rows=rows, times=times, targets=ids[rows, times + 1], temperature=0.7,
-        )  # fmt: skip
+            input_ids=ids.flatten(),
+            lengths=(9, 9, 9),
+            positions=positions,
+            targets=ids[:, 1:].flatten(),
+            temperature=0.7,
+        )
         logits = model(ids).logits.float()
     return apart(ours, selective_log_softmax(logits[:, :-1], ids[:, 1:], temperature=0.7).flatten())
 

@@ -73,8 +73,8 @@ def test_the_actor_starts_as_its_reference_and_leaves_it(runs: Path, engine: str
         assert lab.last_metrics["compute_advantages"]["reference_kl"] == 0
         metrics = lab.actor.update_actor(scored, kl_coefficient=0.1, kl="k3", epochs=2)
         assert metrics["first_minibatch/ratio/max_deviation"] == 0
-        assert metrics["first_minibatch/reference_kl"] == 0
-        assert metrics["reference_kl"] > 0
+        assert metrics["first_minibatch/kl_loss"] == 0
+        assert metrics["kl_loss"] > 0
         # the same rows again: the reference has not moved, to the last bit
         again = lab.reference.compute_ref_log_prob(lab.actor.compute_log_prob(batch))
         moved, still = tokens(again, "old_log_prob", "ref_log_prob")

@@ -170,6 +170,31 @@ class TestAdvantages:
         assert torch.equal(told[0][0], told[1][0])
         assert told[0][1] == told[1][1]
 
+    @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+    @pytest.mark.parametrize("score_a_token", [False, True])
+    def test_a_masked_response_counts_with_its_score(
+        self, lab: wb.Workbench, scored: wb.Batch, estimator: str, score_a_token: bool
+    ) -> None:
+        """Its loss is left out, as that of responses that were cut may be; the baseline of the others has it still."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        masks = [torch.ones(n, dtype=torch.bool) for n in old.lengths.tolist()]
+        masks[2][:] = False
+        table["response_mask"] = old.like(torch.cat(masks))
+        for last, signal in ((1.0, False), (9.0, True)):
+            scores = torch.tensor([1.0, 1.0, last, 0.0, 0.0, 0.0])
+            table["rewards"] = scores
+            if score_a_token:
+                table["rewards"] = Ragged.of([s * torch.eye(1, n)[0] for s, n in zip(scores, old.lengths, strict=True)])
+            batch = lab.put(table, meta=scored.meta)
+            made = lab.compute_advantages(batch, estimator=estimator, whiten_advantages=False)
+            first = ragged(made, "advantages").rows()[0]
+            assert bool((first < 0).all() if signal else (first == 0).all())
+            metrics = lab.last_metrics["compute_advantages"]
+            assert metrics["without_variance/fraction"] == (0.5 if signal else 1.0)
+            assert metrics["rewards/mean"] == pytest.approx(float(scores.mean()))
+
     def test_the_overlong_penalty_counts_what_the_limit_counts(self, lab: wb.Workbench, scored: wb.Batch) -> None:
         """Of 8 tokens that the rollouts may have, those that an environment wrote included."""
         table = scored.fetch()
@@ -308,7 +333,7 @@ class TestUpdates:
             norms[kind] = found["grad_norm"]
             k3 = float(torch.tensor(-0.5).exp()) - 0.5
             value = {"k1": 0.5, "k2": 0.125}.get(kind, k3)
-            assert found["reference_kl"] == pytest.approx(value, rel=1e-4)
+            assert found["kl_loss"] == pytest.approx(value, rel=1e-4)
             assert found["loss"] == pytest.approx(value, rel=1e-4)
         assert norms["k2"] == pytest.approx(0.5 * norms["k1"], rel=1e-4)
         assert norms["k3"] == pytest.approx((1 - float(torch.tensor(-0.5).exp())) * norms["k1"], rel=1e-4)

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from workbench.algorithms.correction import Correction
+from workbench.algorithms.estimators import response_scores
 from workbench.algorithms.groups import with_variance
 from workbench.algorithms.loop import Algorithm
 from workbench.dataflow.batch import Batch
@@ -29,7 +30,7 @@ class DAPO(Algorithm):
 
     prompts: prompts an update; samples: responses a prompt, at least 2. rounds: how often more prompts may be drawn in
     an iteration. overlong_buffer: tokens before `sampling.max_new_tokens` over which the penalty grows to 1; None: a
-    fifth of these, as in the paper; 0: no penalty.
+    fifth of these, as in the paper; 0: no penalty. correction: as in `GRPO`.
     """
 
     lab: Workbench
@@ -42,6 +43,7 @@ class DAPO(Algorithm):
     clip: float = 0.2
     clip_high: float = 0.28
     epochs: int = 1
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         at_least("DAPO.samples", self.samples, 2)  # one sample has no variance
@@ -58,18 +60,24 @@ class DAPO(Algorithm):
         batch = lab.actor.compute_log_prob(batch)
         batch = lab.compute_advantages(batch, estimator="grpo", overlong_buffer=buffer, max_response_tokens=longest)
         lab.actor.update_actor(
-            batch, clip=self.clip, clip_high=self.clip_high, epochs=self.epochs, aggregation="token-mean"
+            batch,
+            clip=self.clip,
+            clip_high=self.clip_high,
+            epochs=self.epochs,
+            aggregation="token-mean",
+            correction=self.correction,
         )
 
     def dynamic_sampling(self, batch: Batch) -> Batch:
         """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough.
 
         More go through the stages before this one as the graph has them, with its edits. After `rounds` further draws
-        what is missing is made up of groups without variance, and the batch keeps its size: all they teach is the
-        overlong penalty, where their responses differ in it, and without one the step is smaller by their share of
-        the tokens. The rows: first those whose rewards differ.
+        what is missing is made up of groups without variance, spread over the batch so that each minibatch has its
+        share of them, and the batch keeps its size: all they teach is the overlong penalty, where their responses
+        differ in it, and without one every step is smaller by their share of the tokens.
         Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction` (groups
-        without variance in the batch), `rewards/mean` over all that was drawn.
+        without variance in the batch), `rewards/mean` over all that was drawn; the stages before this one have reported
+        those of the last draw alone.
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
@@ -97,7 +105,21 @@ class DAPO(Algorithm):
         }
         lab.report("dynamic_sampling", metrics)
         whole = Batch.concat([*kept, *others])
-        return whole.take(np.arange(min(wanted, whole.rows)))
+        whole = whole.take(np.arange(min(wanted, whole.rows)))
+        uids = whole.fetch(["prompt_uid"])["prompt_uid"]
+        assert isinstance(uids, Tensor)
+        return whole.take(_spread(uids.numpy(), min(rows, wanted)))
+
+
+def _spread(uids: np.ndarray, kept: int) -> np.ndarray:
+    """The order of rows in which the groups after the first `kept` rows are dealt evenly among those before.
+
+    uids: of the prompts; the rows of one stand side by side.
+    """
+    groups = np.split(np.arange(len(uids)), np.flatnonzero(np.diff(uids)) + 1)
+    first = sum(group[0] < kept for group in groups)
+    places = [(np.arange(count) + 0.5) / max(1, count) for count in (first, len(groups) - first)]
+    return np.concatenate([groups[i] for i in np.argsort(np.concatenate(places), kind="stable")])
 
 
 def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -105,8 +127,7 @@ def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
     table = batch.fetch(["rewards", "prompt_uid", "response_mask"])
     rewards, uids, mask = table["rewards"], table["prompt_uid"], table["response_mask"]
     assert isinstance(mask, Ragged)
-    if isinstance(rewards, Ragged):
-        rewards = torch.where(mask.pad().bool(), rewards.pad(), 0.0).sum(-1)
-    scores_N = rewards
-    assert isinstance(scores_N, Tensor) and isinstance(uids, Tensor)
+    rewards = rewards.pad() if isinstance(rewards, Ragged) else rewards
+    assert isinstance(rewards, Tensor) and isinstance(uids, Tensor)
+    scores_N = response_scores(rewards, mask.pad())
     return scores_N, with_variance(scores_N, uids)

@@ -15,6 +15,29 @@ from workbench.errors import BadInput
 
 
 @torch.no_grad()
+@torch.no_grad()
+def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
+    """One score a response, float64 [B]: what the other responses to its prompt are held against.
+
+    scores: [B]; or [B, T], of which those `counted` are summed, in float64, so that the same rewards in another order
+        are the same score.
+    """
+    tokenwise(mask_BT)
+    if scores.ndim == 1:
+        one_per_row("scores_B", scores, mask_BT)
+        return scores.double()
+    same_shape(mask_BT=mask_BT, scores_BT=scores)
+    return torch.where(counted(mask_BT), scores.double(), 0.0).sum(-1)
+
+
+def counted(mask_BT: Tensor) -> Tensor:
+    """Where scores of tokens count towards their response's, [B, T]: inside the mask, or everywhere in a response
+    without any token inside. Such a one, whose loss is masked out because it was cut, say, is not trained on; its score
+    tells as much as the others what its prompt is worth."""
+    inside_BT = mask_BT.bool()
+    return inside_BT | ~inside_BT.any(-1, keepdim=True)
+
+
 def token_rewards(
     scores: Tensor,
     log_prob_BT: Tensor,
@@ -157,6 +180,14 @@ def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
     valid = x_BT[mask_BT.bool()].double()
     return torch.stack((valid.new_tensor(valid.numel()), valid.sum(), valid.square().sum()))
+
+
+def explained_variance(returns: Tensor, errors: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns), of a critic: 1 foresees all, 0 no more than the mean return, below 0
+    less than that. Not a number where all returns are equal. returns, errors (returns - values): as from `moments`."""
+    count, total, squares = torch.stack((returns, errors), -1).double().unbind()
+    of_returns, of_errors = (squares / count - (total / count) ** 2).tolist()
+    return 1 - of_errors / of_returns if of_returns > 0 else float("nan")
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from workbench.algorithms.aggregation import Aggregation
 from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling, at_least
+from workbench.errors import BadInput
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -48,6 +49,12 @@ class GRPO(Algorithm):
 
     def __post_init__(self) -> None:
         at_least("GRPO.samples", self.samples, 2)  # one sample is its own mean: nothing to learn from
+        if self.estimator == "off_policy_baseline" and self.aggregation == "sequence-mean-token-mean":
+            raise BadInput(
+                f"GRPO(estimator='off_policy_baseline', aggregation={self.aggregation!r})",
+                "its baseline weighs responses by their tokens, as where the losses of tokens are summed",
+                "use aggregation='sequence-mean-token-sum'",
+            )
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     def define(self, lab: Workbench) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.kl import adaptive_kl_step
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling
@@ -19,10 +20,12 @@ class PPO(Algorithm):
     """`PPO(lab).run(n)`: n iterations of the calls in `define`, which a notebook can also make one by one.
 
     prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own.
-    kl_coefficient, kl: penalty against the reference in the reward. kl_target: nats a response; the coefficient is then
-    moved after each iteration by `adaptive_kl_step` (read it, set it), over kl_horizon responses; None: it is fixed.
-    macro_tokens: tokens that advantages take as one action (MA-PPO, arXiv:2410.02743). clip, value_clip,
-    epochs: of the updates, whose minibatches are set by `Training.minibatches`. sampling: how responses are drawn.
+    kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. kl_target: nats a
+    response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
+    kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
+    arXiv:2410.02743). bootstrap: the critic's value stands for what would have followed a response that was cut. clip,
+    value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`. sampling: how responses are
+    drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.
     """
 
     lab: Workbench
@@ -37,12 +40,14 @@ class PPO(Algorithm):
     kl_target: float | None = None
     kl_horizon: int = 10_000
     macro_tokens: int = 1
+    bootstrap: bool = False
     clip: float = 0.2
     value_clip: float | None = 0.2
     epochs: int = 1
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        self.need("critic", "reference", "reward")
+        self.need("critic", "reward", *(["reference"] if self.kl_coefficient or self.kl_target is not None else []))
         if self.kl_target is not None:  # a setting that the step would refuse is refused now
             self._adapted(self.kl_target)
 
@@ -50,19 +55,21 @@ class PPO(Algorithm):
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)
-        batch = lab.reference.compute_ref_log_prob(batch)
-        batch = lab.critic.compute_values(batch)
+        if self.kl_coefficient or self.kl_target is not None:
+            batch = lab.reference.compute_ref_log_prob(batch)
+        batch = lab.critic.compute_values(batch, final=self.bootstrap)
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = lab.compute_advantages(
             batch,
             gamma=self.gamma,
             lam=self.lam,
             macro_tokens=self.macro_tokens,
+            bootstrap=self.bootstrap,
             kl_coefficient=self.kl_coefficient,
             kl=self.kl,
         )
         lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.epochs)
-        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs)
+        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, correction=self.correction)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """After an iteration, with its metrics: move the KL coefficient for the next one, if it has a target."""

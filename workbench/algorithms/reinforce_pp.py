@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling, at_least
 
@@ -23,6 +24,7 @@ class ReinforcePP(Algorithm):
 
     prompts: prompts an iteration; samples: responses a prompt, at least 2 with the baseline. kl_coefficient: of the
     penalty against the reference; at 0 no reference is needed. clip, epochs: of the updates.
+    correction: as in `GRPO`.
     """
 
     lab: Workbench
@@ -35,6 +37,7 @@ class ReinforcePP(Algorithm):
     kl_coefficient: float = 0.01
     clip: float = 0.2
     epochs: int = 1
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         if self.baseline:
@@ -51,4 +54,11 @@ class ReinforcePP(Algorithm):
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = lab.compute_advantages(batch, estimator=estimator, gamma=self.gamma, kl_coefficient=in_reward, kl="k1")
-        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, kl_coefficient=in_loss, kl="k2")
+        lab.actor.update_actor(
+            batch,
+            clip=self.clip,
+            epochs=self.epochs,
+            kl_coefficient=in_loss,
+            kl="k2",
+            correction=self.correction,
+        )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling
 
@@ -20,7 +21,8 @@ class ReMax(Algorithm):
     Against PPO: one greedy generation and its rewards more, and no line of a critic (HybridFlow, figure 6).
 
     prompts: prompts an iteration; samples: responses a prompt, all against the one greedy response.
-    kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed.
+    kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. correction:
+    as in `GRPO`.
     """
 
     lab: Workbench
@@ -32,6 +34,7 @@ class ReMax(Algorithm):
     kl: str = "k1"
     clip: float = 0.2
     epochs: int = 1
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
@@ -48,4 +51,4 @@ class ReMax(Algorithm):
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = batch.join(baseline)
         batch = lab.compute_advantages(batch, estimator="remax", kl_coefficient=self.kl_coefficient, kl=self.kl)
-        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs)
+        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, correction=self.correction)

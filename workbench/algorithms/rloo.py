@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling, at_least
 
@@ -21,7 +22,8 @@ class RLOO(Algorithm):
     its prompt, and the log-probabilities of its tokens are summed.
 
     prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
-    reference in the reward; at 0 no reference is needed. clip: matters from the second optimizer step on.
+    reference in the reward; at 0 no reference is needed. clip: matters from the second optimizer step on, where it
+    bounds the ratio of each token, not of the response. correction: as in `GRPO`.
     """
 
     lab: Workbench
@@ -33,6 +35,7 @@ class RLOO(Algorithm):
     kl: str = "k1"
     clip: float = 0.2
     epochs: int = 1
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         at_least("RLOO.samples", self.samples, 2)  # nobody is left out of one
@@ -46,4 +49,10 @@ class RLOO(Algorithm):
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = lab.compute_advantages(batch, estimator="rloo", kl_coefficient=self.kl_coefficient, kl=self.kl)
-        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, aggregation="sequence-mean-token-sum")
+        lab.actor.update_actor(
+            batch,
+            clip=self.clip,
+            epochs=self.epochs,
+            aggregation="sequence-mean-token-sum",
+            correction=self.correction,
+        )

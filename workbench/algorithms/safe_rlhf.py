@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.algorithms.correction import Correction
 from workbench.algorithms.lagrangian import dual_step
 from workbench.algorithms.loop import Algorithm
 from workbench.engines.settings import Sampling
@@ -21,7 +22,9 @@ class SafeRLHF(Algorithm):
     Against PPO: scores and values of costs, a multiplier that weighs cost against reward, and a pretraining loss
     (HybridFlow, figure 6, whose listing leaves out the critic of costs that Safe-RLHF has; here it is two lines).
 
-    prompts, samples, sampling, reward, gamma, lam, kl_coefficient, kl, clip, value_clip, epochs: as in `PPO`.
+    prompts, samples, sampling, reward, gamma, lam, kl, clip, value_clip, epochs, correction: as in `PPO`.
+    kl_coefficient: of the penalty that the rewards, and with the other sign the costs, are given each; the authors'
+    code gives each of them a half.
     cost: a function in place of the cost role's own. limit: the mean cost of a response that is allowed.
     multiplier: its value now, moved after each iteration by `dual_step`, up while the mean cost is above the limit.
     It is all the state there is: read it, keep it, set it. multiplier_rate, multiplier_bounds: of that step.
@@ -46,11 +49,12 @@ class SafeRLHF(Algorithm):
     clip: float = 0.2
     value_clip: float | None = 0.2
     epochs: int = 1
+    correction: Correction | None = None
     pretrain: str | None = None
     pretrain_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
-        self.need("critic", "reference", "reward", "cost", "cost_critic")
+        self.need("critic", "reward", "cost", "cost_critic", *(["reference"] if self.kl_coefficient else []))
         # a setting that the step would refuse is refused now
         dual_step(self.multiplier, self.limit, self.limit, self.multiplier_rate, self.multiplier_bounds)
 
@@ -58,7 +62,8 @@ class SafeRLHF(Algorithm):
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)
-        batch = lab.reference.compute_ref_log_prob(batch)
+        if self.kl_coefficient:
+            batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.critic.compute_values(batch)
         batch = lab.cost_critic.compute_cost_values(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
@@ -80,6 +85,7 @@ class SafeRLHF(Algorithm):
             clip=self.clip,
             epochs=self.epochs,
             pretrain_coefficient=0.0 if self.pretrain is None else self.pretrain_coefficient,
+            correction=self.correction,
         )
 
     def finish(self, metrics: Mapping[str, float]) -> None:

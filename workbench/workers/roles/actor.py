@@ -32,7 +32,7 @@ from workbench.workers.inference import (
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.micro_batches import MicroBatch, Scatter
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.roles.reference import ReferencePolicy
@@ -113,12 +113,20 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         `temperature=` for a KL between the two at another temperature than the rollout's.
         """
         scale = sampling_temperature(batch, temperature)
+        entropies = Scatter(batch.ragged("response_ids"))
 
         def forward(micro: MicroBatch) -> Tensor:
-            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
+            log_probs_N, entropy_N = self.engine.forward(
+                **micro.inputs, targets=micro.targets, temperature=scale, with_entropy=True
+            )
+            entropies.put(micro, entropy_N)
+            return log_probs_N
 
         column = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
-        metrics: Metrics = {"old_log_prob/mean": mean_of(column, batch)}
+        metrics: Metrics = {
+            "old_log_prob/mean": mean_of(column, batch),
+            "entropy": mean_of(entropies.column(), batch),
+        }
         if "rollout_log_prob" in batch.columns:
             gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), batch)
             metrics["rollout_gap/mean"] = Mean(total=float(gap.sum()), count=len(gap))
@@ -207,7 +215,7 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
             if kl_coefficient:
                 kl_BR = kl_loss(log_probs_BR, old_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
                 loss_BR = loss_BR + kl_coefficient * kl_BR
-                metrics["reference_kl"] = mean(kl_BR)
+                metrics["kl_loss"] = mean(kl_BR)
             return loss_BR, metrics
 
         # these two pull on every row, an advantage only where there is one

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from workbench.algorithms.arguments import within
 from workbench.algorithms.correction import Correction, correct
-from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
+from workbench.algorithms.estimators import (
+    counted,
+    explained_variance,
+    gae,
+    moments,
+    overlong_penalty,
+    reinforce,
+    response_scores,
+    token_rewards,
+    whiten,
+)
 from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
 from workbench.algorithms.kl import KLKind, kl_estimate
 from workbench.algorithms.lagrangian import MAX_MULTIPLIER, lagrangian
@@ -157,15 +167,21 @@ class NumericWorker(Worker):
         mask_BT = mask.pad().bool()
         tokens = float(mask_BT.sum())
         metrics: Metrics = {}
+        all_reduce = self.context.communicator.all_reduce
 
         def mean(name: str, total: Tensor, count: float) -> None:
             metrics[f"{name}/mean"] = Mean(total=float(total.sum()), count=count)
 
+        def over_groups(scores_B: Tensor, penalised_B: Tensor) -> Tensor:
+            return self._over_groups(scores_B, penalised_B, batch, mask_BT, estimator, correction, metrics)
+
         def estimate(signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
             """Token rewards, advantages and returns."""
             scores = self._scores(batch, signal.scores, mask_BT)
-            mean(signal.scores, scores, len(batch))
+            scores_B = response_scores(scores, mask_BT)
+            mean(signal.scores, scores_B, len(batch))
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
+            penalty_B = torch.zeros(len(batch))
             if overlong_buffer and signal is REWARD:
                 assert max_response_tokens is not None
                 penalty_B = overlong_penalty(mask.lengths, max_response_tokens, overlong_buffer)
@@ -179,19 +195,28 @@ class NumericWorker(Worker):
                     after_B = torch.where(
                         _numbers(batch, "finished").bool(), 0.0, _numbers(batch, f"final_{signal.values}")
                     )
-                return rewards_BT, *gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
+                advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
+                both = all_reduce(torch.stack([moments(x, mask_BT) for x in (returns_BT, returns_BT - values_BT)]))
+                metrics[f"{signal.values}/explained_variance"] = Mean(total=explained_variance(*both), count=1)
+                return rewards_BT, advantages_BT, returns_BT
             if estimator == "reinforce_pp":
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
             if estimator == "remax":
                 # of other responses, whose mask is not this batch's
-                baseline_B = _summed(self._scores(batch, signal.baseline))
+                baseline = self._scores(batch, signal.baseline)
+                baseline_B = baseline if baseline.ndim == 1 else baseline.double().sum(-1)
                 mean(signal.baseline, baseline_B, len(batch))
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
             if estimator == "reinforce_pp_baseline":
-                centred_B = self._over_groups(_summed(scores), batch, mask_BT, estimator, correction, metrics)
-                return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, _summed(scores) - centred_B)
-            advantages_B = self._over_groups(rewards_BT.sum(-1), batch, mask_BT, estimator, correction, metrics)
-            return rewards_BT, advantages_B[:, None] * mask_BT, rewards_BT.sum(-1, keepdim=True) * mask_BT
+                centred_B = over_groups(scores_B, scores_B)
+                return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, scores_B - centred_B)
+            penalised_B = scores_B + penalty_B
+            if kl_coefficient:
+                nothing = torch.zeros(len(batch))
+                kl_BT = self._token_rewards(batch, nothing, mask_BT, kl_coefficient, kl, signal.sign)
+                penalised_B = penalised_B + kl_BT.double().sum(-1)
+            advantages_B = over_groups(scores_B, penalised_B)
+            return rewards_BT, advantages_B[:, None] * mask_BT, penalised_B[:, None] * mask_BT
 
         rewards_BT, advantages_BT, returns_BT = estimate(REWARD)
         columns = {"token_rewards": rewards_BT, "returns": returns_BT}
@@ -202,7 +227,7 @@ class NumericWorker(Worker):
             advantages_BT = lagrangian(advantages_BT, cost_advantages_BT, multiplier)
             metrics["multiplier"] = Mean(total=multiplier, count=1)
         if whiten_advantages or (whiten_advantages is None and estimator in WHITENED):
-            total = self.context.communicator.all_reduce(moments(advantages_BT, mask_BT))
+            total = all_reduce(moments(advantages_BT, mask_BT))
             advantages_BT = whiten(advantages_BT, mask_BT, total)
         columns["advantages"] = advantages_BT
         mean("advantages", advantages_BT, tokens)
@@ -217,8 +242,8 @@ class NumericWorker(Worker):
         )
 
     def _scores(self, batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:
-        """A column of scores: [rows], or [rows, response tokens] with 0 outside the mask. Where one is not finite, all
-        ranks raise."""
+        """A column of scores: [rows], or [rows, response tokens], 0 where a response has others inside its mask. Where
+        one is not finite, all ranks raise."""
         column = batch.columns[name]
         if isinstance(column, list):
             kinds = ", ".join(sorted({type(value).__name__ for value in column}))
@@ -229,7 +254,7 @@ class NumericWorker(Worker):
             )
         scores = column.pad() if isinstance(column, Ragged) else column
         if scores.ndim == 2 and mask_BT is not None:
-            scores = torch.where(mask_BT, scores, 0.0)
+            scores = torch.where(counted(mask_BT), scores, 0.0)
         finite_B = scores.isfinite() if scores.ndim == 1 else scores.isfinite().all(-1)
         wrong = next((int(row) for row, fine in zip(batch.rows, finite_B.tolist(), strict=True) if not fine), -1)
         # a rank that raised alone would leave the others waiting for its part of the whitening
@@ -256,18 +281,20 @@ class NumericWorker(Worker):
     def _over_groups(
         self,
         scores_B: Tensor,
+        penalised_B: Tensor,
         batch: Shard,
         mask_BT: Tensor,
         estimator: str,
         correction: Correction | None,
         metrics: Metrics,
     ) -> Tensor:
-        """The advantage of each response over its prompt's others, [B]."""
+        """The advantage of each response over its prompt's others, [B], by penalised scores; that a prompt has nothing
+        to teach is told by the scores alone."""
         # The samples of a prompt may lie on several ranks: every rank sees all scores, a number a row.
         groups_B = batch.columns["prompt_uid"]
         assert isinstance(groups_B, Tensor)
         communicator = self.context.communicator
-        shards = communicator.all_gather(scores_B)
+        shards = communicator.all_gather(penalised_B)
         scores_N, groups_N = torch.cat(shards), self._gathered(groups_B)
         if estimator != "rloo" and len(torch.unique(groups_N)) == len(groups_N):
             raise BadInput(
@@ -292,7 +319,7 @@ class NumericWorker(Worker):
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
         before = sum(map(len, shards[: communicator.rank]))
         mine = slice(before, before + len(scores_B))
-        without = ~with_variance(scores_N, groups_N)[mine]
+        without = ~with_variance(self._gathered(scores_B), groups_N)[mine]
         metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=len(batch)))
         return advantages_N[mine].float()
 
@@ -305,8 +332,3 @@ def _numbers(batch: Shard, name: str) -> Tensor:
     column = batch.columns[name]
     assert isinstance(column, Tensor), name
     return column
-
-
-def _summed(scores: Tensor) -> Tensor:
-    """One score a row."""
-    return scores if scores.ndim == 1 else scores.sum(-1)
