@@ -15,7 +15,6 @@ from workbench.errors import BadInput
 
 
 @torch.no_grad()
-@torch.no_grad()
 def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
     """One score a response, float64 [B]: what the other responses to its prompt are held against.
 
@@ -38,6 +37,7 @@ def counted(mask_BT: Tensor) -> Tensor:
     return inside_BT | ~inside_BT.any(-1, keepdim=True)
 
 
+@torch.no_grad()
 def token_rewards(
     scores: Tensor,
     log_prob_BT: Tensor,
