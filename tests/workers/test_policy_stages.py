@@ -186,7 +186,10 @@ class TestAdvantages:
             scores = torch.tensor([1.0, 1.0, last, 0.0, 0.0, 0.0])
             table["rewards"] = scores
             if score_a_token:
-                table["rewards"] = Ragged.of([s * torch.eye(1, n)[0] for s, n in zip(scores, old.lengths, strict=True)])
+                table["rewards"] = Ragged.of(
+                    [s * torch.eye(1, n)[0].flip(0) for s, n in zip(scores, old.lengths.tolist(), strict=True)],
+                    torch.float32,
+                )
             batch = lab.put(table, meta=scored.meta)
             made = lab.compute_advantages(batch, estimator=estimator, whiten_advantages=False)
             first = ragged(made, "advantages").rows()[0]
