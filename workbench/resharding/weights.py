@@ -67,6 +67,14 @@ class Weight:
     def __post_init__(self) -> None:
         if self.axis is not None and sum(part.size for part in self.parts) != self.shape[self.axis]:
             raise BadInput(f"{self.name} of shape {self.shape}", f"its parts along axis {self.axis} must make it up")
+        if self.axis not in (None, 0) and (self.axis, len(self.shape)) != (1, 2):
+            raise BadInput(f"{self.name} of shape {self.shape}, axis={self.axis}", "a matrix is cut by rows or columns")
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the weight seen as a matrix; of a vector (elements, 1)."""
+        rows = self.shape[0] if self.shape else 1
+        return rows, math.prod(self.shape[1:])
 
     @property
     def numel(self) -> int:
@@ -84,7 +92,7 @@ class Weight:
         For a weight that is not cut: all of axis 0. Raises `BadInput` where t does not divide a part.
         """
         if self.axis is None:
-            return ((0, self.shape[0]),)
+            return ((0, self.matrix[0]),)
         found, begin = [], 0
         for part in self.parts:
             units = part.held_units(j, t)
