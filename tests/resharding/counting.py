@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 
-def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+    from transformers import AutoModelForCausalLM  # here: ranks that import this module need none of it
+
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -8,6 +8,7 @@ whole on every tensor rank. Layers go evenly to the stages, in order.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +76,13 @@ class Weight:
         """(rows, columns) of the weight seen as a matrix; of a vector (elements, 1)."""
         rows = self.shape[0] if self.shape else 1
         return rows, math.prod(self.shape[1:])
+
+    @property
+    def group(self) -> str:
+        """What moves together: the decoder layer, such as "model.layers.3"; outside of layers the module."""
+        module = self.name.rpartition(".")[0] or self.name
+        found = re.match(r"(.*?\.\d+)(\.|$)", module)
+        return found[1] if found else module
 
     @property
     def numel(self) -> int:
