@@ -111,7 +111,9 @@ def run_plan(plan: Plan, before: Held, after: Held, case: Case) -> list[str]:
     generation = storage_bytes(arrived.values())
     both = storage_bytes([*arrived.values(), *(tensor.data for tensor in held.values())])
     planned = 0 if position is None else int(figures.kept_twice[position])
-    if both - generation != planned and case.config.vocab_size % 4 == 0:
+    # A slice that lies partly inside what is needed is kept whole: a tensor cannot be a view by half.
+    partly = isinstance(plan, Reshard) or case.config.vocab_size % 4 != 0
+    if both - generation != planned and not (partly and planned < both - generation <= storage_bytes(held.values())):
         wrong.append(f"kept twice {both - generation}, planned {planned}")
     same = {name for name in held if held[name].data_ptr() == own[name]}
     for weight in plan.weights:
@@ -178,19 +180,20 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
     before = Held(config, size, list(range(n)))
     order = generation_ranks(*size, *generate, strided=True)
     after = Held(config, (*generate, n // (generate[0] * generate[1])), order)
-    held = {name: tensor.requires_grad_() for name, tensor in shards(before, case.drawn(0), rank).items()}
+    full = case.drawn(0)
+    held = {name: tensor.requires_grad_() for name, tensor in shards(before, full, rank).items()}
+    first, last = shards(before, full, rank), shards(after, full, rank)
+    del full
     foreign = _live_bytes() - storage_bytes(held.values())
     found = Memory(planned=int(plan.figures().peak_parameter[rank]), held=storage_bytes(held.values()), bucket=2**18)
     with ledger() as books:
         engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
         for step in range(count):
-            full = case.drawn(step)
-            for name, tensor in shards(before, full, rank).items():
-                held[name].data.copy_(tensor)
-            expected = shards(after, full, rank)
+            for name, tensor in held.items():
+                tensor.data.copy_(first[name] + step)
             arrived = engine.reshard(held)
-            found.right = found.right and equal(arrived, expected)
-            del arrived, expected, full, name, tensor
+            found.right = found.right and equal(arrived, {name: tensor + step for name, tensor in last.items()})
+            del arrived, name, tensor
             engine.restore()
             books.recorder.drain()
             if step % 10 == 9:
@@ -225,7 +228,7 @@ def four_ranks(small: list[Case], larger: Case) -> tuple[dict[str, list[str]], d
 def _live_bytes() -> int:
     """Bytes of the distinct storages of all tensors that live in this process."""
     gc.collect()
-    return storage_bytes([found for found in gc.get_objects() if isinstance(found, Tensor) and not found.is_meta])
+    return storage_bytes([found for found in gc.get_objects() if issubclass(type(found), Tensor) and not found.is_meta])
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,3 +183,13 @@ def test_wrong_input_is_said_before_anything_is_planned() -> None:
             plan_transition(weights, Layout(1, 3, 1), strategy)
         with pytest.raises(BadInput, match="2 layers over p=4"):
             plan_transition(weights, Layout(4, 1, 1), strategy)
+
+
+def test_planning_imports_no_runtime() -> None:
+    heavy = ["torch", "ray", "deepspeed", "vllm", "transformers"]
+    code = (
+        "import sys, workbench.resharding.strategies, workbench.resharding.report; "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -50,8 +50,9 @@ class ReshardingEngine:
 
     Weights go a layer at a time, in buckets. Beside what the plan counts (`peak_parameter_bytes`), memory is needed for
     `bucket_bytes` of buffers (more only where one row of a weight is longer), and once a weight for the training slice
-    that is being turned into a view. A training slice that is no view of the generation slice (several parts of a fused
-    weight; vocabulary rows that lie across two slices) keeps memory of its own.
+    that is being turned into a view. A training slice that cannot be a view of the generation slice keeps memory of its
+    own, all of it: several parts of a fused weight; a slice that lies partly outside (vocabulary rows that the tensor
+    ranks do not divide evenly; a general reshard).
 
     Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator.
     """
