@@ -69,7 +69,8 @@ def measure(weights: ModelWeights, layout: Layout, iterations: int) -> dict[str,
     """On one rank, for each strategy: bytes received, bytes that the plan says, seconds of each transition."""
     rank, recorder = dist.get_rank(), Recorder()
     communicator = Communicator(rank, dist.get_world_size(), recorder)
-    engines, held, found = {}, {}, {}
+    engines, held = {}, {}
+    found: dict[str, tuple[int, int, list[float]]] = {}
     for strategy in STRATEGIES:
         plan = plan_transition(weights, layout, strategy)
         engines[strategy] = ReshardingEngine(plan, communicator)

@@ -200,13 +200,14 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
                 found.live.append(_live_bytes() - foreign)
                 found.resident.append(psutil.Process().memory_info().rss)
 
-        exchange = books.communicator.exchange
+        communicator: Any = books.communicator
+        exchange = communicator.exchange
 
         def watched(*arguments: Any) -> None:
             found.peak = max(found.peak, _live_bytes() - foreign)
             exchange(*arguments)
 
-        books.communicator.exchange = watched  # type: ignore[method-assign]
+        communicator.exchange = watched
         engine.reshard(held)
     return found
 

@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from workbench import cli
+from workbench.errors import BadInput
 from workbench.models import resolve
 from workbench.resharding.report import report
 
@@ -102,6 +103,25 @@ def test_wrong_input_is_one_clear_line(
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5"}, "must be the config of a language model"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "must be"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "expected int, got str"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"model_type": "llama", "num_hidden_layers": 2, "dtype": "float7"}, "float7"),
+        ({"model_type": "no-such-family"}, "must be a model's config.json"),
+        ([1], "must be a model's config.json"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_said(config: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=said):
+        report(file, "1-2-1", "1-1", "v")
 
 
 def test_1024_ranks_of_a_70b_model_take_seconds(tmp_path: Path) -> None:

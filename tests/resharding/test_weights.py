@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Conf
 from workbench.errors import BadInput
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }  # fmt: skip

@@ -38,14 +38,14 @@ def read_config(name: str | Path) -> PreTrainedConfig:
     file = config_file(name)
     try:
         values = json.loads(file.read_text())
-        family = CONFIG_MAPPING[values["model_type"]]
-    except (ValueError, KeyError, TypeError) as error:
+        config: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except Exception as error:  # which kind depends on the family: each checks its own fields
         raise BadInput(
-            f"{str(file)!r} ({type(error).__name__}: {error})",
+            f"{str(file)!r} ({type(error).__name__}: {' '.join(str(error).split())})",
             "must be a model's config.json, with a model_type that transformers knows",
             "name a model, its folder, or such a file",
         ) from error
-    return family.from_dict(values)
+    return config
 
 
 def load_causal_lm(

@@ -56,7 +56,8 @@ def rows_of(boxes: Boxes, start: int, stop: int) -> Boxes:
 
 def elements_of(boxes: Boxes, start: int, stop: int) -> Boxes:
     """Elements [start, stop) of boxes laid out row by row, one box after the other; in that order."""
-    found, before = [], 0
+    found: list[Box] = []
+    before = 0
     for box in boxes:
         low, high = max(start - before, 0), min(stop - before, size((box,)))
         if low < high:

@@ -182,14 +182,22 @@ def model_weights(
 
     head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
     dtype: such as "bfloat16"; None: the config's, else float32.
-    Raises `BadInput` that names the layers whose cut is not known.
+    Raises `BadInput` for a config that makes no language model, and one that names the layers whose cut is not known.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
     item_bytes = _dtype(dtype or getattr(config, "dtype", None)).itemsize
-    with torch.device("meta"):
-        model: Any = (AutoModelForCausalLM if head == "lm" else AutoModel).from_config(config)
+    auto = AutoModelForCausalLM if head == "lm" else AutoModel
+    try:
+        with torch.device("meta"):
+            model: Any = auto.from_config(config)
+    except Exception as error:  # which kind depends on the family
+        raise BadInput(
+            f"{type(config).__name__} ({type(error).__name__}: {' '.join(str(error).split())[:200]})",
+            "must be the config of a language model",
+            "take a dense model of a family such as Llama or Qwen",
+        ) from error
     base = model.base_model_prefix
     prefix = "" if head == "lm" else f"{base}."
     shapes = {prefix + name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -198,6 +206,8 @@ def model_weights(
     )
     text = config.get_text_config()
     count = int(text.num_hidden_layers)
+    if count < 1:
+        raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
     if head == "scalar":
         shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
     cutter = _Cutter(text, base)
