@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 
@@ -126,8 +125,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     arguments = parser.parse_args()
     cases = [(hidden, ranks) for hidden in arguments.hidden for ranks in arguments.ranks]
-    table = pd.DataFrame([row for case in cases for row in rows(*case, arguments.iterations)])
-    print(table.to_string(index=False))
+    import pandas as pd  # here: ranks that import this file need none of it
+
+    for hidden, ranks in cases:
+        print(pd.DataFrame(rows(hidden, ranks, arguments.iterations)).to_string(index=False), flush=True)
 
 
 if __name__ == "__main__":
