@@ -45,6 +45,14 @@ def parser() -> argparse.ArgumentParser:
     trace = add("trace", _trace, "write a run as a Chrome trace, for Perfetto", answers=False)
     trace.add_argument("run", metavar="NAME_OR_RUN_FOLDER", help="a workbench that lives, or the folder of any run")
     trace.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default: trace.json")
+    reshard = add("reshard", _reshard, "what moves between a training and a generation layout, in bytes")
+    reshard.add_argument("--train", metavar="P-T-D", required=True, help="pipeline, tensor and data parallel sizes")
+    reshard.add_argument("--generate", metavar="PG-TG", required=True, help="pipeline and tensor parallel sizes")
+    reshard.add_argument("--strategy", default="hybridflow", help="hybridflow (default), v or full")
+    reshard.add_argument(
+        "--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder, or a config file; not loaded"
+    )
+    reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
     return top
 
 
@@ -91,6 +99,21 @@ def _trace(arguments: argparse.Namespace) -> int:
             "give the name of a workbench that lives (`wb ls`), or the folder of a run: runs/NAME/DATE",
         )
     print(TelemetryStore(folder).chrome_trace(arguments.output))
+    return 0
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    from workbench.resharding.report import report
+
+    found = report(arguments.model, arguments.train, arguments.generate, arguments.strategy, arguments.dtype)
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    groups = found["groups"]
+    print(f"model {found['model_bytes']:,} bytes, of which the ranks of a replica share out {found['sharded_bytes']:,}")
+    print(f"generation tensor groups {groups['generation_tensor']}")
+    print(f"micro data-parallel groups {groups['micro_data']}")
+    print(_table([{key: f"{value:,}" for key, value in row.items()} for row in found["per_rank"]]))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 
 from workbench.errors import BadInput
 from workbench.models.quiet import quiet_transformers
-from workbench.models.resolve import resolve
+from workbench.models.resolve import config_file, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,6 +25,26 @@ def load_config(name: str | Path) -> PreTrainedConfig:
         # attention_dropout, resid_pdrop, embd_pdrop, layerdrop, ...
         if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, 0.0)
+    return config
+
+
+def read_config(name: str | Path) -> PreTrainedConfig:
+    """The configuration alone, as written: of a model by name, of a folder, or a config file; no weights are fetched.
+
+    Raises `ModelUnavailable`, or `BadInput` for a file that is no model's configuration.
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = config_file(name)
+    try:
+        values = json.loads(file.read_text())
+        config: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except Exception as error:  # which kind depends on the family: each checks its own fields
+        raise BadInput(
+            f"{str(file)!r} ({type(error).__name__}: {' '.join(str(error).split())})",
+            "must be a model's config.json, with a model_type that transformers knows",
+            "name a model, its folder, or such a file",
+        ) from error
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import ModelUnavailable
@@ -35,6 +36,28 @@ def resolve(name: str | Path) -> Path:
     return _hub(name)
 
 
+def config_file(name: str | Path) -> Path:
+    """The config.json of a model, or `name` itself where it is a file; of a hub id only that file is fetched.
+
+    Raises `ModelUnavailable`.
+    """
+    path = Path(name).expanduser()
+    if name in BUNDLED or name in TINY or path.is_dir():
+        return resolve(name) / "config.json"
+    if path.is_file():
+        return path
+    if isinstance(name, Path) or not _HUB_ID.fullmatch(name):
+        raise ModelUnavailable(f"no file or folder {str(name)!r}", "a model path must exist", _alternatives(str(name)))
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+    def download() -> str:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # where there is no network the download would retry for long
+        return hf_hub_download(name, "config.json")
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached) if isinstance(cached, str) else _from_hub(name, download)
+
+
 def _local(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelUnavailable(
@@ -47,14 +70,21 @@ def _local(folder: Path) -> Path:
 
 def _hub(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
 
-    if (cached := _cached(name)) is not None:
-        return cached
-    try:
+    def download() -> str:
         files = [f.rfilename for f in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]
         weights = "*.safetensors" if any(f.endswith(".safetensors") for f in files) else "*.bin"
-        return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, weights]))
+        return snapshot_download(name, allow_patterns=[*_SMALL_FILES, weights])
+
+    return _cached(name) or _from_hub(name, download)
+
+
+def _from_hub(name: str, download: Callable[[], str]) -> Path:
+    """What `download` gives; `ModelUnavailable` that says why where it fails."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return Path(download())
     except RepositoryNotFoundError as error:
         reason: tuple[str, Exception] = ("the model hub shows no such model to you", error)
     except (

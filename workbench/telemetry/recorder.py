@@ -68,6 +68,11 @@ class Recorder:
         self._transfers: list[Transfer] = []
         self._meter: PeakMeter | None = None
 
+    @property
+    def pool(self) -> str:
+        """The pool that this thread's work is labelled with; "" outside a stage."""
+        return str(self._here.labels["pool"])
+
     def now_s(self) -> float:
         """Unix time on the recorder's clock, for `add`."""
         return time.perf_counter() + self._here.unix_shift_s
@@ -129,10 +134,27 @@ class Recorder:
         raises: nothing is known to have arrived."""
         moved, start_s = OpenTransfer(), self.now_s()
         yield moved
+        self.add_transfer(
+            source, destination, start_s, self.now_s(), bytes=moved.bytes, batch=batch, columns=columns, kind=kind
+        )
+
+    def add_transfer(
+        self,
+        source: str,
+        destination: str,
+        start_s: float,
+        end_s: float,
+        *,
+        bytes: int,
+        batch: str = "",
+        columns: str = "",
+        kind: Literal["batch", "weights"] = "batch",
+    ) -> None:
+        """Record a transfer whose times are known, such as one of several that were under way together."""
         labels = self._here.labels
         made = Transfer(
-            stage=labels["stage"], run=labels["run"], source=source, destination=destination, bytes=int(moved.bytes),
-            start_s=start_s, end_s=self.now_s(), batch=batch, columns=columns, kind=kind,
+            stage=labels["stage"], run=labels["run"], source=source, destination=destination, bytes=int(bytes),
+            start_s=start_s, end_s=end_s, batch=batch, columns=columns, kind=kind,
         )  # fmt: skip
         with self._lock:
             self._transfers.append(made)

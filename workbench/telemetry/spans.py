@@ -68,7 +68,7 @@ class Transfer:
     """One movement of bytes from one rank to another.
 
     source, destination: "role:rank" or another stable name of the two ends. bytes: counted, not estimated.
-    batch: name of the batch ("" for weights). columns: what was moved, comma-separated.
+    batch: name of the batch ("" for weights). columns: what was moved, comma-separated; of weights their layer.
     """
 
     stage: str

@@ -1,7 +1,9 @@
-"""The collectives of a pool: the one place where tensors are handed to torch.distributed, counted and timed."""
+"""How the ranks of a pool talk: the one place where tensors are handed to torch.distributed, counted and timed."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +14,14 @@ from workbench.telemetry import Recorder
 
 
 class Communicator:
-    """Collectives over the ranks of one pool (its default process group). With one rank nothing is sent."""
+    """Collectives and exchanges over the ranks of one pool (its default process group). With one rank nothing is sent.
+
+    sent_bytes: bytes of the tensors that `exchange` handed over so far, by destination.
+    """
 
     def __init__(self, rank: int, world_size: int, recorder: Recorder) -> None:
         self.rank, self.world_size, self._recorder = rank, world_size, recorder
+        self.sent_bytes: Counter[int] = Counter()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -50,3 +56,34 @@ class Communicator:
         if self.world_size > 1:
             with self._recorder.span("communication"):
                 dist.barrier()
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str
+    ) -> None:
+        """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous.
+
+        Two ranks must name what goes between them in the same order. The receiver records a transfer a tensor, in which
+        `weights` says what they are.
+        """
+        if not sends and not receives:
+            return
+        operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
+        with self._recorder.span("communication", bytes=sum(tensor.nbytes for _, tensor in sends)):
+            start_s = self._recorder.now_s()
+            works = dist.batch_isend_irecv(operations)
+            for rank, tensor in sends:
+                self.sent_bytes[rank] += tensor.nbytes
+            ends_s = []
+            # One for each operation, or one for all of them where the transport joins them (NCCL).
+            for work in works[len(sends) :] if len(works) == len(operations) else works:
+                work.wait()
+                ends_s.append(self._recorder.now_s())
+            for work in works[: len(sends)]:
+                work.wait()
+        pool = self._recorder.pool
+        for index, (rank, tensor) in enumerate(receives):
+            self._recorder.add_transfer(
+                f"{pool}:{rank}", f"{pool}:{self.rank}", start_s, ends_s[min(index, len(ends_s) - 1)],
+                bytes=tensor.nbytes, columns=weights, kind="weights",
+            )  # fmt: skip

@@ -1,0 +1,252 @@
+"""What the tests of the resharding engine run inside ranks of their own: many plans, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from tests.resharding.counting import Held, generation_ranks
+from workbench.placement import Layout
+from workbench.resharding.distribution import Distribution
+from workbench.resharding.engine import ReshardingEngine
+from workbench.resharding.plan import Plan, Reshard
+from workbench.resharding.strategies import STRATEGIES, plan_transition
+from workbench.resharding.weights import ModelWeights
+from workbench.telemetry import Recorder
+from workbench.workers.communicator import Communicator
+
+
+@dataclass
+class Case:
+    """A model by what ranks need of it, so that they start without transformers. config: its numbers, by name."""
+
+    label: str
+    config: Any
+    weights: ModelWeights
+
+    def drawn(self, seed: int) -> dict[str, Tensor]:
+        """Every weight whole, all elements drawn; the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        return {weight.name: torch.randn(weight.shape, generator=generator) for weight in self.weights}
+
+
+BUCKET_BYTES = 2**14  # several buckets a layer
+
+
+def divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]
+
+
+def shards(held: Held, full: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What a rank holds of a whole model, in memory of its own, by the independent cut."""
+    found = {name: held.of(name, tuple(tensor.shape), rank) for name, tensor in full.items()}
+    return {name: full[name].flatten()[ids] for name, ids in found.items() if ids is not None}
+
+
+@dataclass
+class Ledger:
+    """A communicator, and what it and the telemetry counted since the last look."""
+
+    communicator: Communicator
+    recorder: Recorder
+
+    def look(self) -> tuple[Counter[int], Counter[int]]:
+        sent, self.communicator.sent_bytes = self.communicator.sent_bytes, Counter()
+        received: Counter[int] = Counter()
+        for transfer in self.recorder.drain()[1]:
+            assert (transfer.kind, transfer.destination) == ("weights", f"main:{self.communicator.rank}")
+            assert transfer.columns.startswith(("model.layers.", "model.embed_tokens", "model.norm", "lm_head"))
+            received[int(transfer.source.partition(":")[2])] += transfer.bytes
+        return sent, received
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    recorder = Recorder()
+    with recorder.bind(pool="main"):
+        yield Ledger(Communicator(dist.get_rank(), dist.get_world_size(), recorder), recorder)
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def run_plan(plan: Plan, before: Held, after: Held, case: Case) -> list[str]:
+    """What was wrong on this rank when a plan was executed and taken back."""
+    rank = dist.get_rank()
+    full = case.drawn(7)
+    held = {name: torch.nn.Parameter(tensor) for name, tensor in shards(before, full, rank).items()}
+    own = {name: tensor.data_ptr() for name, tensor in held.items()}
+    expected, start = shards(after, full, rank), shards(before, full, rank)
+    with ledger() as books:
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=BUCKET_BYTES)
+        arrived = engine.reshard(held)
+        sent, received = books.look()
+
+    wrong = [] if equal(arrived, expected) else ["generation weights"]
+    if not equal({name: tensor.data for name, tensor in held.items()}, start):
+        wrong.append("training weights after the transition")
+    figures = plan.figures()
+    position = plan.ranks.index(rank) if rank in plan.ranks else None
+    row = np.zeros(len(plan.ranks)) if position is None else figures.matrix[position]
+    column = np.zeros(len(plan.ranks)) if position is None else figures.matrix[:, position]
+    if [sent[other] for other in plan.ranks] != row.tolist():
+        wrong.append(f"sent {dict(sent)}, planned {row.tolist()}")
+    if [received[other] for other in plan.ranks] != column.tolist():
+        wrong.append(f"received {dict(received)}, planned {column.tolist()}")
+    generation = storage_bytes(arrived.values())
+    both = storage_bytes([*arrived.values(), *(tensor.data for tensor in held.values())])
+    planned = 0 if position is None else int(figures.kept_twice[position])
+    # A slice that lies partly inside what is needed is kept whole: a tensor cannot be a view by half.
+    partly = isinstance(plan, Reshard) or case.config.vocab_size % 4 != 0
+    if both - generation != planned and not (partly and planned < both - generation <= storage_bytes(held.values())):
+        wrong.append(f"kept twice {both - generation}, planned {planned}")
+    same = {name for name in held if held[name].data_ptr() == own[name]}
+    for weight in plan.weights:
+        mine, needed = plan.source.boxes(weight, rank), plan.destination.boxes(weight, rank)
+        coincide = bool(mine) and plan.materialised(weight, rank) == needed == mine and plan.shares_storage
+        if coincide and not (weight.name in same and arrived[weight.name].data_ptr() == own[weight.name]):
+            wrong.append(f"{weight.name} was moved")
+    del arrived
+    engine.restore()
+    if not equal({name: tensor.data for name, tensor in held.items()}, start):
+        wrong.append("training weights after the way back")
+    if not all(tensor.is_contiguous() for tensor in held.values()) or storage_bytes(held.values()) != sum(
+        tensor.nbytes for tensor in held.values()
+    ):
+        wrong.append("memory after the way back")
+    return wrong
+
+
+def transitions(cases: list[Case], sizes: list[tuple[int, int, int]]) -> dict[str, list[str]]:
+    """Every transition of these layouts, by every strategy: what was wrong on this rank, by case."""
+    found = {}
+    for case, size, strategy in itertools.product(cases, sizes, STRATEGIES):
+        for p_g, t_g in itertools.product(divisors(size[0]), divisors(size[1])):
+            n = size[0] * size[1] * size[2]
+            order = generation_ranks(*size, p_g, t_g, strided=strategy == "hybridflow")
+            after = Held(case.config, (p_g, t_g, n // (p_g * t_g)), order)
+            before = Held(case.config, size, list(range(n)))
+            if strategy == "full":
+                before = Held(case.config, (1, 1, n), list(range(n)), "zero")
+            plan = plan_transition(case.weights, Layout(*size, p_g, t_g), strategy)
+            found[f"{case.label}: {size} to {(p_g, t_g)} by {strategy}"] = run_plan(plan, before, after, case)
+    return found
+
+
+def reshards(cases: list[Case], pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:
+    """General reshards between pairs of (sizes, ranks, sharding)."""
+    found = {}
+    for case, (before, after) in itertools.product(cases, pairs):
+        plan = Reshard(*(Distribution(case.weights, Layout(*s), tuple(r), kind) for s, r, kind in (before, after)))
+        held = (Held(case.config, *before), Held(case.config, *after))
+        found[f"{case.label}: {before} to {after}"] = run_plan(plan, *held, case)
+    return found
+
+
+@dataclass
+class Memory:
+    """Bytes of this rank: planned at the peak, of its training weights and its buffers; measured after every tenth,
+    of all tensors and of the process, and at the peak of the last one. right: whether all weights arrived."""
+
+    planned: int
+    held: int
+    bucket: int
+    right: bool = True
+    live: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    peak: int = 0
+
+
+def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int], count: int) -> Memory:
+    """Many transitions with the weights changed in between."""
+    config, weights = case.config, case.weights
+    rank, n = dist.get_rank(), size[0] * size[1] * size[2]
+    plan = plan_transition(weights, Layout(*size, *generate), "hybridflow")
+    before = Held(config, size, list(range(n)))
+    order = generation_ranks(*size, *generate, strided=True)
+    after = Held(config, (*generate, n // (generate[0] * generate[1])), order)
+    full = case.drawn(0)
+    held = {name: tensor.requires_grad_() for name, tensor in shards(before, full, rank).items()}
+    first, last = shards(before, full, rank), shards(after, full, rank)
+    del full
+    foreign = _live_bytes() - storage_bytes(held.values())
+    found = Memory(planned=int(plan.figures().peak_parameter[rank]), held=storage_bytes(held.values()), bucket=2**18)
+    with ledger() as books:
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
+        for step in range(count):
+            for name, tensor in held.items():
+                tensor.data.copy_(first[name] + step)
+            arrived = engine.reshard(held)
+            found.right = found.right and equal(arrived, {name: tensor + step for name, tensor in last.items()})
+            del arrived, name, tensor
+            engine.restore()
+            books.recorder.drain()
+            if step % 10 == 9:
+                found.live.append(_live_bytes() - foreign)
+                found.resident.append(psutil.Process().memory_info().rss)
+
+        communicator: Any = books.communicator
+        exchange = communicator.exchange
+
+        def watched(*arguments: Any) -> None:
+            found.peak = max(found.peak, _live_bytes() - foreign)
+            exchange(*arguments)
+
+        communicator.exchange = watched
+        engine.reshard(held)
+    return found
+
+
+def four_ranks(small: list[Case], larger: Case) -> tuple[dict[str, list[str]], dict[str, list[str]], Memory]:
+    pairs = [
+        (((1, 1, 2), [0, 1], "replicas"), ((1, 2, 1), [2, 3], "replicas")),
+        (((1, 1, 2), [1, 3], "replicas"), ((2, 1, 1), [3, 0], "replicas")),
+        (((1, 1, 4), [0, 1, 2, 3], "fsdp"), ((2, 2, 1), [3, 1, 0, 2], "replicas")),
+        (((1, 2, 2), [0, 1, 2, 3], "fsdp"), ((1, 1, 1), [2], "replicas")),
+        (((1, 2, 2), [0, 1, 2, 3], "zero"), ((1, 4, 1), [1, 0, 3, 2], "replicas")),
+        (((2, 2, 1), [0, 1, 2, 3], "replicas"), ((1, 1, 3), [1, 2, 3], "zero")),
+        (((1, 1, 1), [2], "replicas"), ((1, 2, 2), [0, 1, 2, 3], "fsdp")),
+    ]
+    moved = transitions(small, [(1, 4, 1), (2, 2, 1), (1, 2, 2)])
+    return moved, reshards(small, pairs), iterations(larger, (2, 2, 1), (1, 1), 50)
+
+
+def _live_bytes() -> int:
+    """Bytes of the distinct storages of all tensors that live in this process."""
+    gc.collect()
+    return storage_bytes([found for found in gc.get_objects() if issubclass(type(found), Tensor) and not found.is_meta])
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
+    dist.barrier()

@@ -1,0 +1,81 @@
+"""Plans executed by gloo processes: the right bits, the planned bytes, no memory twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config
+
+from tests.resharding.engine_ranks import Case, four_ranks, run_ranks, transitions
+from workbench.errors import BadInput
+from workbench.placement import Layout
+from workbench.resharding.engine import ReshardingEngine
+from workbench.resharding.strategies import plan_transition
+from workbench.resharding.weights import ModelWeights, Part, Weight, model_weights
+from workbench.telemetry import Recorder
+from workbench.workers.communicator import Communicator
+
+
+def nothing_wrong(found: list[dict[str, list[str]]], cases: int) -> None:
+    assert all(len(rank) == cases for rank in found)
+    assert {f"rank {rank}, {case}": wrong for rank, report in enumerate(found)
+            for case, wrong in report.items() if wrong} == {}  # fmt: skip
+
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+}  # fmt: skip
+
+
+def case(label: str, config: Any) -> Case:
+    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
+    return Case(label, SimpleNamespace(**{n: getattr(config, n) for n in names}), model_weights(config))
+
+
+def cases() -> list[Case]:
+    return [
+        case("tied", LlamaConfig(**SHAPE, vocab_size=40, num_key_value_heads=2, tie_word_embeddings=True)),
+        case("biases", Qwen2Config(**SHAPE, vocab_size=40, num_key_value_heads=4, tie_word_embeddings=False)),
+        case("odd vocabulary", LlamaConfig(**SHAPE, vocab_size=37, num_key_value_heads=1, tie_word_embeddings=True)),
+    ]
+
+
+def test_transitions_and_reshards_on_four_ranks() -> None:
+    sizes = SHAPE | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 512}
+    larger = case("larger", LlamaConfig(**sizes, num_key_value_heads=4, tie_word_embeddings=False))
+    found = run_ranks(four_ranks, 4, cases(), larger)
+    # three models, three strategies; 3 + 4 + 2 generation layouts
+    nothing_wrong([rank[0] for rank in found], 3 * 3 * 9)
+    nothing_wrong([rank[1] for rank in found], 3 * 7)
+    for memory in (rank[2] for rank in found):
+        assert memory.right
+        assert set(memory.live) == {memory.held}
+        assert memory.planned <= memory.peak <= memory.planned + memory.bucket
+        assert memory.resident[-1] - memory.resident[0] < 2**22  # forty more transitions, of 4 MB each
+
+
+def test_transitions_on_eight_ranks() -> None:
+    nothing_wrong(run_ranks(transitions, 8, cases(), [(2, 2, 2)]), 3 * 3 * 4)
+
+
+def test_what_cannot_be_moved_is_said_before_anything_is() -> None:
+    parts = (Part(size=4, units=4),)
+    weights = ModelWeights((Weight(name="a", shape=(4, 2), item_bytes=4, axis=0, parts=parts),), 1)
+    alone = Communicator(0, 1, Recorder())
+    with pytest.raises(BadInput, match="ranks up to 1 in a pool of 1"):
+        ReshardingEngine(plan_transition(weights, Layout(1, 2, 1)), alone)
+    engine = ReshardingEngine(plan_transition(weights, Layout(1, 1, 1)), alone)
+    with pytest.raises(BadInput, match=r"\['b'\]"):
+        engine.reshard({"a": torch.ones(4, 2), "b": torch.ones(1)})
+    for wrong in (torch.ones(2, 2), torch.ones(4, 2).bfloat16(), torch.ones(2, 4).T):
+        with pytest.raises(BadInput, match="a "):
+            engine.reshard({"a": wrong})
+    mine = torch.ones(4, 2)
+    assert engine.reshard({"a": mine})["a"].data_ptr() == mine.data_ptr()
+    with pytest.raises(BadInput, match=r"restore\(\) first"):
+        engine.reshard({"a": mine})
+    engine.restore()
+    engine.reshard({"a": mine})

@@ -1,0 +1,220 @@
+"""Executes a plan on live tensors: one rank's part of a transition, and the way back.
+
+    engine = ReshardingEngine(plan, communicator)
+    generation = engine.reshard(trained)    # name -> tensor of this rank's generation shard
+    ...                                     # generate
+    del generation
+    engine.restore()                        # training tensors have memory of their own again
+
+Where a training slice lies inside a generation slice there is one memory for both: the training tensor is turned into
+a view of the generation tensor (HybridFlow, arXiv:2409.19256, section 5.3), and `restore` turns it back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadInput
+from workbench.resharding import boxes
+from workbench.resharding.boxes import Box
+from workbench.resharding.distribution import WeightShard
+from workbench.resharding.plan import Plan
+from workbench.resharding.views import fill, shared, view_of
+from workbench.resharding.weights import Weight
+from workbench.workers.communicator import Communicator
+
+BUCKET_BYTES = 64 * 2**20
+CPU = torch.device("cpu")
+Slice = tuple[str, Box]
+
+
+@dataclass
+class _Bucket:
+    """What goes over the wire together: of one group of weights, so much that buffers stay small.
+
+    sends: destinations -> slices; receives: (source, destinations) -> slices. Both sides count in the same order.
+    """
+
+    group: str
+    sends: dict[tuple[int, ...], list[Slice]] = field(default_factory=dict)
+    receives: dict[tuple[int, tuple[int, ...]], list[Slice]] = field(default_factory=dict)
+
+
+class ReshardingEngine:
+    """This rank's part of a plan, again and again.
+
+    Weights go a layer at a time, in buckets. Beside what the plan counts (`peak_parameter_bytes`), memory is needed for
+    `bucket_bytes` of buffers (more only where one row of a weight is longer), and once a weight for the training slice
+    that is being turned into a view. A training slice that cannot be a view of the generation slice keeps memory of its
+    own, all of it: several parts of a fused weight; a slice that lies partly outside (vocabulary rows that the tensor
+    ranks do not divide evenly; a general reshard).
+
+    Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        if max(plan.ranks) >= communicator.world_size:
+            raise BadInput(
+                f"a plan for ranks up to {max(plan.ranks)} in a pool of {communicator.world_size}",
+                "its ranks must be those of the pool",
+            )
+        self.plan, self._communicator, self.rank = plan, communicator, communicator.rank
+        self._weights = {weight.name: weight for weight in plan.weights}
+        self._held = {w.name: s for w in plan.weights if (s := plan.source.shard(w, self.rank)) is not None}
+        self._needed = {w.name: s for w in plan.weights if (s := plan.destination.shard(w, self.rank)) is not None}
+        self._gathered = {w.name: s for w in plan.weights if (s := self._gathered_shard(w)) is not None}
+        self._buckets = {
+            group: list(self._plan_buckets(group, list(weights), max(1, bucket_bytes // 2)))
+            for group, weights in itertools.groupby(plan.weights, key=lambda weight: weight.group)
+        }
+        self._views: dict[str, Tensor] = {}
+        self._away = False
+
+    @torch.no_grad()
+    def reshard(
+        self,
+        held: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> dict[str, Tensor]:
+        """This rank's weights after the plan, by name, from those before it.
+
+        held: contiguous tensors of the shapes of `plan.source.shard`; empty on a rank that holds none. Some of them are
+        turned into views of what is returned (their `.data` is set): change either and both change.
+        dtype, device: of the weights, for ranks that hold none. Raises `BadInput` before anything is sent.
+        """
+        self._check(held)
+        for tensor in held.values():
+            dtype, device = tensor.dtype, tensor.device
+        self._away = True
+        gathered: dict[str, Tensor] = {}
+        for group, buckets in self._buckets.items():
+            for name in (name for name in self._gathered if self._weights[name].group == group):
+                gathered[name] = self._prepare(name, held, dtype, device)
+            for bucket in buckets:
+                self._exchange(bucket, held, gathered)
+        arrived = {name: self._cut(name, held, gathered.pop(name)) for name in self._gathered}
+        return {name: tensor for name, tensor in arrived.items() if tensor is not None}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the training tensors memory of their own again; drop what `reshard` returned before, else both live."""
+        while self._views:
+            _, tensor = self._views.popitem()
+            if tensor.untyped_storage().nbytes() == tensor.nbytes:
+                continue  # all of a generation tensor, which is dropped
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        self._away = False
+
+    def _gathered_shard(self, weight: Weight) -> WeightShard | None:
+        """What this rank has of a weight when everything has arrived: its generation shard, or the whole weight."""
+        needed = self._needed.get(weight.name)
+        if self.rank not in self.plan.ranks or not (found := self.plan.materialised(weight, self.rank)):
+            return needed
+        return needed if needed is not None and needed.boxes == found else WeightShard(found, weight.shape)
+
+    def _plan_buckets(self, group: str, weights: list[Weight], limit: int) -> Iterator[_Bucket]:
+        """A group's weights in bands of rows of at most `limit` bytes together."""
+        bucket, filled = _Bucket(group), 0
+        for weight in weights if self.rank in self.plan.ranks else ():
+            rows, columns = weight.matrix
+            each = max(1, limit // (columns * weight.item_bytes))
+            for start in range(0, rows, each):
+                stop = min(start + each, rows)
+                if filled and filled + (stop - start) * columns * weight.item_bytes > limit:
+                    yield bucket
+                    bucket, filled = _Bucket(group), 0
+                filled += (stop - start) * columns * weight.item_bytes
+                self._add(bucket, weight, (start, stop, 0, columns))
+        yield bucket
+
+    def _add(self, bucket: _Bucket, weight: Weight, band: Box) -> None:
+        for movement in self.plan.movements(weight, self.plan.block_of(self.rank)):
+            slices = [(weight.name, box) for box in boxes.intersect(movement.boxes, (band,))]
+            if slices and movement.source == self.rank:
+                bucket.sends.setdefault(movement.destinations, []).extend(slices)
+            elif slices and self.rank in movement.destinations:
+                bucket.receives.setdefault((movement.source, movement.destinations), []).extend(slices)
+
+    def _prepare(self, name: str, held: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensor into which a weight is gathered, with what this rank holds already."""
+        mine, wanted = self._held.get(name), self._gathered[name]
+        if mine is not None and mine.boxes == wanted.boxes:
+            return held[name].data.view(wanted.shape)
+        gathered = torch.empty(wanted.shape, dtype=dtype, device=device)
+        if mine is not None:
+            fill(gathered, wanted, held[name].data, mine)
+            self._share(held[name], mine, gathered, wanted)
+        return gathered
+
+    def _share(self, tensor: Tensor, mine: WeightShard, other: Tensor, shard: WeightShard) -> bool:
+        """Turn a held tensor into a view of another tensor of the same weight, where it lies in it."""
+        view = shared(other, shard, mine)
+        if view is not None:
+            tensor.data = view
+        return view is not None
+
+    def _exchange(self, bucket: _Bucket, held: Mapping[str, Tensor], gathered: dict[str, Tensor]) -> None:
+        sends = []
+        for destinations, slices in bucket.sends.items():
+            views = [view_of(held[name].data, self._held[name], box) for name, box in slices]
+            packed = views[0] if _is_run(views) else torch.cat([view.reshape(-1) for view in views])
+            sends += [(rank, packed) for rank in destinations]
+        receives, unpack = [], []
+        for (source, _), slices in bucket.receives.items():
+            views = [view_of(gathered[name], self._gathered[name], box) for name, box in slices]
+            if _is_run(views):
+                receives.append((source, views[0]))
+            else:
+                buffer = views[0].new_empty(sum(view.numel() for view in views))
+                receives.append((source, buffer))
+                unpack.append((buffer, views))
+        self._communicator.exchange(sends, receives, bucket.group)
+        for buffer, views in unpack:
+            for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
+                view.copy_(part.view(view.shape))
+
+    def _cut(self, name: str, held: Mapping[str, Tensor], gathered: Tensor) -> Tensor | None:
+        """The generation shard out of what was gathered; a training slice outside of it gets memory of its own."""
+        wanted, needed, mine = self._gathered[name], self._needed.get(name), self._held.get(name)
+        cut = None if needed is None else gathered
+        if needed is not None and needed.boxes != wanted.boxes:
+            cut = torch.empty(needed.shape, dtype=gathered.dtype, device=gathered.device)
+            fill(cut, needed, gathered, wanted)
+        if mine is None:
+            return cut
+        tensor, shares = held[name], self.plan.shares_storage
+        if cut is not None and needed is not None and shares and mine.boxes == needed.boxes == wanted.boxes:
+            return cut  # one tensor before and after: nothing to turn back
+        if cut is not None and needed is not None and shares and self._share(tensor, mine, cut, needed):
+            self._views[name] = tensor
+        elif tensor.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr():
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        return cut
+
+    def _check(self, held: Mapping[str, Tensor]) -> None:
+        if self._away:
+            raise BadInput("reshard() a second time", "training tensors are views since the first", "restore() first")
+        if held.keys() != self._held.keys():
+            odd = sorted(held.keys() ^ self._held.keys())
+            raise BadInput(f"weights {odd[:3]} on rank {self.rank}", f"it holds {len(self._held)} weights by name")
+        for name, shard in self._held.items():
+            tensor, weight = held[name], self._weights[name]
+            if tuple(tensor.shape) != shard.shape or tensor.element_size() != weight.item_bytes:
+                raise BadInput(
+                    f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype} on rank {self.rank}",
+                    f"the plan is for shape {shard.shape} and {weight.item_bytes} bytes an element",
+                )
+            if not tensor.is_contiguous() or tensor.dtype != next(iter(held.values())).dtype:
+                raise BadInput(f"{name} on rank {self.rank}", "all weights are contiguous and of one dtype")
+
+
+def _is_run(views: list[Tensor]) -> bool:
+    """Whether a message is one stretch of memory, which goes without a buffer."""
+    return len(views) == 1 and views[0].is_contiguous()

@@ -1,0 +1,185 @@
+"""From what ranks hold and what they need to the schedule of slices, and its figures in bytes. Pure: nothing is sent.
+
+T_r are the elements that rank r holds before (in training), G_r those that it needs after (in generation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import BadInput
+from workbench.resharding import boxes
+from workbench.resharding.boxes import Boxes
+from workbench.resharding.distribution import Distribution
+from workbench.resharding.weights import Weight
+
+
+@dataclass(frozen=True)
+class Movement:
+    """A slice of one weight that one rank sends to others, to each of them directly."""
+
+    weight: Weight
+    source: int
+    destinations: tuple[int, ...]
+    boxes: Boxes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to each destination."""
+        return boxes.size(self.boxes) * self.weight.item_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """What a plan costs; int64 arrays in bytes, one entry a rank of the plan.
+
+    peak_parameter: the most that a rank holds at a time. kept_twice: held beside the generation weights, because
+    training needs it back. matrix[source, destination]: sent from one to the other, directly.
+    """
+
+    peak_parameter: np.ndarray
+    kept_twice: np.ndarray
+    matrix: np.ndarray
+
+    @property
+    def received(self) -> np.ndarray:
+        """Bytes that each rank receives."""
+        total: np.ndarray = self.matrix.sum(axis=0)
+        return total
+
+    @property
+    def sent(self) -> np.ndarray:
+        """Bytes that each rank sends."""
+        total: np.ndarray = self.matrix.sum(axis=1)
+        return total
+
+
+class Plan(ABC):
+    """How weights get from one distribution to another. A subclass says what each rank materialises, and from whom.
+
+    source, destination: who holds what before and after; both of the same weights.
+    shares_storage: whether a rank's weights of before are, where they lie in those of after, the same memory.
+    """
+
+    shares_storage = True
+
+    def __init__(self, source: Distribution, destination: Distribution) -> None:
+        if source.weights != destination.weights:
+            raise BadInput("a plan between two models", "source and destination must hold the same weights")
+        self.weights = source.weights
+        self.source, self.destination = source, destination
+        self.ranks = tuple(sorted({*source.ranks, *destination.ranks}))
+        self._movements: dict[Any, list[Movement]] = {}
+
+    def materialised(self, weight: Weight, rank: int) -> Boxes:
+        """The elements that a rank has in memory when everything has arrived; at least those that it needs."""
+        return self.destination.boxes(weight, rank)
+
+    @abstractmethod
+    def senders(self, rank: int) -> Sequence[Sequence[int]]:
+        """Those asked for what a rank lacks: group after group, in each group the first that holds it."""
+
+    @property
+    def block(self) -> int:
+        """Number of ranks after which everything repeats, with nothing sent between two such blocks."""
+        return len(self.ranks)
+
+    def kept_twice(self, weight: Weight, rank: int) -> int:
+        """Elements that a rank keeps beside what it needs: |T_r \\ G_r|."""
+        return boxes.size(boxes.subtract(self.source.boxes(weight, rank), self.destination.boxes(weight, rank)))
+
+    def movements(self, weight: Weight, block: int = 0) -> Iterator[Movement]:
+        """The movements of a weight in a block of ranks."""
+        first = block * self.block
+        for movement in self._first_block(weight):
+            if first:
+                source, *others = (
+                    self.ranks[first + self._index[r]] for r in (movement.source, *movement.destinations)
+                )
+                yield Movement(weight, source, tuple(others), movement.boxes)
+            else:
+                yield dataclasses.replace(movement, weight=weight)
+
+    def schedule(self) -> Iterator[Movement]:
+        """Every movement, weight after weight."""
+        for weight in self.weights:
+            for block in range(len(self.ranks) // self.block):
+                yield from self.movements(weight, block)
+
+    def block_of(self, rank: int) -> int:
+        """The block in which a rank stands."""
+        return self._index[rank] // self.block
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    def _kind(self, weight: Weight) -> Any:
+        """Weights of one kind move alike: those of the same layer of another block of layers."""
+        alike = dataclasses.replace(weight, name="", layers=())
+        return alike, self.source.stages(weight), self.destination.stages(weight)
+
+    def _first_block(self, weight: Weight) -> list[Movement]:
+        """The movements of the first block, of any weight of this one's kind."""
+        key = self._kind(weight)
+        if key not in self._movements:
+            self._movements[key] = self._block_movements(weight)
+        return self._movements[key]
+
+    def _block_movements(self, weight: Weight) -> list[Movement]:
+        """The movements of the first block: each destination asks `senders` in turn for what it still lacks."""
+        held = {rank: self.source.boxes(weight, rank) for rank in self.source.ranks}
+        found: dict[tuple[int, Boxes], list[int]] = {}
+        for rank in self.ranks[: self.block]:
+            lacking = boxes.subtract(self.materialised(weight, rank), held.get(rank, ()))
+            for group in self.senders(rank) if lacking else ():
+                for sender in group:
+                    if lacking and held[sender] and (moved := boxes.intersect(lacking, held[sender])):
+                        found.setdefault((sender, moved), []).append(rank)
+                        lacking = boxes.subtract(lacking, moved)
+            if lacking:
+                raise BadInput(f"{weight.name} for rank {rank}", "no rank of the source holds all of it")
+        return [Movement(weight, source, tuple(ranks), moved) for (source, moved), ranks in found.items()]
+
+    def figures(self) -> Figures:
+        """Bytes of the whole plan. Weights of one kind are planned once, and so are blocks of ranks."""
+        kinds: dict[Any, list[Weight]] = {}
+        for weight in self.weights:
+            kinds.setdefault(self._kind(weight), []).append(weight)
+        size, ranks = self.block, self.ranks[: self.block]
+        matrix = np.zeros((size, size), dtype=np.int64)
+        peak, kept = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        for weights in kinds.values():
+            weight, each = weights[0], weights[0].item_bytes * len(weights)
+            for movement in self._first_block(weight):
+                receivers = np.searchsorted(ranks, movement.destinations)
+                matrix[self._index[movement.source], receivers] += movement.nbytes * len(weights)
+            for index, rank in enumerate(ranks):
+                whole, held = self.materialised(weight, rank), self.source.boxes(weight, rank)
+                peak[index] += (boxes.size(whole) + boxes.size(boxes.subtract(held, whole))) * each
+                kept[index] += self.kept_twice(weight, rank) * each
+        blocks = len(self.ranks) // size
+        everywhere = np.kron(np.eye(blocks, dtype=np.int64), matrix)
+        return Figures(np.tile(peak, blocks), np.tile(kept, blocks), everywhere)
+
+
+class Reshard(Plan):
+    """From any layout on any ranks to any other: every rank gets exactly what it lacks, G_r \\ T_r.
+
+    From whole replicas a rank that trained asks its own replica first; others turn to the replicas in turn, so that no
+    single replica serves them all. Else the lowest-ranked holder sends.
+    """
+
+    def senders(self, rank: int) -> Sequence[Sequence[int]]:
+        everyone = tuple(sorted(self.source.ranks))
+        if self.source.sharding != "replicas" or rank not in self.destination:
+            return (everyone,)
+        k = self.source.coordinates(rank)[0] if rank in self.source else self.destination.coordinates(rank)[0]
+        return tuple(sorted(self.source.replica(k % self.source.layout.d))), everyone

@@ -1,0 +1,139 @@
+"""The three transitions from training to generation that HybridFlow compares (arXiv:2409.19256, section 5.3, table 2).
+
+M: bytes of the model; training (p, t, d), generation (p_g, t_g) on the same ranks. To add a strategy: a subclass of
+`Transition`, and its line in `STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.engines.settings import one_of
+from workbench.placement.layout import Layout
+from workbench.resharding import boxes
+from workbench.resharding.boxes import Boxes
+from workbench.resharding.distribution import Distribution
+from workbench.resharding.plan import Movement, Plan
+from workbench.resharding.weights import ModelWeights, Weight
+
+
+class Transition(Plan):
+    """From a training layout to a generation layout on the same ranks, 0 to p*t*d - 1; see `Layout` for both.
+
+    Plain generation groups, unless a subclass says otherwise: consecutive ranks inside each training replica.
+    """
+
+    def __init__(self, weights: ModelWeights, layout: Layout) -> None:
+        weights.check(layout.p, layout.t)
+        self.layout = layout
+        p_g, t_g = layout.p_g or layout.p, layout.t_g or layout.t
+        generation = Layout(p_g, t_g, layout.size // (p_g * t_g))
+        super().__init__(self.training(weights), Distribution(weights, generation, self.generation_ranks()))
+
+    def training(self, weights: ModelWeights) -> Distribution:
+        """Who holds what in training."""
+        return Distribution(weights, self.layout, tuple(range(self.layout.size)))
+
+    def generation_ranks(self) -> tuple[int, ...]:
+        """The ranks in the order in which the generation layout counts them."""
+        return tuple(range(self.layout.size))
+
+    @property
+    def block(self) -> int:
+        return self.layout.p * self.layout.t
+
+    def senders(self, rank: int) -> Sequence[Sequence[int]]:
+        return (self.source.replica(self.source.coordinates(rank)[0]),)
+
+    def generation_tensor_groups(self) -> list[list[int]]:
+        """The ranks that generate as one tensor group."""
+        return self._groups(2)
+
+    def micro_data_groups(self) -> list[list[int]]:
+        """The ranks of a training replica that hold the same generation shard."""
+        return self._groups(0)
+
+    def _groups(self, axis: int) -> list[list[int]]:
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            place = list(self.destination.coordinates(rank))
+            place.pop(axis)
+            found.setdefault((self.layout.coordinates(rank)[0], *place), []).append(rank)
+        return sorted(found.values())
+
+
+class FullGather(Transition):
+    """DeepSpeed-Chat's way: trained as ZeRO-3, flat shards over all ranks; everything gathered over all of them.
+
+    A rank receives M - |T_r| and holds M at the peak, then cuts its generation slices out. Its flat shard, a run of
+    elements across rows, is memory of its own beside a generation slice, so |T_r| is kept twice on every rank: on
+    weights that divide M/(p*t*d), the paper's figure.
+    """
+
+    shares_storage = False
+
+    def training(self, weights: ModelWeights) -> Distribution:
+        return Distribution(weights, Layout(d=self.layout.size), tuple(range(self.layout.size)), "zero")
+
+    def materialised(self, weight: Weight, rank: int) -> Boxes:
+        return ((0, weight.matrix[0], 0, weight.matrix[1]),)
+
+    @property
+    def block(self) -> int:
+        return self.layout.size
+
+    def kept_twice(self, weight: Weight, rank: int) -> int:
+        return boxes.size(self.source.boxes(weight, rank))
+
+    def _block_movements(self, weight: Weight) -> list[Movement]:
+        """Each shard has one owner, who sends it to everybody else."""
+        shards = ((rank, self.source.boxes(weight, rank)) for rank in self.ranks)
+        others = {rank: tuple(other for other in self.ranks if other != rank) for rank in self.ranks}
+        return [Movement(weight, rank, others[rank], shard) for rank, shard in shards if shard and others[rank]]
+
+
+class ModelParallelGather(Transition):
+    """HybridFlow-V: everything gathered over the p*t ranks of each training replica, plain generation groups.
+
+    A rank receives |M \\ T_r|, holds M at the peak, and cuts its generation slices out. Where its training slices lie
+    outside of those it keeps them too, |T_r \\ G_r|.
+    """
+
+    def materialised(self, weight: Weight, rank: int) -> Boxes:
+        return ((0, weight.matrix[0], 0, weight.matrix[1]),)
+
+
+class MicroGroupGather(Transition):
+    """HybridFlow: strided generation groups, in which T_r lies inside G_r; each rank receives G_r \\ T_r.
+
+    It comes from the rank's micro data-parallel group where that holds it: always, but for vocabulary rows that the
+    tensor ranks do not divide evenly. Peak |G_r and T_r|; kept twice |T_r \\ G_r|, 0 but for such rows.
+    """
+
+    def generation_ranks(self) -> tuple[int, ...]:
+        def order(rank: int) -> tuple[int, int, int, int]:
+            place = self.layout.generation_place(rank)
+            return place.replica, place.micro, place.stage, place.tensor
+
+        return tuple(sorted(range(self.layout.size), key=order))
+
+    def senders(self, rank: int) -> Sequence[Sequence[int]]:
+        replica = self.source.replica(self.source.coordinates(rank)[0])
+        mine = self.destination.coordinates(rank)[1:]
+        return tuple(other for other in replica if self.destination.coordinates(other)[1:] == mine), replica
+
+
+STRATEGIES: dict[str, type[Transition]] = {
+    "full": FullGather,
+    "v": ModelParallelGather,
+    "hybridflow": MicroGroupGather,
+}
+
+
+def plan_transition(weights: ModelWeights, layout: Layout, strategy: str = "hybridflow") -> Transition:
+    """The plan of a transition from `layout` (p, t, d) to its generation sizes (p_g, t_g), by the name of a strategy.
+
+    Raises `BadInput` for an unknown strategy, and for a model that the layout cannot hold.
+    """
+    one_of("strategy", strategy, tuple(STRATEGIES))
+    return STRATEGIES[strategy](weights, layout)

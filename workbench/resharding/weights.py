@@ -1,0 +1,287 @@
+"""How a model's weights are cut into tensor-parallel slices and dealt to pipeline stages. Pure: nothing is loaded.
+
+The cut is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): projections into attention heads and into the
+MLP by output (axis 0), projections out of them by input (axis 1), embeddings and output head by vocabulary, the rest
+whole on every tensor rank. Layers go evenly to the stages, in order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stretch of a weight's cut axis that is dealt out by itself: a whole weight, or q, k and v of a fused one.
+
+    size: elements along the axis. units: what a rank holds whole, such as heads; they divide the size.
+    rule: "even": each of t ranks has units/t of them. "copied": that, and where t is a multiple of the units, each unit
+    is on t/units ranks (key-value heads). "chunked": chunks of ceil(units/t), the last shorter or empty, as torch.chunk
+    and DTensor's Shard make them (vocabulary rows).
+    """
+
+    size: int
+    units: int
+    rule: Literal["even", "copied", "chunked"] = "even"
+
+    def held_units(self, j: int, t: int) -> Interval | None:
+        """[start, stop) in units for tensor rank j of t; None where they do not divide."""
+        if self.rule == "chunked":
+            chunk = -(-self.units // t)
+            return min(j * chunk, self.units), min((j + 1) * chunk, self.units)
+        if self.units % t == 0:
+            each = self.units // t
+            return j * each, (j + 1) * each
+        if self.rule == "copied" and t % self.units == 0:
+            return j * self.units // t, j * self.units // t + 1
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One weight. name: transformers'. item_bytes: of one element. axis: the cut axis; None: whole on all tensor ranks.
+
+    parts: of the cut axis, in order; empty for a weight that is not cut. layers: the decoder layers beside which it
+    lives, so on whose stages it is: its own; the first for embeddings, the last for final norm and head; both for an
+    embedding that is the head too.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    axis: int | None = None
+    parts: tuple[Part, ...] = ()
+    layers: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if self.axis is not None and sum(part.size for part in self.parts) != self.shape[self.axis]:
+            raise BadInput(f"{self.name} of shape {self.shape}", f"its parts along axis {self.axis} must make it up")
+        if self.axis not in (None, 0) and (self.axis, len(self.shape)) != (1, 2):
+            raise BadInput(f"{self.name} of shape {self.shape}, axis={self.axis}", "a matrix is cut by rows or columns")
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the weight seen as a matrix; of a vector (elements, 1)."""
+        rows = self.shape[0] if self.shape else 1
+        return rows, math.prod(self.shape[1:])
+
+    @property
+    def group(self) -> str:
+        """What moves together: the decoder layer, such as "model.layers.3"; outside of layers the module."""
+        module = self.name.rpartition(".")[0] or self.name
+        found = re.match(r"(.*?\.\d+)(\.|$)", module)
+        return found[1] if found else module
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole weight."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weight."""
+        return self.numel * self.item_bytes
+
+    def intervals(self, j: int, t: int) -> tuple[Interval, ...]:
+        """[start, stop) along the cut axis that tensor rank j of t holds, one for each part; they may be empty.
+
+        For a weight that is not cut: all of axis 0. Raises `BadInput` where t does not divide a part.
+        """
+        if self.axis is None:
+            return ((0, self.matrix[0]),)
+        found, begin = [], 0
+        for part in self.parts:
+            units = part.held_units(j, t)
+            if units is None:
+                raise BadInput(
+                    f"{self.name}: {part.units} units over t={t} tensor ranks",
+                    "attention heads (and columns of an MLP) stay whole: t must divide them, or be a multiple of the "
+                    "key-value heads",
+                    f"use a t that divides {part.units}",
+                )
+            each = part.size // part.units
+            found.append((begin + units[0] * each, begin + units[1] * each))
+            begin += part.size
+        return tuple(found)
+
+    def local_shape(self, j: int, t: int) -> tuple[int, ...]:
+        """Shape of what tensor rank j of t holds."""
+        if self.axis is None:
+            return self.shape
+        held = sum(stop - start for start, stop in self.intervals(j, t))
+        return (*self.shape[: self.axis], held, *self.shape[self.axis + 1 :])
+
+    def cut(self, tensor: Tensor, j: int, t: int) -> Tensor:
+        """What tensor rank j of t holds of the whole weight: a view for one part, a joined copy for several."""
+        if self.axis is None:
+            return tensor
+        pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.intervals(j, t)]
+        if len(pieces) == 1:
+            return pieces[0]
+        joined: Tensor = pieces[0].new_empty(self.local_shape(j, t))
+        for whole, piece in zip(joined.split([p.shape[self.axis] for p in pieces], self.axis), pieces, strict=True):
+            whole.copy_(piece)
+        return joined
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All weights of a model in the order of its layers, tied ones once, and the number of its decoder layers."""
+
+    weights: tuple[Weight, ...]
+    layers: int
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model (M)."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    def stages(self, weight: Weight, p: int) -> tuple[int, ...]:
+        """The pipeline stages of p that hold a weight, ascending. `BadInput` where p does not divide the layers."""
+        if self.layers % p:
+            raise BadInput(
+                f"{self.layers} layers over p={p} pipeline stages",
+                "every stage has equally many layers: p must divide them",
+                f"use a p that divides {self.layers}",
+            )
+        return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
+
+    def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
+        """The weights of pipeline stage i of p."""
+        return tuple(weight for weight in self.weights if i in self.stages(weight, p))
+
+    def check(self, p: int, t: int) -> None:
+        """Raise `BadInput`, naming the weight, where p stages of t tensor ranks cannot hold the model."""
+        for weight in self.weights:
+            self.stages(weight, p)
+            weight.intervals(0, t)
+
+
+def model_weights(
+    config: PreTrainedConfig, *, head: Literal["lm", "scalar"] = "lm", dtype: str | None = None
+) -> ModelWeights:
+    """The weights of the model that a transformers config describes, built on the meta device: no memory, no files.
+
+    head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
+    dtype: such as "bfloat16"; None: the config's, else float32.
+    Raises `BadInput` for a config that makes no language model, and one that names the layers whose cut is not known.
+    """
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    item_bytes = _dtype(dtype or getattr(config, "dtype", None)).itemsize
+    auto = AutoModelForCausalLM if head == "lm" else AutoModel
+    try:
+        with torch.device("meta"):
+            model: Any = auto.from_config(config)
+    except Exception as error:  # which kind depends on the family
+        raise BadInput(
+            f"{type(config).__name__} ({type(error).__name__}: {' '.join(str(error).split())[:200]})",
+            "must be the config of a language model",
+            "take a dense model of a family such as Llama or Qwen",
+        ) from error
+    base = model.base_model_prefix
+    prefix = "" if head == "lm" else f"{base}."
+    shapes = {prefix + name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    text = config.get_text_config()
+    count = int(text.num_hidden_layers)
+    if count < 1:
+        raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
+    if head == "scalar":
+        shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
+    cutter = _Cutter(text, base)
+    weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
+    if cutter.unknown:
+        raise BadInput(
+            f"{type(model).__name__} has layers whose cut is not known: {', '.join(sorted(cutter.unknown))}",
+            "layers are known by the names that Llama, Qwen2, Qwen3 and their kin give them, or by the config's "
+            "base_model_tp_plan",
+            "take a dense model of such a family",
+        )
+    return ModelWeights(tuple(weights), count)
+
+
+def _dtype(value: Any) -> Any:
+    import torch
+
+    found = torch.float32 if value is None else value
+    found = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
+    if not isinstance(found, torch.dtype):
+        raise BadInput(f"dtype={value!r}", "must be the name of a torch dtype", "use 'bfloat16' or 'float32'")
+    return found
+
+
+class _Cutter:
+    """Knows the parts of each layer from its name; collects in `unknown` the layers that it does not know."""
+
+    def __init__(self, text: Any, base: str) -> None:
+        heads = int(getattr(text, "num_attention_heads", 1))
+        key_value = int(getattr(text, "num_key_value_heads", None) or heads)
+        self._heads, self._key_value, self._base = heads, key_value, base
+        self._plan = {key: str(style) for key, style in (getattr(text, "base_model_tp_plan", None) or {}).items()}
+        self.unknown: set[str] = set()
+
+    def weight(self, name: str, shape: tuple[int, ...], item_bytes: int, count: int, tied: bool) -> Weight:
+        module, _, kind = name.rpartition(".")
+        steps = module.removeprefix(f"{self._base}.").split(".")
+        numbers = [int(step) for step in steps if step.isdigit()]
+        pattern = ".".join("*" if step.isdigit() else step for step in steps)
+        axis, parts = self._cut(pattern, steps[-1], kind, shape)
+        layers: tuple[int, ...] = (numbers[0],) if numbers else (count - 1,)
+        if steps[-1] == "embed_tokens":
+            layers = (0, count - 1) if tied else (0,)
+        return Weight(name=name, shape=shape, item_bytes=item_bytes, axis=axis, parts=parts, layers=layers)
+
+    def _cut(self, pattern: str, module: str, kind: str, shape: tuple[int, ...]) -> tuple[int | None, tuple[Part, ...]]:
+        whole: tuple[int | None, tuple[Part, ...]] = (None, ())
+        rows = shape[0]
+        if module.endswith(("norm", "layernorm")) or module == "score":
+            return whole
+        if module in ("embed_tokens", "lm_head"):
+            return 0, (Part(size=rows, units=rows, rule="chunked"),)
+        if "experts" not in pattern:
+            if module in ("o_proj", "down_proj"):
+                units = self._heads if module == "o_proj" else shape[-1]
+                return whole if kind == "bias" else (1, (Part(size=shape[1], units=units),))
+            if module == "q_proj":
+                return 0, (Part(size=rows, units=self._heads),)
+            if module in ("k_proj", "v_proj"):
+                return 0, (Part(size=rows, units=self._key_value, rule="copied"),)
+            if module in ("gate_proj", "up_proj"):
+                return 0, (Part(size=rows, units=rows),)
+            if module == "qkv_proj":
+                size = rows // (self._heads + 2 * self._key_value)
+                key_value = Part(size=size * self._key_value, units=self._key_value, rule="copied")
+                return 0, (Part(size=size * self._heads, units=self._heads), key_value, key_value)
+            if module == "gate_up_proj":
+                return 0, (Part(size=rows // 2, units=rows // 2),) * 2
+        style = self._plan.get(pattern)
+        if style == "replicated_with_grad_allreduce":
+            return whole
+        if style == "colwise" and "attn" not in pattern:  # of an attention layer the heads would have to be known
+            return 0, (Part(size=rows, units=rows),)
+        if style == "rowwise" and "attn" not in pattern and len(shape) <= 2:
+            return whole if kind == "bias" else (1, (Part(size=shape[1], units=shape[1]),))
+        self.unknown.add(pattern)
+        return whole
