@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from workbench.dataflow.columns import Ragged
 from workbench.errors import BadInput
-from workbench.evaluation import summary
+from workbench.evaluation import _scores, summary
 
 SHORT = wb.Sampling(max_new_tokens=6)
 
@@ -46,6 +48,29 @@ def test_the_numbers_of_a_data_set() -> None:
         *("pass@1", "pass@2", "pass@4", "pass@6")
     ]
     assert math.isnan(summary(np.ones(6), np.ones(6), np.ones(6), 6, 1.0)["reward_standard_error"])
+
+
+@pytest.mark.parametrize("threshold", [0.9, 0.7, 0.3, 0.6])
+def test_a_reward_at_the_threshold_passes(threshold: float) -> None:
+    for column in (torch.full((8,), threshold), Ragged.of([[0.0, threshold]] * 8, torch.float32)):
+        assert summary(_scores(column), np.ones(8), np.ones(8), 4, threshold)["pass@1"] == 1.0
+        assert summary(_scores(column), np.ones(8), np.ones(8), 4, threshold + 1e-6)["pass@1"] == 0.0
+    assert summary(_scores(torch.tensor([0, 1])), np.ones(2), np.ones(2), 2, 0.5)["pass@1"] == 0.5  # whole numbers
+
+
+class Echo:
+    """Answers what the policy wrote with more than the policy wrote."""
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        return "and what else can you say of all that?", 0.0, False
+
+
+def test_tokens_of_an_environment_are_not_the_policys(lab: wb.Workbench) -> None:
+    sampling = wb.Sampling(max_new_tokens=8, environment=Echo, max_turns=2)
+    frame = lab.evaluate([{"prompt": "Say a."}], samples=2, sampling=sampling)
+    spoken = lab.metrics("evaluate/stages")["response_tokens/mean"].dropna()
+    assert frame["response_tokens_mean"].iloc[0] == spoken.iloc[-1]
+    assert lab.metrics("evaluate/stages")["observation_tokens/mean"].dropna().iloc[-1] > 0
 
 
 def test_data_sets_by_name(lab: wb.Workbench) -> None:
@@ -89,6 +114,7 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
         ({"samples": 0}, "samples=0"),
         ({"n": 0}, "n=0"),
         ({"sampling": {"top_p": 1}}, "wb.Sampling"),
+        ({"reward": "length"}, "must be callable"),
         ({"data": {}}, "a data set at least"),
         ({"data": "arithmetics"}, "arithmetics"),
     ):
