@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.calculator import sums
 from tests.cases import TINY, tiny_lab
 from workbench.dataflow.columns import Ragged
 from workbench.errors import BadInput
@@ -58,21 +59,6 @@ def test_a_reward_at_the_threshold_passes(threshold: float) -> None:
     assert summary(_scores(torch.tensor([0, 1])), np.ones(2), np.ones(2), 2, 0.5)["pass@1"] == 0.5  # whole numbers
 
 
-class Echo:
-    """Answers what the policy wrote with more than the policy wrote."""
-
-    def step(self, response: str) -> tuple[str, float, bool]:
-        return "and what else can you say of all that?", 0.0, False
-
-
-def test_tokens_of_an_environment_are_not_the_policys(lab: wb.Workbench) -> None:
-    sampling = wb.Sampling(max_new_tokens=8, environment=Echo, max_turns=2)
-    frame = lab.evaluate([{"prompt": "Say a."}], samples=2, sampling=sampling)
-    spoken = lab.metrics("evaluate/stages")["response_tokens/mean"].dropna()
-    assert frame["response_tokens_mean"].iloc[0] == spoken.iloc[-1]
-    assert lab.metrics("evaluate/stages")["observation_tokens/mean"].dropna().iloc[-1] > 0
-
-
 def test_data_sets_by_name(lab: wb.Workbench) -> None:
     mine = [{"prompt": "Say a."}, {"prompt": "Say b, and c."}]
     frame = lab.evaluate(
@@ -91,6 +77,13 @@ def test_data_sets_by_name(lab: wb.Workbench) -> None:
     recorded = lab.metrics("evaluate")
     assert recorded["mine/pass@3"].iloc[0] == frame.loc["mine", "pass@3"]
     assert recorded["iteration"].tolist() == [lab.iteration] * 4
+
+
+def test_tokens_of_an_environment_are_not_the_policys(lab: wb.Workbench) -> None:
+    frame = lab.evaluate("arithmetic", n=4, samples=2, sampling=wb.Sampling(**sums()))
+    recorded = lab.metrics("evaluate/stages")
+    assert recorded["observation_tokens/mean"].dropna().iloc[-1] > 0
+    assert frame["response_tokens_mean"].iloc[0] == recorded["response_tokens/mean"].dropna().iloc[-1]
 
 
 def test_an_algorithm_evaluates_on_its_way(lab: wb.Workbench) -> None:
@@ -115,6 +108,7 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
         ({"n": 0}, "n=0"),
         ({"sampling": {"top_p": 1}}, "wb.Sampling"),
         ({"reward": "length"}, "must be callable"),
+        ({"threshold": "1"}, "threshold='1'"),
         ({"data": {}}, "a data set at least"),
         ({"data": "arithmetics"}, "arithmetics"),
     ):

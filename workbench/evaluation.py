@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ def evaluate(
     whole("samples", samples, 1)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise BadInput(f"sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
+    if not isinstance(threshold, numbers.Real):
+        raise BadInput(f"threshold={threshold!r:.60}", "the reward from which on a response has passed, a number")
     if "actor" not in lab.groups:
         raise BadInput(
             "evaluate on a workbench without an actor", "its generation engine writes the responses",

@@ -305,6 +305,8 @@ def test_a_stage_that_fails_is_a_finding(lab: wb.Workbench, monkeypatch: pytest.
     report = lab.check("ratio", "invariance")
     assert failed(report) == {"invariance"}
     assert "critic.compute_values failed on rank 0: ValueError: no such head" in report["invariance"].culprit
+    with pytest.raises(CheckFailed, match=r"1 of 2 checks failed: invariance: critic\.compute_values failed"):
+        report.raise_if_failed()
 
 
 class StaleHead(TransformersEngine):
