@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from workbench.checks.forms import said
 from workbench.checks.report import Finding
 from workbench.checks.subject import Subject, and_more, rows_of
 from workbench.workers.gradients import GradientReport
@@ -84,11 +85,6 @@ def check_gradients(subject: Subject) -> Finding:
                     if minibatch.norm == 0:
                         bad[f"{role}, rank {rank}: every gradient is 0"] = None
     return subject.finding(len(bad), 0, and_more([*bad]), "gradients that are not finite, all 0, or unequal over ranks")
-
-
-def said(form: Mapping[str, object]) -> str:
-    """What tells a form from others of its role."""
-    return "".join(f", {form[name]}" for name in ("loss", "aggregation") if name in form)
 
 
 def _difference(one: list[GradientReport], two: list[GradientReport]) -> tuple[float, str]:

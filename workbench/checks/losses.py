@@ -13,7 +13,8 @@ from workbench.algorithms.aggregation import aggregate, denominator
 from workbench.algorithms.correction import correct
 from workbench.algorithms.kl import kl_loss
 from workbench.algorithms.losses import policy_loss, value_loss
-from workbench.checks.gradients import ROUNDING, said
+from workbench.checks.forms import said
+from workbench.checks.gradients import ROUNDING
 from workbench.checks.report import Finding, NotApplicable
 from workbench.checks.subject import FORWARD, UPDATES, Subject
 from workbench.dataflow.columns import Ragged, Table

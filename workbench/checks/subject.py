@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.algorithms.correction import Correction
+from workbench.checks.forms import FORMS
 from workbench.checks.report import Finding, NotApplicable
 from workbench.dataflow.carrier import carry, columns_of, rows_at
 from workbench.dataflow.columns import Ragged, Table
@@ -38,23 +38,6 @@ FORWARD = {
     "cost": ("compute_cost", "costs"),
 }
 UPDATES = {"actor": "update_actor", "critic": "update_critic", "cost_critic": "update_cost_critic"}
-# What updates are measured with. The actor's have every term and form of its loss between them; without bonus and
-# penalty it skips rows without advantage.
-FORMS: dict[str, tuple[dict[str, Any], ...]] = {
-    "actor": (
-        {"loss": "ppo", "aggregation": "token-mean", "correction": Correction()},
-        {
-            "loss": "gspo", "aggregation": "sequence-mean-token-mean", "kl_coefficient": 0.1,
-            "correction": Correction(level="sequence", high=10.0),
-        },
-        {
-            "loss": "cispo", "aggregation": "fixed-length", "max_response_tokens": NEW_TOKENS,
-            "entropy_coefficient": 0.01, "pretrain_coefficient": 0.1,
-        },
-    ),
-    "critic": ({"aggregation": "token-mean"}, {"aggregation": "sequence-mean-token-mean"}),
-    "cost_critic": ({"aggregation": "token-mean"}, {"aggregation": "sequence-mean-token-mean"}),
-}  # fmt: skip
 
 
 class Subject:
