@@ -48,11 +48,11 @@ def check_denominators(subject: Subject) -> Finding:
     of its rows, nor on whether rows without advantage are skipped."""
     found = []
     for role in subject.updated_roles():
-        ranks, table = subject.lab.groups[role].layout.d, subject.training_table
+        table = subject.training_table
         for number, form in enumerate(subject.forms(role)):
             others = {"between one micro-batch and one a row": subject.measure(role, table, 1, **form)}
-            if ranks > 1:
-                dealt = rows_of(table, subject.dealt_otherwise(subject.minibatches(role), ranks))
+            if subject.lab.groups[role].layout.d > 1:
+                dealt = rows_of(table, subject.dealt_otherwise(role))
                 others["between two ways to deal rows to ranks"] = subject.measure(
                     role, dealt, subject.all_tokens, **form
                 )

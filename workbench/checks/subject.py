@@ -75,9 +75,8 @@ class Subject:
             raise NotApplicable(f"the actor's worker has no {operation}")
 
     def minibatches(self, role: str) -> int:
-        """Minibatches into which a role's stages deal their rows."""
-        group = self.lab.compute_advantages.group if role == "numeric" else self.lab.groups[role]
-        training = group.spec.training
+        """Minibatches of an update of a role."""
+        training = self.lab.groups[role].spec.training
         return training.minibatches if training else 1
 
     def unit(self, role: str) -> int:
@@ -216,10 +215,10 @@ class Subject:
             spoilt[name] = column.like(torch.where(outside, noise, column.values))
         return spoilt
 
-    def dealt_otherwise(self, minibatches: int, ranks: int) -> np.ndarray:
-        """Row numbers in an order in which each minibatch keeps its rows, and other ones lie on each rank."""
-        parts = [part[rank::ranks] for part in minibatch_rows(self.rows, minibatches) for rank in range(ranks)]
-        return np.concatenate(parts)
+    def dealt_otherwise(self, role: str) -> np.ndarray:
+        """Row numbers in an order in which each minibatch of a role keeps its rows, and other ones lie on each rank."""
+        minibatches, ranks = minibatch_rows(self.rows, self.minibatches(role)), self.lab.groups[role].layout.d
+        return np.concatenate([rows[rank::ranks] for rows in minibatches for rank in range(ranks)])
 
     def updated_roles(self) -> list[str]:
         """The roles whose updates can be measured."""
