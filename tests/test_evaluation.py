@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import workbench as wb
+from tests.calculator import sums
 from tests.cases import TINY, tiny_lab
+from workbench.dataflow.columns import Ragged
 from workbench.errors import BadInput
-from workbench.evaluation import summary
+from workbench.evaluation import _scores, summary
 
 SHORT = wb.Sampling(max_new_tokens=6)
 
@@ -48,6 +51,14 @@ def test_the_numbers_of_a_data_set() -> None:
     assert math.isnan(summary(np.ones(6), np.ones(6), np.ones(6), 6, 1.0)["reward_standard_error"])
 
 
+@pytest.mark.parametrize("threshold", [0.9, 0.7, 0.3, 0.6])
+def test_a_reward_at_the_threshold_passes(threshold: float) -> None:
+    for column in (torch.full((8,), threshold), Ragged.of([[0.0, threshold]] * 8, torch.float32)):
+        assert summary(_scores(column), np.ones(8), np.ones(8), 4, threshold)["pass@1"] == 1.0
+        assert summary(_scores(column), np.ones(8), np.ones(8), 4, threshold + 1e-6)["pass@1"] == 0.0
+    assert summary(_scores(torch.tensor([0, 1])), np.ones(2), np.ones(2), 2, 0.5)["pass@1"] == 0.5  # whole numbers
+
+
 def test_data_sets_by_name(lab: wb.Workbench) -> None:
     mine = [{"prompt": "Say a."}, {"prompt": "Say b, and c."}]
     frame = lab.evaluate(
@@ -66,6 +77,13 @@ def test_data_sets_by_name(lab: wb.Workbench) -> None:
     recorded = lab.metrics("evaluate")
     assert recorded["mine/pass@3"].iloc[0] == frame.loc["mine", "pass@3"]
     assert recorded["iteration"].tolist() == [lab.iteration] * 4
+
+
+def test_tokens_of_an_environment_are_not_the_policys(lab: wb.Workbench) -> None:
+    frame = lab.evaluate("arithmetic", n=4, samples=2, sampling=wb.Sampling(**sums()))
+    recorded = lab.metrics("evaluate/stages")
+    assert recorded["observation_tokens/mean"].dropna().iloc[-1] > 0
+    assert frame["response_tokens_mean"].iloc[0] == recorded["response_tokens/mean"].dropna().iloc[-1]
 
 
 def test_an_algorithm_evaluates_on_its_way(lab: wb.Workbench) -> None:
@@ -89,6 +107,8 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
         ({"samples": 0}, "samples=0"),
         ({"n": 0}, "n=0"),
         ({"sampling": {"top_p": 1}}, "wb.Sampling"),
+        ({"reward": "length"}, "must be callable"),
+        ({"threshold": "1"}, "threshold='1'"),
         ({"data": {}}, "a data set at least"),
         ({"data": "arithmetics"}, "arithmetics"),
     ):

@@ -287,7 +287,7 @@ class Workbench(HeldBatches):
         data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all. reward: in place
         of the reward role's own. seed: the same one draws the same responses from the same weights.
         Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
-        reward of at least `threshold` has passed, `response_tokens_mean`, `truncated_fraction`.
+        reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), `truncated_fraction`.
         """
         return evaluate(
             self, data, samples=samples, sampling=sampling, reward=reward, n=n, threshold=threshold, seed=seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -40,11 +41,20 @@ def evaluate(
     whole("samples", samples, 1)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise BadInput(f"sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
+    if not isinstance(threshold, numbers.Real):
+        raise BadInput(f"threshold={threshold!r:.60}", "the reward from which on a response has passed, a number")
+    if "actor" not in lab.groups:
+        raise BadInput(
+            "evaluate on a workbench without an actor", "its generation engine writes the responses",
+            "open one with an actor; held-out pairs are scored by compute_pair_rewards",
+        )  # fmt: skip
     if "reward" not in lab.groups:
         raise BadInput(
             "evaluate on a workbench without a reward", "responses are scored by its reward workers",
             "open one with a reward role: a function will do",
         )  # fmt: skip
+    # what the last stage would refuse is refused before the first
+    lab.reward.operations["compute_reward"].arguments((), {"function": reward})
     sets = {name: _rows(lab, source, n) for name, source in _named(data).items()}
     frames = {}
     with aside(lab, "evaluate/stages"):
@@ -53,8 +63,11 @@ def evaluate(
             options = asdict(sampling or Sampling())
             batch = lab.actor.generate_sequences(batch, samples=samples, seed=seed, **options)
             batch = lab.reward.compute_reward(batch, function=reward)
-            lengths = batch.lengths("response_ids")
-            found = batch.fetch(["rewards", "finished"])
+            found = batch.fetch(["rewards", "finished", "response_mask"])
+            mask = found["response_mask"]
+            assert isinstance(mask, Ragged)
+            # as generation counts them: what an environment wrote is not the policy's
+            lengths = np.array([int(row.sum()) for row in mask.rows()])
             frames[name] = summary(
                 _scores(found["rewards"]), lengths, np.asarray(found["finished"]), samples, threshold
             )
@@ -69,11 +82,15 @@ def summary(
 ) -> dict[str, float]:
     """The row of one data set. All arrays [prompts x samples], the samples of a prompt side by side.
 
+    lengths: tokens of each response that the policy chose. A reward passes from `threshold` on, rounded to the rewards'
+    dtype: 0.9 in float32 is a little less than Python's.
+
     The standard error is that of the prompts' means: samples of one prompt are not independent of each other (Miller
     2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
     """
-    means = rewards.reshape(-1, samples).mean(1)
-    passed = (rewards >= threshold).reshape(-1, samples).sum(1)
+    means = rewards.astype(np.float64).reshape(-1, samples).mean(1)
+    limit = rewards.dtype.type(threshold) if np.issubdtype(rewards.dtype, np.floating) else threshold
+    passed = (rewards >= limit).reshape(-1, samples).sum(1)
     error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
     ks = sorted({k for k in (2**i for i in range(samples.bit_length())) if k <= samples} | {samples})
     return {
@@ -108,9 +125,9 @@ def _rows(lab: Workbench, source: Any, n: int | None) -> list[PromptRow]:
 
 
 def _scores(column: Any) -> np.ndarray:
-    """One reward a row: a row that has one a token counts with their sum."""
+    """One reward a row, in the column's dtype: a row that has one a token counts with their sum."""
     if isinstance(column, Ragged):
-        return np.array([float(row.double().sum()) for row in column.rows()])
+        column = torch.stack([row.double().sum() for row in column.rows()]).to(column.values.dtype)
     assert isinstance(column, torch.Tensor)
-    scores: np.ndarray = column.double().numpy()
+    scores: np.ndarray = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
     return scores

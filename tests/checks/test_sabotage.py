@@ -14,18 +14,24 @@ from torch import Tensor, nn
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.algorithms.aggregation import denominator
+from workbench.algorithms.correction import correct
+from workbench.algorithms.estimators import gae, moments
+from workbench.algorithms.groups import rloo
 from workbench.checks import CHECKS, CheckReport
+from workbench.dataflow.columns import Ragged
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, CheckFailed
 from workbench.models import load_causal_lm
+from workbench.workers import rollout_weights
 from workbench.workers.micro_batches import each_minibatch
+from workbench.workers.roles import actor as actor_role
+from workbench.workers.roles import numeric
+
+MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": TINY}
 
 
 def length(prompt: str, response: str, **row: Any) -> float:
     return len(response) / 10
-
-
-MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": length}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +62,50 @@ def test_a_healthy_system_passes(lab: wb.Workbench) -> None:
     assert repr(report).splitlines()[2].split()[:2] == ["ratio", "ok"]
     with pytest.raises(BadInput, match=r"check 'ration'.*there are dropout, ratio"):
         lab.check("ration")
+
+
+def test_a_mask_that_gae_does_not_read(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def maskless(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *arguments: Any) -> Any:
+        return gae(rewards_BT, values_BT, torch.ones_like(mask_BT), *arguments)
+
+    monkeypatch.setattr(numeric, "gae", maskless)
+    report = lab.check("advantages")
+    assert failed(report) == {"advantages"}
+    assert report["advantages"].culprit.startswith(("advantages of row ", "returns of row "))
+    # a discount that gets lost leaves no trace of padding or ranks
+    monkeypatch.setattr(numeric, "gae", lambda r, v, m, gamma, lam, *more: gae(r, v, m, 1.0, lam, *more))
+    report = lab.check("advantages")
+    assert failed(report) == {"advantages"}
+    assert report["advantages"].culprit.endswith("gae, against the formula")
+    monkeypatch.setattr(numeric, "gae", gae)
+    monkeypatch.setattr(numeric, "moments", lambda x_BT, mask_BT: moments(x_BT, torch.ones_like(mask_BT)))
+    assert failed(lab.check("advantages")) == {"advantages"}
+
+
+def test_advantages_that_depend_on_the_order_of_rows(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def neighbours(scores_N: Tensor, group_N: Tensor) -> Tensor:  # the samples of a prompt need not lie side by side
+        return rloo(scores_N, torch.arange(len(group_N)).div(2, rounding_mode="floor").clamp(max=len(group_N) // 2 - 1))
+
+    monkeypatch.setattr(numeric, "rloo", neighbours)
+    report = lab.check("advantages")
+    assert report["advantages"].culprit.startswith("advantages of row ")
+    assert report["advantages"].culprit.endswith("rloo, with its rows in another order, on other ranks")
+
+
+def test_a_correction_upside_down(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_weights, "correct", lambda old, rollout, mask, how: correct(rollout, old, mask, how))
+    report = lab.check("losses")
+    assert failed(report) == {"losses"}
+    assert report["losses"].culprit.startswith("actor, ")
+    assert "the formula gives" in report["losses"].culprit
+
+
+def test_a_row_with_advantages_that_is_skipped(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_role, "_rows_without_advantage", lambda advantages, mask: frozenset(range(1, len(mask))))
+    report = lab.check("denominators")
+    assert failed(report) == {"denominators"}
+    assert report["denominators"].culprit.startswith("actor: ")
+    assert report["denominators"].culprit.endswith("between rows without advantage skipped and not")
 
 
 def test_a_wrong_mask(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +186,65 @@ def test_a_reference_that_trains(lab: wb.Workbench, monkeypatch: pytest.MonkeyPa
     assert lab.reference.weight_digests() == before  # what the check moved is put back
 
 
+def test_a_reward_model_that_drifts_as_it_scores(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = worker(lab, "reward")
+    compute, norm = reward.compute_reward, reward.engine.module.backbone.norm.weight
+    before = norm.detach().clone()
+
+    def drifting(batch: Any, **arguments: Any) -> Any:
+        norm.data.mul_(1.01)
+        return compute(batch, **arguments)
+
+    monkeypatch.setattr(reward, "compute_reward", drifting)
+    report = lab.check("frozen")
+    norm.data.copy_(before)  # a model that is only run has no state to go back to
+    assert failed(report) == {"frozen"}
+    assert report["frozen"].culprit.startswith("reward, rank 0: ")
+    assert report["frozen"].culprit.endswith("norm.weight")
+
+
+def test_an_adapter_on_a_base_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=4)), "reward": length}
+    with tiny_lab("adapter", tmp_path, backend="inline", models=models) as lab:
+        before = lab.actor.weight_digests()
+        report = lab.check("dropout", "rollout", "weights", "kl", "invariance", "frozen")
+        assert {f.verdict for f in report} == {"ok"}, report
+        assert lab.actor.weight_digests() == before  # the adapter moved, and is put back
+        actor = worker(lab, "actor")
+        update, module = actor.update_actor, actor.engine.module
+        name = next(name for name, _ in module.named_parameters() if "base_layer" in name)
+        base = module.get_parameter(name)
+        kept = base.detach().clone()
+
+        def moving(batch: Any, **arguments: Any) -> Any:
+            base.data.mul_(1.5)
+            return update(batch, **arguments)
+
+        monkeypatch.setattr(actor, "update_actor", moving)
+        report = lab.check("frozen")
+        base.data.copy_(kept)  # a state holds what is trained: the adapter
+        assert failed(report) == {"frozen"}
+        assert report["frozen"].culprit.startswith("actor, rank 0: model.layers.0.")
+        assert lab.actor.weight_digests() == before
+        monkeypatch.undo()
+        batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4))
+        mask = batch.fetch(["response_mask"])["response_mask"]
+        assert isinstance(mask, Ragged)
+        lab.actor.update_actor(batch.join(lab.put({"advantages": mask.like(torch.ones(len(mask.values)))})))
+        assert lab.check("kl")["kl"].verdict == "not applicable"
+
+
+def test_a_workbench_without_an_actor(tmp_path: Path) -> None:
+    models = {"reward": wb.Model(TINY, training=wb.Training(engine="torch"))}
+    with tiny_lab("no-actor", tmp_path, backend="inline", prompts=None, models=models) as lab:
+        report = lab.check()
+        assert report.ok
+        assert [finding.check for finding in report if finding.verdict == "ok"] == ["dropout"]
+        assert report["invariance"].about == "there is no actor"
+        with pytest.raises(BadInput, match="evaluate on a workbench without an actor"):
+            lab.evaluate("arithmetic")
+
+
 def test_a_mean_of_micro_batch_means(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     critic = worker(lab, "critic")
     update = critic.update
@@ -174,8 +283,9 @@ def test_a_gradient_that_is_not_finite(lab: wb.Workbench) -> None:
     assert report["gradients"].culprit.startswith("critic, rank 0: the gradient of score.weight is not finite")
 
 
-def test_a_row_that_hears_its_neighbours(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = worker(lab, "reference").engine
+@pytest.mark.parametrize("role", ["reference", "reward"])
+def test_a_row_that_hears_its_neighbours(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    engine = worker(lab, role).engine
     forward = engine.forward
 
     def one_sequence(*, lengths: tuple[int, ...], **inputs: Any) -> Any:
@@ -183,8 +293,8 @@ def test_a_row_that_hears_its_neighbours(lab: wb.Workbench, monkeypatch: pytest.
 
     monkeypatch.setattr(engine, "forward", one_sequence)
     report = lab.check("ratio", "rollout", "kl", "invariance")
-    assert failed(report) == {"kl", "invariance"}
-    assert report["invariance"].culprit.startswith("reference, row ")
+    assert failed(report) == {"invariance", *(["kl"] if role == "reference" else [])}
+    assert report["invariance"].culprit.startswith(f"{role}, row ")
 
 
 def test_a_stage_that_fails_is_a_finding(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +305,8 @@ def test_a_stage_that_fails_is_a_finding(lab: wb.Workbench, monkeypatch: pytest.
     report = lab.check("ratio", "invariance")
     assert failed(report) == {"invariance"}
     assert "critic.compute_values failed on rank 0: ValueError: no such head" in report["invariance"].culprit
+    with pytest.raises(CheckFailed, match=r"1 of 2 checks failed: invariance: critic\.compute_values failed"):
+        report.raise_if_failed()
 
 
 class StaleHead(TransformersEngine):

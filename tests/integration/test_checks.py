@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from workbench.algorithms.aggregation import denominator
 from workbench.workers.calls import Output, as_metrics
+from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.roles.trained import Term
 
 SHORT = wb.Sampling(max_new_tokens=6)
 
@@ -57,6 +61,23 @@ def test_a_rank_that_skips_its_update(tmp_path: Path) -> None:
         assert [finding.check for finding in report.failed] == ["replicas"]
         assert report["replicas"].culprit.startswith("actor, rank 1: model.")
         assert len(set(map(str, lab.actor.weight_digests()))) == 1  # put back
+
+
+class OwnDenominator(ActorWorker):
+    """Each rank divides by its own tokens, times the ranks: a mean of the ranks' means."""
+
+    def _divisors(self, term: Term) -> list[Tensor]:
+        mask, ranks = term.shard.ragged("response_mask").pad(), self.context.communicator.world_size
+        minibatches = minibatch_indices(term.shard.minibatch_sizes)
+        return [ranks * denominator(mask[r], term.aggregation, term.max_response_tokens) for r in minibatches]
+
+
+def test_a_mean_of_rank_means(tmp_path: Path) -> None:
+    models = {"actor": wb.Model(TINY, worker=OwnDenominator)}
+    with tiny_lab("means", tmp_path, placement=wb.Placement.colocate(2), devices=2, models=models) as lab:
+        report = lab.check("denominators", "losses", "gradients", "advantages")
+        assert {finding.check for finding in report.failed} == {"denominators", "losses"}
+        assert report["denominators"].culprit.endswith("between two ways to deal rows to ranks")
 
 
 @pytest.mark.parametrize("placement", [wb.Placement.split(2), wb.Placement.colocate(1)])

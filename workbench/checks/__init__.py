@@ -8,9 +8,11 @@ UPDATING: it runs inside `lab.kept(...)` and calls `subject.go_back()` when it i
 
 from collections.abc import Callable
 
+from workbench.checks.advantages import check_advantages
 from workbench.checks.engines import check_kl, check_rollout, check_weights
 from workbench.checks.forward import check_dropout, check_invariance, check_ratio
 from workbench.checks.gradients import check_denominators, check_gradients, check_masks
+from workbench.checks.losses import check_losses
 from workbench.checks.report import CheckReport, Finding
 from workbench.checks.subject import Subject
 from workbench.checks.updates import check_frozen, check_replicas
@@ -22,8 +24,10 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "weights": check_weights,
     "kl": check_kl,
     "invariance": check_invariance,
+    "advantages": check_advantages,
     "masks": check_masks,
     "denominators": check_denominators,
+    "losses": check_losses,
     "gradients": check_gradients,
     "frozen": check_frozen,
     "replicas": check_replicas,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.checks import CHECKS, UPDATING
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
+from workbench.checks.updates import FROZEN
 from workbench.dataflow.aside import aside
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
 
@@ -28,7 +29,7 @@ def check(lab: Workbench, names: Sequence[str]) -> CheckReport:
         if any(name in UPDATING for name in chosen):
             # what is restored leaves the engine behind the trainer: give it the weights that it had
             stack.callback(_sync, lab)
-            go_back = stack.enter_context(lab.kept(*(role for role in lab.groups if role in (*UPDATES, "reference"))))
+            go_back = stack.enter_context(lab.kept(*(role for role in lab.groups if role in (*UPDATES, *FROZEN))))
         subject = Subject(lab, go_back)
         return CheckReport(tuple(_run(subject, name) for name in chosen))
 
@@ -46,5 +47,7 @@ def _run(subject: Subject, name: str) -> Finding:
 
 
 def _sync(lab: Workbench) -> None:
+    if "actor" not in lab.groups or "sync_weights" not in lab.actor.operations:
+        return
     with suppress(StageError):  # the check of the weights has said so, or the next rollout will
         lab.actor.sync_weights()

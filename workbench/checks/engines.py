@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from workbench.checks.report import Finding, NotApplicable
 from workbench.checks.subject import TEMPERATURE, Subject, and_more, mean_gaps, worst
+from workbench.dataflow.store import Weights
 
 # Mean gap in nats between two engines on the same tokens. A stale output head shows as several tenths.
 ENGINES = (1e-3, 0.1)  # float32, bfloat16
@@ -22,10 +23,8 @@ def check_rollout(subject: Subject) -> Finding:
 
 def check_weights(subject: Subject) -> Finding:
     """After a sync the generation engine has the trainer's weights, its output head among them."""
-    actor = subject.lab.actor
-    if "compare_weights" not in actor.operations:
-        raise NotApplicable("the actor's worker does not say what its engine holds")
-    ranks = actor.compare_weights()
+    subject.need_actor("compare_weights")
+    ranks = subject.lab.actor.compare_weights()
     limit = subject.by_dtype("actor", *ENGINES)
     figures, culprit = [], ""
     for rank, seen in enumerate(ranks):
@@ -50,8 +49,11 @@ def check_kl(subject: Subject) -> Finding:
     lab = subject.lab
     if "reference" not in lab.groups:
         raise NotApplicable("there is no reference")
+    subject.need_actor("compute_log_prob")
     actor, reference = lab.actor.spec, lab.reference.spec
-    own, theirs = lab.weights["actor"], lab.weights["reference"]
+    # without its adapter the actor is what it was at first
+    untrained = lab.description.actor_is_reference
+    own, theirs = lab.weights["actor"], Weights(steps=0, state="") if untrained else lab.weights["reference"]
     if own != theirs:
         raise NotApplicable("the actor has been trained since it was equal to the reference")
     if not own.state and actor.name != reference.name:

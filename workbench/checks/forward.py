@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from workbench.checks.report import Finding, NotApplicable
-from workbench.checks.subject import FORWARD, Subject, row_gaps, worst
-from workbench.dataflow.carrier import carry, columns_of, rows_at
+from workbench.checks.subject import FORWARD, Subject, row_gaps, rows_of, worst
 from workbench.dataflow.columns import Ragged, Table
 
 RATIO = "first_minibatch/ratio/max_deviation"
@@ -35,7 +34,12 @@ def check_ratio(subject: Subject) -> Finding:
         seen = [rank.metrics.get(RATIO, math.nan) for rank in subject.measure("actor", table)]
         return [math.inf if math.isnan(value) else value for value in seen]
 
-    table = subject.training_table
+    ones = torch.ones(len(subject.old_log_prob.values))  # a row without advantage would be skipped
+    table = {
+        **subject.training_table,
+        "response_mask": subject.ragged("response_mask"),
+        "advantages": subject.old_log_prob.like(ones),
+    }
     deviation, rank = worst(deviations(table))
     limit = subject.by_dtype("actor", 1e-6, 1e-2)
     culprit = ""
@@ -52,11 +56,11 @@ def check_invariance(subject: Subject) -> Finding:
     """A row's numbers depend neither on the order of rows nor on what shares its micro-batch."""
     rows = np.arange(subject.rows)
     found: list[tuple[float, str]] = []
-    for role in subject.roles(FORWARD):
-        if FORWARD[role][0] not in subject.lab.groups[role].operations:
-            continue
-        limit = subject.by_dtype(role, 1e-4, 0.1)
+    for role in subject.forward_roles():
         expected, _ = subject.forward(role, subject.table)
+        limit = subject.by_dtype(role, 1e-4, 0.1)
+        if not FORWARD[role][1].endswith("log_prob"):  # scores and values have a scale of their own
+            limit *= max(1.0, float(expected.values.abs().max()))
         variants = {
             "in reverse order": [rows[::-1]],
             "three times, in larger micro-batches": [np.concatenate([rows, rows[::-1], rows])],
@@ -65,14 +69,15 @@ def check_invariance(subject: Subject) -> Finding:
         }
         for name, parts in variants.items():
             for part in parts:
-                values, batch = subject.forward(role, columns_of(rows_at(carry(subject.table), part)))
+                values, batch = subject.forward(role, rows_of(subject.table, part))
                 gap, i = worst(row_gaps(values, expected.take(part.tolist())))
                 where = subject.rank_of(batch, FORWARD[role][1], i)
                 found.append((gap / limit, f"{role}, row {part[i]} on {where}, {name}"))
+    if not found:
+        raise NotApplicable("no role here has a forward stage of workbench's own")
     figure, culprit = max(found)
-    return subject.finding(
-        figure, 1.0, culprit, "largest change of a log-probability or value, in units of what rounding may do"
-    )
+    about = "largest change of a log-probability, value or score, in units of what rounding may do"
+    return subject.finding(figure, 1.0, culprit, about)
 
 
 def _only(mask: Ragged, row: int) -> torch.Tensor:

@@ -4,104 +4,87 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-from torch import Tensor
-
+from workbench.checks.forms import said
 from workbench.checks.report import Finding
-from workbench.checks.subject import SEED, Subject, and_more
-from workbench.dataflow.columns import Ragged, Table
+from workbench.checks.subject import Subject, and_more, rows_of
 from workbench.workers.gradients import GradientReport
 
-# Every term of the actor's loss, so that each of them is seen.
-ARGUMENTS: dict[str, dict[str, Any]] = {"actor": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}}
 # Relative differences that rounding makes of sums in another order.
 ROUNDING = (1e-4, 0.1)  # float32, bfloat16
-GARBAGE = 30.0
 NUMBERS = (
     *("old_log_prob", "ref_log_prob", "rollout_log_prob", "advantages"),
     *("values", "returns", "cost_values", "cost_returns"),
 )
+# So small a bonus changes no bit that counts, but with a bonus no row is skipped.
+HARDLY_ANY = 1e-9
 
 
 def check_masks(subject: Subject) -> Finding:
     """Tokens outside the mask change neither loss nor gradient, whatever stands there."""
-    mask = _mask(subject)
-    clean = {**subject.training_table, "response_mask": mask.like(mask.values)}
+    every = range(subject.rows)
 
-    def spoilt(rows: Sequence[int]) -> Table:
-        generator = torch.Generator().manual_seed(SEED)
-        here = torch.isin(torch.repeat_interleave(torch.arange(len(mask)), mask.lengths), torch.tensor(list(rows)))
-        outside, table = here & ~mask.values, dict(clean)
-        for name in NUMBERS:
-            column = subject.training_table[name]
-            assert isinstance(column, Ragged)
-            noise = GARBAGE * torch.randn(len(outside), generator=generator)
-            table[name] = column.like(torch.where(outside, noise, column.values))
-        return table
+    def change(role: str, number: int, rows: Sequence[int]) -> tuple[float, str]:
+        table = subject.spoilt(subject.training_table, NUMBERS, rows)
+        spoilt = subject.measure(role, table, subject.all_tokens, **subject.forms(role)[number])
+        return _difference(subject.measure_form(role, number), spoilt)
 
     found = []
     for role in subject.updated_roles():
-        expected = subject.measure(role, clean, **ARGUMENTS.get(role, {}))
-        every = range(subject.rows)
-        difference, what = _difference(expected, subject.measure(role, spoilt(every), **ARGUMENTS.get(role, {})))
-        difference, culprit = difference / subject.by_dtype(role, *ROUNDING), f"{role}: {what}"
-        if difference > 1:
-            of_row = [
-                _difference(expected, subject.measure(role, spoilt([row]), **ARGUMENTS.get(role, {})))[0]
-                for row in every
-            ]
-            culprit += f"; row {max(every, key=lambda row: of_row[row])} most"
-        found.append((difference, culprit))
+        for number, form in enumerate(subject.forms(role)):
+            difference, what = change(role, number, every)
+            difference, culprit = difference / subject.by_dtype(role, *ROUNDING), f"{role}: {what}{said(form)}"
+            if difference > 1:
+                of_row = [change(role, number, [row])[0] for row in every]
+                culprit += f"; row {of_row.index(max(of_row))} most"
+            found.append((difference, culprit))
     figure, culprit = max(found)
     about = "relative change of loss or gradient by garbage outside the mask, in units of what rounding may do"
     return subject.finding(figure, 1.0, culprit, about)
 
 
 def check_denominators(subject: Subject) -> Finding:
-    """Loss and gradient of a minibatch do not depend on how it is cut into micro-batches."""
+    """Loss and gradient of a minibatch depend neither on how it is cut into micro-batches, nor on which rank has which
+    of its rows, nor on whether rows without advantage are skipped."""
     found = []
-    longest = int(max(subject.ragged("prompt_ids").lengths + subject.ragged("response_ids").lengths))
     for role in subject.updated_roles():
-        for aggregation in ("token-mean", "sequence-mean-token-mean"):
-            arguments = {**ARGUMENTS.get(role, {}), "aggregation": aggregation}
-            whole = subject.measure(role, subject.training_table, 8 * subject.rows * longest, **arguments)
-            alone = subject.measure(role, subject.training_table, 1, **arguments)
-            difference, what = _difference(whole, alone)
-            culprit = f"{role}: {what}, {aggregation}, between one micro-batch and one a row"
-            found.append((difference / subject.by_dtype(role, *ROUNDING), culprit))
+        table = subject.training_table
+        for number, form in enumerate(subject.forms(role)):
+            others = {"between one micro-batch and one a row": subject.measure(role, table, 1, **form)}
+            if subject.lab.groups[role].layout.d > 1:
+                dealt = rows_of(table, subject.dealt_otherwise(role))
+                others["between two ways to deal rows to ranks"] = subject.measure(
+                    role, dealt, subject.all_tokens, **form
+                )
+            if role == "actor" and not {"entropy_coefficient", "kl_coefficient"} & set(form):
+                others["between rows without advantage skipped and not"] = subject.measure(
+                    role, table, subject.all_tokens, **form, entropy_coefficient=HARDLY_ANY
+                )
+            for between, other in others.items():
+                difference, what = _difference(subject.measure_form(role, number), other)
+                culprit = f"{role}: {what}{said(form)}, {between}"
+                found.append((difference / subject.by_dtype(role, *ROUNDING), culprit))
     figure, culprit = max(found)
-    about = "relative change of loss or gradient with the cut into micro-batches, in units of what rounding may do"
+    about = "relative change of loss or gradient with micro-batches, ranks or skips, in units of what rounding may do"
     return subject.finding(figure, 1.0, culprit, about)
 
 
 def check_gradients(subject: Subject) -> Finding:
     """Gradients are finite, not all 0, and the same on every rank."""
-    bad: list[str] = []
+    bad: dict[str, None] = {}
     for role in subject.updated_roles():
-        ranks = subject.measure(role, subject.training_table, **ARGUMENTS.get(role, {}))
-        for rank, report in enumerate(ranks):
-            for minibatch, first in zip(report.minibatches, ranks[0].minibatches, strict=True):
-                for name, sketch in minibatch.sketches.items():
-                    if not math.isfinite(sketch.norm):
-                        bad.append(f"{role}, rank {rank}: the gradient of {name} is not finite")
-                    elif sketch != first.sketches[name]:
-                        bad.append(f"{role}, rank {rank}: the gradient of {name} is another than on rank 0")
-                if minibatch.norm == 0:
-                    bad.append(f"{role}, rank {rank}: every gradient is 0")
-    return subject.finding(len(bad), 0, and_more(bad), "gradients that are not finite, all 0, or unequal over ranks")
-
-
-def _mask(subject: Subject) -> Ragged:
-    """A mask with holes: the middle third of each response, and all of the last one."""
-    rows: list[Tensor] = []
-    for length in subject.ragged("response_ids").lengths.tolist():
-        row = torch.ones(length, dtype=torch.bool)
-        row[length // 3 : 2 * length // 3] = False
-        rows.append(row)
-    rows[-1][:] = False
-    return Ragged.of(rows, torch.bool)
+        for number in range(len(subject.forms(role))):
+            ranks = subject.measure_form(role, number)
+            for rank, report in enumerate(ranks):
+                for minibatch, first in zip(report.minibatches, ranks[0].minibatches, strict=True):
+                    for name, sketch in minibatch.sketches.items():
+                        if not math.isfinite(sketch.norm):
+                            bad[f"{role}, rank {rank}: the gradient of {name} is not finite"] = None
+                        elif sketch != first.sketches[name]:
+                            bad[f"{role}, rank {rank}: the gradient of {name} is another than on rank 0"] = None
+                    if minibatch.norm == 0:
+                        bad[f"{role}, rank {rank}: every gradient is 0"] = None
+    return subject.finding(len(bad), 0, and_more([*bad]), "gradients that are not finite, all 0, or unequal over ranks")
 
 
 def _difference(one: list[GradientReport], two: list[GradientReport]) -> tuple[float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
@@ -53,7 +54,7 @@ class CheckReport:
     def raise_if_failed(self) -> CheckReport:
         """Raise `CheckFailed`, naming every check that failed with figure and culprit; else return itself."""
         if self.failed:
-            said = "; ".join(f"{f.check}: {f.figure:.3g} > {f.threshold:.3g}, {f.culprit}" for f in self.failed)
+            said = "; ".join(f"{f.check}: {_exceeded(f)}{f.culprit}" for f in self.failed)
             raise CheckFailed(
                 f"{len(self.failed)} of {len(self.findings)} checks failed: {said}",
                 "each holds on a system that trains what it says it trains",
@@ -97,8 +98,14 @@ class CheckReport:
                      caption=f"{len(self.findings)} checks: {state}")  # fmt: skip
 
 
+def _exceeded(finding: Finding) -> str:
+    """Figure and threshold, where the check came to measure one."""
+    measured = not math.isnan(finding.threshold)
+    return f"{finding.figure:.3g} > {finding.threshold:.3g}, " if measured else ""
+
+
 def _texts(finding: Finding) -> dict[str, str]:
-    measured = finding.verdict != "not applicable" and finding.threshold == finding.threshold
+    measured = finding.verdict != "not applicable" and not math.isnan(finding.threshold)
     return {
         "check": finding.check,
         "verdict": finding.verdict,

@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.checks.forms import FORMS
 from workbench.checks.report import Finding, NotApplicable
+from workbench.dataflow.carrier import carry, columns_of, rows_at
 from workbench.dataflow.columns import Ragged, Table
 from workbench.workers.gradients import GradientReport
+from workbench.workers.protocols import minibatch_rows
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -22,12 +26,16 @@ SEED = 0
 # Off 1, so that a temperature which is left out somewhere shows.
 TEMPERATURE = 0.7
 NEW_TOKENS = 12
-# A role's stage that gives a number a response token, and its update.
+GARBAGE = 30.0
+READ = ("prompt_ids", "response_ids", "response_mask")
+# A role's forward stage, which gives a number a response token (reward and cost models: a row), and its update.
 FORWARD = {
     "actor": ("compute_log_prob", "old_log_prob"),
     "reference": ("compute_ref_log_prob", "ref_log_prob"),
     "critic": ("compute_values", "values"),
     "cost_critic": ("compute_cost_values", "cost_values"),
+    "reward": ("compute_reward", "rewards"),
+    "cost": ("compute_cost", "costs"),
 }
 UPDATES = {"actor": "update_actor", "critic": "update_critic", "cost_critic": "update_cost_critic"}
 
@@ -41,6 +49,7 @@ class Subject:
 
     def __init__(self, lab: Workbench, go_back: Callable[[], None]) -> None:
         self.lab, self.go_back, self.check = lab, go_back, ""
+        self._measured: dict[tuple[str, int], list[GradientReport]] = {}
 
     def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:
         """The finding of the check under way; it fails where the figure is above the threshold, or no number."""
@@ -58,10 +67,21 @@ class Subject:
         """The roles of this workbench among those named."""
         return [role for role in operations if role in self.lab.groups]
 
+    def need_actor(self, operation: str) -> None:
+        """Raise `NotApplicable` unless there is an actor that has this operation."""
+        if "actor" not in self.lab.groups:
+            raise NotApplicable("there is no actor")
+        if operation not in self.lab.groups["actor"].operations:
+            raise NotApplicable(f"the actor's worker has no {operation}")
+
+    def minibatches(self, role: str) -> int:
+        """Minibatches of an update of a role."""
+        training = self.lab.groups[role].spec.training
+        return training.minibatches if training else 1
+
     def unit(self, role: str) -> int:
         """The fewest rows of a stage of this role in which each rank has one of each minibatch."""
-        group = self.lab.groups[role]
-        return (group.spec.training.minibatches if group.spec.training else 1) * group.layout.d
+        return self.minibatches(role) * self.lab.groups[role].layout.d
 
     # --- the rollouts -------------------------------------------------------------------------------------------------
 
@@ -69,6 +89,7 @@ class Subject:
     def rollouts(self) -> Batch:
         """Responses of forced length to prompts of their own, from a fixed seed."""
         lab = self.lab
+        self.need_actor("generate_sequences")
         # at least two rows a rank and minibatch, so that there are neighbours
         unit = math.lcm(*(self.unit(role) for role in lab.groups))
         generation = lab.groups["actor"].spec.generation
@@ -111,12 +132,26 @@ class Subject:
         """A batch of these columns, sampled at the check's temperature."""
         return self.lab.put(table, meta={"temperature": TEMPERATURE})
 
+    def forward_roles(self) -> list[str]:
+        """The roles with a model whose forward stage reads no more than prompts and responses."""
+        found = []
+        for role in self.roles(FORWARD):
+            group, stage = self.lab.groups[role], FORWARD[role][0]
+            if group.spec.name is not None and stage in group.operations:
+                known, _ = group.operations[stage].arguments((), {})
+                found += [role] if set(group.operations[stage].operation.needed(known)) <= set(READ) else []
+        return found
+
     def forward(self, role: str, table: Table) -> tuple[Ragged, Batch]:
-        """What a role's forward stage gives for the rows of a table, and the batch that has it."""
+        """What a role's forward stage gives for the rows of a table, and the batch that has it; a number a row comes
+        as rows of one."""
         stage, column = FORWARD[role]
-        names = ("prompt_ids", "response_ids", "response_mask")
-        batch = getattr(self.lab.groups[role], stage)(self.put({name: table[name] for name in names}))
+        if role not in self.forward_roles():
+            raise NotApplicable(f"there is no {role} with a {stage} that reads prompts and responses alone")
+        batch = getattr(self.lab.groups[role], stage)(self.put({name: table[name] for name in READ}))
         values = batch.fetch([column])[column]
+        if isinstance(values, Tensor):
+            values = Ragged(values, torch.ones(len(values), dtype=torch.int64))
         assert isinstance(values, Ragged)
         return values, batch
 
@@ -135,19 +170,55 @@ class Subject:
     # --- updates that take no step ------------------------------------------------------------------------------------
 
     @cached_property
+    def mask(self) -> Ragged:
+        """A response mask with holes: the middle third of each response, and all of the last one."""
+        rows: list[Tensor] = []
+        for length in self.ragged("response_ids").lengths.tolist():
+            row = torch.ones(length, dtype=torch.bool)
+            row[length // 3 : 2 * length // 3] = False
+            rows.append(row)
+        rows[-1][:] = False
+        return Ragged.of(rows, torch.bool)
+
+    @cached_property
     def training_table(self) -> Table:
-        """The table with all that updates read: numbers from a fixed seed in place of rewards and advantages."""
+        """The table with the mask and all that updates read: numbers from a fixed seed in place of rewards and
+        advantages. Every fourth row has no advantage."""
         generator = torch.Generator().manual_seed(SEED)
         old = self.old_log_prob
 
         def drawn() -> Tensor:
             return torch.randn(len(old.values), generator=generator)
 
-        table = {**self.table, "old_log_prob": old, "advantages": old.like(drawn())}
+        advantages = old.like(drawn()).rows()
+        for row in advantages[1::4]:
+            row.zero_()
+        table = {**self.table, "response_mask": self.mask, "old_log_prob": old}
+        table["advantages"] = Ragged.of(advantages, torch.float32)
         table["ref_log_prob"] = old.like(old.values - 0.1 * drawn())
+        table["rollout_log_prob"] = old.like(old.values - 0.3 * drawn())
+        table["pretrain_ids"] = self.table["prompt_ids"]
         for values, returns in (("values", "returns"), ("cost_values", "cost_returns")):
             table |= {values: old.like(0.1 * drawn()), returns: old.like(drawn())}
         return table
+
+    def spoilt(self, table: Table, names: Sequence[str], rows: Sequence[int]) -> Table:
+        """A table with garbage outside the mask in the token columns named, in these rows."""
+        generator = torch.Generator().manual_seed(SEED)
+        row_of = torch.repeat_interleave(torch.arange(self.rows), self.mask.lengths)
+        outside = torch.isin(row_of, torch.tensor(list(rows))) & ~self.mask.values
+        spoilt = dict(table)
+        for name in names:
+            column = table[name]
+            assert isinstance(column, Ragged)
+            noise = GARBAGE * torch.randn(len(outside), generator=generator)
+            spoilt[name] = column.like(torch.where(outside, noise, column.values))
+        return spoilt
+
+    def dealt_otherwise(self, role: str) -> np.ndarray:
+        """Row numbers in an order in which each minibatch of a role keeps its rows, and other ones lie on each rank."""
+        minibatches, ranks = minibatch_rows(self.rows, self.minibatches(role)), self.lab.groups[role].layout.d
+        return np.concatenate([rows[rank::ranks] for rows in minibatches for rank in range(ranks)])
 
     def updated_roles(self) -> list[str]:
         """The roles whose updates can be measured."""
@@ -155,6 +226,24 @@ class Subject:
         if not roles:
             raise NotApplicable("no role here trains with workbench's own update loop")
         return roles
+
+    def forms(self, role: str) -> tuple[dict[str, Any], ...]:
+        """The arguments that a role's update is measured with: of FORMS those that it knows."""
+        known = self.lab.groups[role].operations[UPDATES[role]].operation.signature.parameters
+        return tuple(form for form in FORMS[role] if set(form) <= set(known)) or ({},)
+
+    def measure_form(self, role: str, number: int) -> list[GradientReport]:
+        """What each rank sees of a form of a role's update on the training table, in as few micro-batches as can be."""
+        key = (role, number)
+        if key not in self._measured:
+            self._measured[key] = self.measure(role, self.training_table, self.all_tokens, **self.forms(role)[number])
+        return self._measured[key]
+
+    @cached_property
+    def all_tokens(self) -> int:
+        """A micro-batch's budget in which all rows have room, padded or not."""
+        lengths = self.ragged("prompt_ids").lengths + self.ragged("response_ids").lengths
+        return int(self.rows * lengths.max())
 
     def measure(
         self, role: str, table: Table, micro_batch_tokens: int | None = None, **arguments: Any
@@ -171,7 +260,14 @@ class Subject:
 
     def update(self, role: str) -> None:
         """Take the steps of an update."""
+        if role == "actor":
+            self.need_actor(UPDATES[role])
         getattr(self.lab.groups[role], UPDATES[role])(self.put(self.training_table))
+
+
+def rows_of(table: Table, order: np.ndarray) -> Table:
+    """A table's rows by number, in that order."""
+    return columns_of(rows_at(carry(table), order))
 
 
 def row_gaps(one: Ragged, two: Ragged) -> list[float]:

@@ -5,34 +5,46 @@ from __future__ import annotations
 from collections import Counter
 
 from workbench.checks.report import Finding, NotApplicable
-from workbench.checks.subject import FORWARD, UPDATES, Subject, and_more
+from workbench.checks.subject import UPDATES, Subject, and_more
 
 FROZEN = ("reference", "reward", "cost")
 
 
 def check_frozen(subject: Subject) -> Finding:
-    """Reference, reward and cost models keep their weights through forward passes and the actor's update."""
-    groups = {role: subject.lab.groups[role] for role in FROZEN if role in subject.lab.groups}
-    groups = {role: g for role, g in groups.items() if g.spec.name and "weight_digests" in g.operations}
-    if not groups:
+    """Reference, reward and cost models, and what an adapter leaves alone, keep their weights through forward passes
+    and the actor's update."""
+    subject.need_actor(UPDATES["actor"])
+    # whether those alone that require no gradient: of a role with an adapter the rest moves
+    watched = {
+        role: group.spec.adapter is not None
+        for role, group in subject.lab.groups.items()
+        if "weight_digests" in group.operations and group.spec.name and group.worker_role == role
+        if role in FROZEN or group.spec.adapter is not None
+    }
+    if not watched:
         raise NotApplicable("no role here has a model that is not trained")
-    before = {role: group.weight_digests() for role, group in groups.items()}
+
+    def digests() -> dict[str, list[dict[str, str]]]:
+        groups = subject.lab.groups
+        return {r: groups[r].weight_digests(**({"frozen": True} if part else {})) for r, part in watched.items()}
+
+    before = digests()
     try:
-        for role in subject.roles(FORWARD):
-            if role in groups:
+        for role in subject.forward_roles():
+            if role in FROZEN:
                 subject.forward(role, subject.table)
         subject.update("actor")
-        after = {role: group.weight_digests() for role, group in groups.items()}
+        after = digests()
     finally:
         subject.go_back()
     moved = [
         f"{role}, rank {rank}: {name}"
-        for role in groups
+        for role in watched
         for rank, (old, new) in enumerate(zip(before[role], after[role], strict=True))
         for name in old
         if old[name] != new.get(name)
     ]
-    return subject.finding(len(moved), 0, and_more(moved), "weights with other bits after the actor's update")
+    return subject.finding(len(moved), 0, and_more(moved), "weights with other bits after forward passes and an update")
 
 
 def check_replicas(subject: Subject) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engines.training.base import TrainingEngine
+from workbench.engines.training.base import TrainingEngine, transformers_names
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL
 from workbench.workers.worker import Worker
@@ -20,9 +20,19 @@ class ModelWorker(Worker):
     engine: TrainingEngine | None
 
     @register(ONE_TO_ALL)
-    def weight_digests(self) -> dict[str, str]:
-        """For each weight a short text that is equal on ranks, and at times, at which it has the same bits."""
-        return {} if self.engine is None else {name: digest(weight) for name, weight in self.engine.stored_weights()}
+    def weight_digests(self, *, frozen: bool = False) -> dict[str, str]:
+        """For each weight a short text that is equal on ranks, and at times, at which it has the same bits.
+
+        frozen: of those alone that require no gradient, such as the model under an adapter.
+        """
+        if self.engine is None:
+            return {}
+        names = transformers_names(self.engine.module)
+        parameters = self.engine.module.named_parameters()
+        trained = {names.get(name, name) for name, parameter in parameters if parameter.requires_grad}
+        # every rank goes through all weights: one that is sharded is gathered by all
+        weights = ((name, digest(w)) for name, w in self.engine.stored_weights() if not (frozen and name in trained))
+        return dict(weights)
 
     @register(ONE_TO_ALL)
     def training_modules(self) -> list[str]:

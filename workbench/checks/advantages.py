@@ -1,0 +1,91 @@
+"""Are the advantages those of their estimator: of the tokens that the policy chose, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.algorithms.correction import Correction
+from workbench.algorithms.estimators import gae, moments, token_rewards, whiten
+from workbench.checks.report import Finding
+from workbench.checks.subject import SEED, Subject, rows_of
+from workbench.dataflow.columns import Ragged, Table
+
+# One call for each way that a number takes through `compute_advantages`.
+GAE: dict[str, Any] = {"estimator": "gae", "gamma": 0.9, "lam": 0.8, "kl_coefficient": 0.1}
+ESTIMATES: tuple[dict[str, Any], ...] = (
+    GAE,
+    {"estimator": "gae", "bootstrap": True, "multiplier": 0.5, "kl_coefficient": 0.1},
+    {"estimator": "gae", "macro_tokens": 3},
+    {"estimator": "remax", "kl_coefficient": 0.1},
+    {"estimator": "reinforce_pp", "gamma": 0.9, "kl_coefficient": 0.1},
+    {"estimator": "reinforce_pp_baseline"},
+    {"estimator": "grpo"},
+    {"estimator": "rloo"},
+    {"estimator": "off_policy_baseline", "correction": Correction(level="sequence")},
+)
+TOKENS = ("rewards", "values", "costs", "cost_values", "old_log_prob", "ref_log_prob", "rollout_log_prob")
+ROUNDING = 1e-4  # computed in float32 whatever the models are
+
+
+def check_advantages(subject: Subject) -> Finding:
+    """Advantages and returns depend neither on what stands outside the mask nor on where a row lies; GAE's are those
+    of the formula over the whole batch."""
+    table, lab = _table(subject), subject.lab
+    order = np.random.default_rng(SEED).permutation(subject.rows)
+    spoilt, dealt, back = subject.spoilt(table, TOKENS, range(subject.rows)), rows_of(table, order), np.argsort(order)
+    found: list[tuple[float, str]] = []
+
+    def stage(inputs: Table, arguments: dict[str, Any]) -> dict[str, Ragged]:
+        batch = lab.compute_advantages(subject.put(inputs), **arguments)
+        names = ["advantages", "returns", *(["cost_returns"] if "multiplier" in arguments else [])]
+        return {name: column for name, column in batch.fetch(names).items() if isinstance(column, Ragged)}
+
+    def note(one: dict[str, Ragged], two: dict[str, Ragged], what: str) -> None:
+        row_of = torch.repeat_interleave(torch.arange(subject.rows), subject.mask.lengths)[subject.mask.values]
+        for name, column in two.items():
+            mine, theirs = (x.values[subject.mask.values].double() for x in (one[name], column))
+            gaps = (mine - theirs).abs().nan_to_num(nan=math.inf) / max(1.0, float(mine.abs().max())) / ROUNDING
+            found.append((float(gaps.max()), f"{name} of row {int(row_of[gaps.argmax()])}, {what}"))
+
+    for arguments in ESTIMATES:
+        clean, name = stage(table, arguments), str(arguments["estimator"])
+        note(clean, stage(spoilt, arguments), f"{name}, with garbage outside the mask")
+        moved = {column: values.take(back.tolist()) for column, values in stage(dealt, arguments).items()}
+        note(clean, moved, f"{name}, with its rows in another order, on other ranks")
+        if arguments is GAE:
+            note(clean, _gae(subject, table), f"{name}, against the formula")
+    figure, culprit = max(found)
+    about = "relative change of advantages or returns that should be none, in units of what rounding may do"
+    return subject.finding(figure, 1.0, culprit, about)
+
+
+def _table(subject: Subject) -> Table:
+    """What `compute_advantages` reads, from a fixed seed; two responses a prompt."""
+    generator = torch.Generator().manual_seed(SEED)
+    table, rows = dict(subject.training_table), subject.rows
+    for name in ("rewards", "costs"):
+        table[name] = subject.mask.like(torch.randn(len(subject.mask.values), generator=generator))
+    for name in ("baseline_rewards", "final_values", "final_cost_values"):
+        table[name] = torch.randn(rows, generator=generator)
+    table["finished"] = torch.arange(rows) % 3 > 0
+    table["prompt_uid"] = (torch.arange(rows) // 2).clamp(max=rows // 2 - 1)
+    return table
+
+
+def _gae(subject: Subject, table: Table) -> dict[str, Ragged]:
+    """The columns of GAE, whitened, of all rows at once."""
+    mask_BT = subject.mask.pad().bool()
+    padded = {name: column.pad() for name, column in table.items() if isinstance(column, Ragged)}
+    rewards_BT = token_rewards(
+        padded["rewards"], padded["old_log_prob"], padded["ref_log_prob"], mask_BT, GAE["kl_coefficient"]
+    )
+    advantages_BT, returns_BT = gae(rewards_BT, padded["values"], mask_BT, GAE["gamma"], GAE["lam"])
+    white_BT = whiten(advantages_BT, mask_BT, moments(advantages_BT, mask_BT))
+    return {
+        "advantages": Ragged.unpad(white_BT, subject.mask.lengths),
+        "returns": Ragged.unpad(returns_BT, subject.mask.lengths),
+    }

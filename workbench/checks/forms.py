@@ -1,0 +1,34 @@
+"""What updates are measured with: between them, the forms have every term of a role's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.algorithms.correction import Correction
+
+REGRESSION: tuple[dict[str, Any], ...] = (
+    {"aggregation": "token-mean"},
+    {"aggregation": "sequence-mean-token-mean"},
+)
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "actor": (
+        # without bonus and penalty: rows without advantage are skipped
+        {"loss": "ppo", "aggregation": "token-mean", "correction": Correction()},
+        {
+            "loss": "gspo", "aggregation": "sequence-mean-token-mean", "kl_coefficient": 0.1,
+            "correction": Correction(level="sequence", high=10.0),
+        },
+        {
+            "loss": "cispo", "aggregation": "fixed-length", "max_response_tokens": 16,
+            "entropy_coefficient": 0.01, "pretrain_coefficient": 0.1,
+        },
+    ),
+    "critic": REGRESSION,
+    "cost_critic": REGRESSION,
+}  # fmt: skip
+
+
+def said(form: Mapping[str, Any]) -> str:
+    """What tells a form from others of its role, to go on with after the role's name."""
+    return "".join(f", {form[name]}" for name in ("loss", "aggregation") if name in form)
