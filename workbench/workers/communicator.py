@@ -1,7 +1,9 @@
-"""The collectives of a pool: the one place where tensors are handed to torch.distributed, counted and timed."""
+"""The collectives of a group of ranks: the one place where tensors are handed to torch.distributed, counted and timed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +14,28 @@ from workbench.telemetry import Recorder
 
 
 class Communicator:
-    """Collectives over the ranks of one pool (its default process group). With one rank nothing is sent."""
+    """Collectives over a group of ranks: those of a pool (its default process group), or some of them. With one rank
+    nothing is sent. Ranks are counted within the group.
 
-    def __init__(self, rank: int, world_size: int, recorder: Recorder) -> None:
-        self.rank, self.world_size, self._recorder = rank, world_size, recorder
+    group: None for the whole pool. inner: of the ranks that compute one model between them. Their many small
+    collectives are inside forward and backward passes: they are counted in `moved_bytes`, and leave no spans.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, recorder: Recorder, group: dist.ProcessGroup | None = None, inner: bool = False
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.moved_bytes = 0
+        self._recorder, self._group, self._inner = recorder, group, inner
+
+    @contextmanager
+    def _counted(self, nbytes: int = 0) -> Iterator[None]:
+        self.moved_bytes += nbytes
+        if self._inner:
+            yield
+        else:
+            with self._recorder.span("communication", bytes=nbytes):
+                yield
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -27,8 +47,8 @@ class Communicator:
 
     def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
         if self.world_size > 1:
-            with self._recorder.span("communication", bytes=tensor.nbytes):
-                dist.all_reduce(tensor, op=how)
+            with self._counted(tensor.nbytes):
+                dist.all_reduce(tensor, op=how, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -41,12 +61,28 @@ class Communicator:
         padded = tensor.new_zeros((int(lengths.max()), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        with self._recorder.span("communication", bytes=padded.nbytes):
-            dist.all_gather(gathered, padded)
+        with self._counted(padded.nbytes):
+            dist.all_gather(gathered, padded, group=self._group)
         return [part[: int(n)] for part, n in zip(gathered, lengths, strict=True)]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source`, in place."""
+        if self.world_size > 1:
+            with self._counted(tensor.nbytes if self.rank == source else 0):
+                dist.broadcast(tensor, group=self._group, group_src=source)
+        return tensor
+
+    def exchange(self, send: Sequence[tuple[Tensor, int]] = (), receive: Sequence[tuple[Tensor, int]] = ()) -> None:
+        """Send tensors to ranks and receive others from ranks, all at the same time, so that two ranks may each send
+        the other something. Back when all of it is done."""
+        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for tensor, rank in send]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for tensor, rank in receive]
+        with self._counted(sum(tensor.nbytes for tensor, _ in send)):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
-            with self._recorder.span("communication"):
-                dist.barrier()
+            with self._counted():
+                dist.barrier(group=self._group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from workbench.workers.inference import (
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.workers.readings import token_log_probs
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.rollouts import RolloutWorker
 from workbench.workers.roles.supervised import SupervisedWorker
@@ -83,7 +85,7 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
-        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.device)
+        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.loading_device)
         if spec.adapter is not None:
             add_lora(model, spec.adapter, spec.seed)
         super().__init__(spec, context, model)
@@ -113,10 +115,7 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         `temperature=` for a KL between the two at another temperature than the rollout's.
         """
         scale = sampling_temperature(batch, temperature)
-
-        def forward(micro: MicroBatch) -> Tensor:
-            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
-
+        forward = partial(token_log_probs(scale).of, self.engine)
         column = each_response_token(batch, forward, self.training.micro_batch_tokens, self.context, padded=self.padded)
         metrics: Metrics = {"old_log_prob/mean": mean_of(column, batch)}
         if "rollout_log_prob" in batch.columns:
@@ -173,10 +172,8 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         high = clip if clip_high is None else clip_high
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
-        def token_loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-            log_probs_N, entropy_N = self.engine.forward(
-                **micro.inputs, targets=micro.targets, temperature=scale, with_entropy=entropy_coefficient != 0
-            )
+        def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+            log_probs_N, entropy_N = output
             log_probs_BR, mask_BR = micro.to_BR(log_probs_N), micro.mask_BR(mask)
             old_BR = micro.column_BR(old)
             advantages_BR = micro.column_BR(advantages)
@@ -213,7 +210,12 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         # these two pull on every row, an advantage only where there is one
         skip = () if entropy_coefficient or kl_coefficient else _rows_without_advantage(advantages, mask)
         main = Term(
-            shard=batch, loss=token_loss, aggregation=aggregation, max_response_tokens=max_response_tokens, skip=skip
+            shard=batch,
+            inputs=lambda micro: micro.scored(scale, with_entropy=entropy_coefficient != 0),
+            loss=token_loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+            skip=skip,
         )
         terms = [main]
         if pretrain_coefficient:
