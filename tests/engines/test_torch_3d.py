@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Phi3Config
 
-from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, model_of, more, outcome, outcomes
+from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, model_of, outcome, outcomes
 from tests.engines.training_ranks import run_ranks
 from workbench.engines.training.cut import check_cut
 from workbench.errors import BadInput
@@ -20,6 +20,7 @@ TRIED = [(layout, case) for layout in (Layout(1, 2, 1), Layout(2, 1, 1), Layout(
 TRIED += [(Layout(2, 2, 1), case) for case in CASES]
 TRIED += [(Layout(4, 1, 1), "deep"), (Layout(1, 2, 2), "qwen3"), (Layout(2, 1, 2), "tied llama")]
 TRIED += [(Layout(2, 2, 2), "tied llama")]
+MORE = [Layout(1, 2, 1), Layout(2, 1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,9 @@ def alone() -> dict[str, dict[str, Any]]:
 def seen() -> dict[tuple[Layout, str], list[dict[str, Any]]]:
     """What each rank saw, by layout and case."""
     found = {}
-    for world in sorted({layout.size for layout, _ in TRIED}):
-        tried = [(layout, case) for layout, case in TRIED if layout.size == world]
+    every = [*TRIED, *((layout, "more") for layout in MORE)]
+    for world in sorted({layout.size for layout, _ in every}):
+        tried = [(layout, case) for layout, case in every if layout.size == world]
         found |= dict(zip(tried, zip(*run_ranks(outcomes, world, tried), strict=True), strict=True))
     return found
 
@@ -83,18 +85,14 @@ def test_a_rank_holds_its_slices_and_no_more(seen: Any, layout: Layout, case: st
 
 
 def test_replicas_end_with_the_same_bits(seen: Any) -> None:
-    for ranks in seen.values():
-        first, *others = (rank["weights"] for rank in ranks)
+    for tried in TRIED:
+        first, *others = (rank["weights"] for rank in seen[tried])
         assert all(torch.equal(weight, other[name]) for other in others for name, weight in first.items())
 
 
-@pytest.fixture(scope="module", params=[Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
-def extras(request: pytest.FixtureRequest) -> tuple[Layout, list[dict[str, Any]]]:
-    return request.param, run_ranks(more, 2, request.param)
-
-
-def test_what_else_an_engine_promises(extras: tuple[Layout, list[dict[str, Any]]]) -> None:
-    layout, ranks = extras
+@pytest.mark.parametrize("layout", MORE, ids=str)
+def test_what_else_an_engine_promises(seen: Any, layout: Layout) -> None:
+    ranks = seen[layout, "more"]
     losses = ranks[-1]["bf16 losses"]
     assert losses[-1] < 0.9 * losses[0]
     for rank in ranks:
@@ -134,14 +132,12 @@ def test_layouts_that_do_not_divide_a_model_are_refused(layout: Layout, changes:
 def test_fused_projections_are_not_cut_for_training() -> None:
     fused = Phi3Config(**SHAPE)
     check_cut(fused, Layout(2, 1, 1), "lm")
-    with pytest.raises(BadInput, match="qkv_proj.*use t=1"):
+    with pytest.raises(BadInput, match=r"qkv_proj.*use t=1"):
         check_cut(fused, Layout(1, 2, 1), "lm")
 
 
 def test_weights_add_up() -> None:
     weights = check_cut(config(), Layout(2, 2, 1), "lm")
-    held = sum(
-        math.prod(weight.local_shape(j, 2)) for stage in range(2) for j in range(2) for weight in weights.of_stage(stage, 2)
-    )  # fmt: skip
+    held = sum(math.prod(w.local_shape(j, 2)) for i in range(2) for j in range(2) for w in weights.of_stage(i, 2))
     whole = sum(weight.numel for weight in weights if weight.axis is None)
     assert held == sum(weight.numel for weight in weights) + whole  # what is not cut is on both tensor ranks

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.engines.training_ranks import (
     ENGINES,
-    make_engine,
     loss_now,
+    make_engine,
     negative_log_likelihood,
     run_ranks,
     sequences,

@@ -1,8 +1,8 @@
 """Layers of which each rank of a tensor group holds a slice, and which together compute what the whole layer would.
 
 Megatron-LM's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): into attention and MLP linear
-layers are cut by output, out of them by input. A block thus needs one sum over the ranks at its end and, in the backward
-pass, one at its start. All else that the ranks compute is the same on each of them, to the last bit.
+layers are cut by output, out of them by input. A block thus needs one sum over the ranks at its end and, in the
+backward pass, one at its start. All else that the ranks compute is the same on each of them, to the last bit.
 
 Shapes: T tokens, N asked positions, H hidden size, V vocabulary, of which a rank has rows [start, stop).
 """
@@ -32,7 +32,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -42,7 +42,7 @@ class _Leave(torch.autograd.Function):
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -108,8 +108,8 @@ class VocabularyParallelHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states [N, H];
-        `targets` [N] are tokens of the whole vocabulary."""
+        """(log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states
+        [N, H]; `targets` [N] are tokens of the whole vocabulary."""
         logits = nn.functional.linear(enter(hidden, self._group), self.weight, self.bias).float() / temperature
         logits = logits - self._group.all_reduce_max(logits.detach().amax(-1))[:, None]
         columns, here = _rows_here(targets, self.start, len(self.weight))

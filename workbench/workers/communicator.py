@@ -1,4 +1,4 @@
-"""The collectives of a group of ranks: the one place where tensors are handed to torch.distributed, counted and timed."""
+"""The collectives of a group of ranks: the one place where tensors go to torch.distributed, counted and timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ class Communicator:
     """
 
     def __init__(
-        self, rank: int, world_size: int, recorder: Recorder, group: dist.ProcessGroup | None = None, inner: bool = False
+        self,
+        rank: int,
+        world_size: int,
+        recorder: Recorder,
+        group: dist.ProcessGroup | None = None,
+        inner: bool = False,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.moved_bytes = 0

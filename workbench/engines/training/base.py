@@ -47,8 +47,8 @@ class TrainingEngine(ABC):
     def forward(self, **inputs: Any) -> Any:
         """Run the module on one micro-batch. Under `torch.no_grad()` nothing is kept for a backward pass.
 
-        Where weights are sharded over ranks (ZeRO stage 3, tensor and pipeline parallel) every rank must call it equally
-        often. On a pipeline the output is on the last stage, see `everywhere`.
+        Where weights are sharded over ranks (ZeRO stage 3, tensor and pipeline parallel) every rank must call it
+        equally often. On a pipeline the output is on the last stage, see `everywhere`.
         """
 
     def everywhere(self, output: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ def check_cut(config: PreTrainedConfig, layout: Layout, head: Literal["lm", "sca
                     f"use a t that divides {part.units}",
                 )
         if any(start == stop for start, stop in weight.intervals(layout.t - 1, layout.t)):
-            raise BadInput(f"{weight.name} over t={layout.t} tensor ranks", "each needs a part of it", "use a smaller t")
+            raise BadInput(
+                f"{weight.name} over t={layout.t} tensor ranks", "each needs a part of it", "use a smaller t"
+            )
     return weights
 
 

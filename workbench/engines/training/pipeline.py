@@ -1,7 +1,7 @@
 """A model whose layers lie on several ranks, one after the other: hidden states go along, their gradients back.
 
-The schedule of an optimizer step is 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2): stage i
-of p keeps at most p - i micro-batches in flight. torch.distributed.pipelining plans buffers of one shape for all
+The schedule of an optimizer step is 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2): stage
+i of p keeps at most p - i micro-batches in flight. torch.distributed.pipelining plans buffers of one shape for all
 micro-batches of all steps; packed micro-batches differ in length, and every rank of a replica knows the lengths.
 
 Shapes: T tokens of a micro-batch end to end, H hidden size.
@@ -25,8 +25,9 @@ OF_BACKBONE = ("input_ids", "lengths")
 
 
 class Pipeline:
-    """This rank's stage. module: cut, with a model's layers elsewhere let through. dtype: of hidden states on their way.
+    """This rank's stage of a pipeline.
 
+    module: cut down to the stage. hidden_size, dtype: of hidden states on their way.
     autocast, span: contexts for computing in the module, and for one forward or backward pass of so many tokens.
     """
 
@@ -95,9 +96,7 @@ class Pipeline:
                 output = self._module.read(hidden, **asked)
             return micro.loss(output)
 
-    def _backward(
-        self, micro: Pass, received: Tensor | None, output: Tensor, gradient: Tensor | None
-    ) -> Tensor | None:
+    def _backward(self, micro: Pass, received: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
         """The gradient [T, H] of the hidden states that were received; None on the first stage."""
         with self._span("backward", 0):
             torch.autograd.backward(output, gradient)

@@ -43,9 +43,7 @@ class Torch3DEngine(TorchEngine):
         super().__init__(module, settings, groups.data, device=device, dtype=dtype)
         hidden_size = int(module.get_backbone().config.get_text_config().hidden_size)
         stored = dtype if settings is None else torch.float32
-        self._pipeline = Pipeline(
-            module, groups, hidden_size, stored, autocast=self._autocast, span=self._pass_span
-        )
+        self._pipeline = Pipeline(module, groups, hidden_size, stored, autocast=self._autocast, span=self._pass_span)
 
     @property
     def moved_bytes(self) -> int:

@@ -34,7 +34,9 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
-        module = load_token_values(spec.name, dtype=torch.float32, device=context.loading_device, seed=spec.seed, init="zero")
+        module = load_token_values(
+            spec.name, dtype=torch.float32, device=context.loading_device, seed=spec.seed, init="zero"
+        )
         super().__init__(spec, context, module)
 
     @register(

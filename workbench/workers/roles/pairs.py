@@ -55,7 +55,8 @@ def as_rows(batch: Shard, data: Collectives) -> Shard:
 
 
 def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) -> Term:
-    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of what is read of the rows, -> [P] and metrics.
+    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of what is read of the rows, -> [P] and
+    metrics.
 
     pairs: their numbers in the shard.
     """

@@ -79,7 +79,9 @@ class RewardWorker(ModelWorker):
             assert spec.dtype is not None
             dtype = getattr(torch, spec.dtype)
             stored = torch.float32 if spec.trained else dtype
-            module = load_token_values(spec.name, dtype=stored, device=context.loading_device, seed=spec.seed, init="normal")
+            module = load_token_values(
+                spec.name, dtype=stored, device=context.loading_device, seed=spec.seed, init="normal"
+            )
             self.sequences, self.padded = module.describe(), module.padded_because is not None
             if spec.trained:
                 self._trainer = TrainedWorker(spec, context, module)
