@@ -17,8 +17,8 @@ class Communicator:
     """Collectives over a group of ranks: those of a pool (its default process group), or some of them. With one rank
     nothing is sent. Ranks are counted within the group.
 
-    group: None for the whole pool. inner: of the ranks that compute one model between them. Their many small
-    collectives are inside forward and backward passes: they are counted in `moved_bytes`, and leave no spans.
+    group: None for the whole pool. inner: of ranks that compute each layer between them. Their many small collectives
+    are inside forward and backward passes: they are counted in `moved_bytes`, and leave no spans.
     """
 
     def __init__(

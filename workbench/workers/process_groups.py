@@ -24,8 +24,10 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
     place = dict(zip(axes, layout.coordinates(communicator.rank), strict=True))
     made = {
         axis: Communicator(
-            place[axis], mesh.size(number), recorder, mesh.get_group(axis), inner=axis in ("tensor", "pipeline")
+            place[axis], mesh.size(number), recorder, mesh.get_group(axis), inner=axis == "tensor"
         )
         for number, axis in enumerate(axes)
     }
+    # NCCL wants all ranks of a group in its first call, and a pipeline's stages meet in pairs
+    made["pipeline"].all_reduce(torch.zeros(1, device=device))
     return ParallelGroups(layout=layout, **made)

@@ -57,7 +57,7 @@ class TrainingEngine(ABC):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes handed to the ranks that compute one model together with this one, since the start."""
+        """Bytes handed over inside layers, to ranks that compute them together with this one, since the start."""
         return 0
 
     @abstractmethod
@@ -85,7 +85,7 @@ class TrainingEngine(ABC):
 
     @contextmanager
     def _pass_span(self, kind: str, tokens: int = 0) -> Iterator[None]:
-        """A span of a forward or backward pass, with the bytes that went between the ranks of one model in it."""
+        """A span of a forward or backward pass, with the bytes that went over inside layers."""
         before = self.moved_bytes
         with span(kind, tokens=tokens) as counted:
             yield

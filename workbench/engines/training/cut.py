@@ -112,7 +112,7 @@ def cut_model(module: PackedModule, groups: ParallelGroups) -> Cut:
 def _slices(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
     """Each parameter of this stage reduced to this rank's slice; a tied one is one parameter, before as after."""
     layout, names, by_name = groups.layout, transformers_names(module), {weight.name: weight for weight in weights}
-    found = {names[own]: parameter for own, parameter in module.named_parameters()}
+    found = {names.get(own, own): parameter for own, parameter in module.named_parameters()}
     if differ := found.keys() ^ by_name.keys():
         raise BadInput(f"weight {min(differ)!r}", "is not both in the model and in its configuration's class")
     held = {}

@@ -59,8 +59,8 @@ class ParallelGroups:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes handed to the ranks that compute one model together with this one, since the start."""
-        return self.tensor.moved_bytes + self.pipeline.moved_bytes
+        """Bytes handed over inside layers, to the other tensor ranks, since the start."""
+        return self.tensor.moved_bytes
 
     @property
     def counts(self) -> bool:
