@@ -6,9 +6,10 @@ import importlib.util
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from workbench.engines.settings import Generation, Training, one_of, whole
+from workbench.engines.training.cut import check_cut
 from workbench.errors import BadInput, MissingDependency
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
@@ -164,14 +165,28 @@ class Description:
 
     def _check_layouts(self) -> None:
         for role, model in self.models.items():
-            layout = self.placement.layout_of(role)
-            if layout.p * layout.t > 1 and model.worker is None and model.function is None:
+            layout, own = self.placement.layout_of(role), ROLE_WORKERS[role]
+            ours = model.worker is None or issubclass(model.worker, own)  # another worker computes as it likes
+            if layout.p * layout.t == 1 or model.name is None or not ours:
+                continue
+            assert model.training is not None
+            if model.trained and model.training.engine == "deepspeed":
                 raise BadInput(
-                    f"layouts[{role!r}]={layout}",
-                    "the training engines that come with workbench are data parallel: p*t must be 1",
-                    f"leave it out, for {Layout(d=layout.size)}, or bring a worker class of your own that computes so: "
-                    "wb.Model(..., worker=...)",
+                    f"layouts[{role!r}]={layout} with Training(engine='deepspeed')",
+                    "DeepSpeed's engine here is data parallel: p*t must be 1",
+                    f"use Training(engine='torch') for this role, or leave the layout out, for {Layout(d=layout.size)}",
                 )
+            if model.adapter is not None:
+                raise BadInput(
+                    f"layouts[{role!r}]={layout} with {model.adapter}",
+                    "an adapter is trained on a whole model: p*t must be 1",
+                    f"leave the layout out, for {Layout(d=layout.size)}",
+                )
+            head: Literal["lm", "scalar"] = "lm" if role in ("actor", "reference") else "scalar"
+            try:
+                check_cut(load_config(model.name), layout, head)
+            except BadInput as error:
+                raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
 
     def _check_installed(self) -> None:
         actor = self.models.get("actor")

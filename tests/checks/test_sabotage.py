@@ -257,8 +257,8 @@ def test_a_mean_of_micro_batch_means(lab: wb.Workbench, monkeypatch: pytest.Monk
         whole = critic._divisors(term)
         of_micro = {tuple(m.index): (len(group), whole[i]) for i, group in enumerate(micros) for m in group}
 
-        def loss(micro: Any) -> Any:
-            loss_BR, metrics = term.loss(micro)
+        def loss(micro: Any, output: Any) -> Any:
+            loss_BR, metrics = term.loss(micro, output)
             count, divisor = of_micro[tuple(micro.index)]
             mine = denominator(micro.mask_BR(mask), term.aggregation)
             return loss_BR * float(divisor / (count * mine)), metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ from workbench.workers.gradients import Sketch
 def gradients(engine: Any) -> dict[str, torch.Tensor]:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = sequences(0)[rank::world_size]
-    losses = [partial(negative_log_likelihood, engine, part) for part in (mine[:1], mine[1:])]
-    return {name: gradient.float().clone() for name, gradient in engine.gradients(losses)}
+    passes = [negative_log_likelihood(part) for part in (mine[:1], mine[1:])]
+    return {name: gradient.float().clone() for name, gradient in engine.gradients(passes)}
 
 
 def on_ranks(kind: str) -> tuple[dict[str, torch.Tensor], bool, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engines.training_ranks import (
     ENGINES,
     Alone,
     Gloo,
+    loss_now,
     make_engine,
     negative_log_likelihood,
     run_ranks,
@@ -72,12 +74,12 @@ def failures(kind: str, dtype: torch.dtype) -> dict[str, bool]:
         "skip changes nothing": same(weights(engine), before),
     }
 
-    def broken() -> Tensor:
+    def broken(output: Any) -> Tensor:
         raise ZeroDivisionError
 
     batch = sequences(7)
     try:
-        engine.step([lambda: negative_log_likelihood(engine, batch[:3]), broken])
+        engine.step([negative_log_likelihood(batch[:3]), replace(negative_log_likelihood(batch[3:]), loss=broken)])
     except ZeroDivisionError:
         found["error comes through"] = engine.steps == 1 and same(weights(engine), before)
     train(engine, range(1, 2))
@@ -110,7 +112,7 @@ def interleaved(kind: str) -> dict[str, bool]:
             train(actor, range(step, step + 1))
             train(critic, range(step, step + 1), loss=squared_values)
             with torch.no_grad():
-                together["log_probs"] = negative_log_likelihood(actor, sequences(9))
+                together["log_probs"] = loss_now(actor, negative_log_likelihood(sequences(9)))
         together.update(actor=weights(actor), critic=weights(critic))
 
     thread = threading.Thread(target=work)
@@ -227,10 +229,10 @@ def test_untrained_module_is_only_run() -> None:
     engine = TorchEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.bfloat16)
     assert {weight.dtype for weight in weights(engine).values()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.float32}, "rotary frequencies stay exact"
-    assert not negative_log_likelihood(engine, sequences(0)).requires_grad
+    assert not loss_now(engine, negative_log_likelihood(sequences(0))).requires_grad
     assert engine.memory_bytes()["gradients"] == engine.memory_bytes()["optimizer"] == 0
     with pytest.raises(BadInput, match="not trained"):
-        engine.step([lambda: torch.zeros(())])
+        engine.step([negative_log_likelihood(sequences(0))])
     with pytest.raises(BadInput, match="TorchEngine"):
         DeepSpeedEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.float32)
 

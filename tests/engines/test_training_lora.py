@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.engines.training_ranks import (
     ENGINES,
+    loss_now,
     make_engine,
     negative_log_likelihood,
     run_ranks,
@@ -36,7 +37,7 @@ def adapted(kind: str, dtype: torch.dtype, **changes: Any) -> TrainingEngine:
 
 @torch.no_grad()
 def score(engine: TrainingEngine) -> float:
-    return float(negative_log_likelihood(engine, sequences(0)))
+    return float(loss_now(engine, negative_log_likelihood(sequences(0))))
 
 
 def without(engine: TrainingEngine) -> float:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workbench.engines.settings import Training
-from workbench.engines.training.base import TrainingEngine
+from workbench.engines.training import Pass, TrainingEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import TokenLogProbs, TokenValues
@@ -85,7 +84,7 @@ def settings(kind: str, **changes: Any) -> Training:
     stage = 0 if kind == "torch" else int(kind[-1])
     given: dict[str, Any] = {"learning_rate": 3e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "zero_stage": stage}
     # Adam divides by |gradient| + eps: a smaller eps magnifies rounding where a gradient is next to 0.
-    given["eps"] = 1e-6
+    given |= {"eps": 1e-6, "engine": "torch" if kind == "torch" else "deepspeed"}
     return Training(**(given | {"schedule": "cosine", "warmup_steps": 2, "total_steps": 10} | changes))
 
 
@@ -98,26 +97,24 @@ def make_engine(
     return engine(module, settings(kind, **changes), communicator, device=CPU, dtype=dtype)
 
 
-def negative_log_likelihood(engine: TrainingEngine, batch: list[Tensor]) -> Tensor:
+def negative_log_likelihood(batch: list[Tensor]) -> Pass:
     input_ids, lengths = torch.cat(batch), tuple(map(len, batch))
     positions = torch.cat([torch.arange(n - 1) + end - n for n, end in zip(lengths, accumulate(lengths), strict=True)])
-    log_probs, _ = engine.forward(
-        input_ids=input_ids,
-        lengths=lengths,
-        positions=positions,
-        targets=input_ids[positions + 1],
-        temperature=TEMPERATURE,
-    )
-    return -log_probs.sum() / DENOMINATOR
+    inputs = {"input_ids": input_ids, "lengths": lengths, "positions": positions, "targets": input_ids[positions + 1]}
+    return Pass(inputs=inputs | {"temperature": TEMPERATURE}, loss=lambda output: -output[0].sum() / DENOMINATOR)
 
 
-def squared_values(engine: TrainingEngine, batch: list[Tensor]) -> Tensor:
+def squared_values(batch: list[Tensor]) -> Pass:
     input_ids = torch.cat(batch)
-    values = engine.forward(input_ids=input_ids, lengths=tuple(map(len, batch)), positions=torch.arange(len(input_ids)))
-    return (values - input_ids / 97).square().sum() / DENOMINATOR
+    inputs = {"input_ids": input_ids, "lengths": tuple(map(len, batch)), "positions": torch.arange(len(input_ids))}
+    return Pass(inputs=inputs, loss=lambda values: (values - input_ids / 97).square().sum() / DENOMINATOR)
 
 
-Loss = Callable[[TrainingEngine, list[Tensor]], Tensor]
+def loss_now(engine: TrainingEngine, micro: Pass) -> Tensor:
+    return micro.loss(engine.forward(**micro.inputs))
+
+
+Loss = Callable[[list[Tensor]], Pass]
 
 
 def train(
@@ -127,21 +124,29 @@ def train(
     loss: Loss = negative_log_likelihood,
     cuts: tuple[int, ...] | None = None,
     scale: float = 1.0,
+    replica: tuple[int, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Optimizer steps on this rank's share of each global batch, in micro-batches of uneven size."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Optimizer steps on this rank's share of each global batch, in micro-batches of uneven size.
+
+    replica: this rank's, and how many there are; None: each rank is one.
+    """
+    alone = not dist.is_initialized()
+    rank, world_size = replica or ((0, 1) if alone else (dist.get_rank(), dist.get_world_size()))
     reports = []
     for step in steps:
         mine = sequences(step)[rank::world_size]
         bounds = [0, *((1, 4) if world_size == 1 else (1,)), len(mine)] if cuts is None else [0, *cuts, len(mine)]
         losses: list[float] = []
 
-        def micro_batch(batch: list[Tensor], losses: list[float] = losses) -> Tensor:
-            value = loss(engine, batch) * scale
-            losses.append(float(value.detach()))
-            return value
+        def noted(micro: Pass, losses: list[float] = losses) -> Pass:
+            def scaled(output: Any) -> Tensor:
+                value = micro.loss(output) * scale
+                losses.append(float(value.detach()))
+                return value
 
-        report = engine.step([partial(micro_batch, mine[start:end]) for start, end in itertools.pairwise(bounds)])
+            return dataclasses.replace(micro, loss=scaled)
+
+        report = engine.step([noted(loss(mine[start:end])) for start, end in itertools.pairwise(bounds)])
         reports.append(dataclasses.asdict(report) | {"loss": sum(losses)})
     return reports
 

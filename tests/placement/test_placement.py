@@ -38,10 +38,10 @@ def test_layouts_in_the_named_placements() -> None:
     assert Placement.standalone(actor=2, layouts={"actor": Layout(1, 2, 1, 1, 1)}).layout_of("actor").d_g == 2
 
 
-def test_a_layout_needs_a_worker_class_that_computes_in_it() -> None:
+def test_a_layout_needs_an_engine_that_computes_in_it() -> None:
     cut = Placement.colocate(4, layouts={"actor": (1, 2, 2)})
     assert describe({"actor": Worker}, cut).placement.layout_of("actor") == Layout(1, 2, 2)
-    with pytest.raises(BadInput, match=r"layouts\['actor'\]=\(p=1, t=2, d=2\).*data parallel.*worker="):
+    with pytest.raises(BadInput, match=r"layouts\['actor'\]=\(p=1, t=2, d=2\).*deepspeed.*engine='torch'"):
         describe({"actor": None}, cut)
     assert describe({"actor": None}, Placement.colocate(4)).placement.layout_of("actor") == Layout(d=4)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.engines.training_ranks import ENGINES, make_engine, run_ranks, weights
 from workbench.algorithms.aggregation import aggregate, denominator
 from workbench.dataflow.columns import Ragged
+from workbench.engines.training import Pass
 from workbench.telemetry import Recorder
 from workbench.workers.calls import Shard
 from workbench.workers.communicator import Communicator
@@ -148,11 +149,10 @@ def one_step_each() -> dict[str, Any]:
     for kind in ENGINES:
         engine = make_engine(kind)
 
-        def loss(micro: MicroBatch, engine: Any = engine) -> torch.Tensor:
-            log_probs_N, _ = engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
-            return aggregate(-micro.to_BR(log_probs_N), micro.mask_BR(mask), "token-mean", divisor)
+        def loss(micro: MicroBatch, output: Any) -> torch.Tensor:
+            return aggregate(-micro.to_BR(output[0]), micro.mask_BR(mask), "token-mean", divisor)
 
-        report = engine.step([partial(loss, micro) for micro in micros])
+        report = engine.step([Pass(inputs=micro.scored(1.0), loss=partial(loss, micro)) for micro in micros])
         done[kind] = (report.grad_norm, weights(engine))
     return done
 

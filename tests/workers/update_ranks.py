@@ -61,8 +61,8 @@ def sync_with_gaps(gaps: list[float]) -> list[str]:
 
 
 def context_here(folder: str = ".") -> Context:
-    """What a host would offer this rank of the default group."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """What a host would offer this rank of the default group; without one, the only rank."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     host = HostInfo(lab="x", pool="p", rank=rank, world_size=size, device="cpu:0", threads=1, log_path=None)
     recorder = Recorder()
     return Context(
@@ -98,7 +98,7 @@ def _run(case: Case) -> list[dict[str, Any]]:
     try:
         for without in case.without_advantage:
             before = _weights(worker)
-            shard = _shard(list(range(rank, ROWS, size)), without)
+            shard = shard_of(list(range(rank, ROWS, size)), without)
             update = worker.update_actor if case.role == "actor" else worker.update_critic
             output = update(shard, aggregation="sequence-mean-token-mean")
             moved = {name: weight - before[name] for name, weight in _weights(worker).items()}
@@ -112,7 +112,7 @@ def _weights(worker: Any) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in worker.engine.named_weights()}
 
 
-def _shard(mine: list[int], without_advantage: tuple[int, ...]) -> Shard:
+def shard_of(mine: list[int], without_advantage: tuple[int, ...]) -> Shard:
     """This rank's rows: prompts of 5 to 7 tokens, responses of 15, of which the first of some rows are masked."""
     generator = torch.Generator().manual_seed(0)
     columns: dict[str, list[Tensor]] = {}

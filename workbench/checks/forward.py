@@ -31,7 +31,8 @@ def check_ratio(subject: Subject) -> Finding:
         raise NotApplicable("the actor does not train with workbench's own update loop")
 
     def deviations(table: Table) -> list[float]:
-        seen = [rank.metrics.get(RATIO, math.nan) for rank in subject.measure("actor", table)]
+        ranks = subject.measure("actor", table)
+        seen = [rank.metrics.get(RATIO, math.nan) if rank.counts else 0.0 for rank in ranks]
         return [math.inf if math.isnan(value) else value for value in seen]
 
     ones = torch.ones(len(subject.old_log_prob.values))  # a row without advantage would be skipped

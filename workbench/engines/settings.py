@@ -41,7 +41,7 @@ def whole(name: str, value: int, least: int = 1) -> None:
 class Training(NamedFields):
     """Settings of a trained role.
 
-    engine: "deepspeed" or "torch" (needs nothing more than torch).
+    engine: "deepspeed", or "torch" (needs nothing more than torch; takes layouts (p, t, d) too).
     zero_stage: DeepSpeed's ZeRO stage, 0 to 3; ignored by the torch engine.
     learning_rate, betas, eps, weight_decay: AdamW's.
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
 from workbench.models.packing import Pack, run_packed, use_packing
+from workbench.models.tensor_parallel import VocabularyParallelHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,12 +41,41 @@ def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor,
 
 
 class PackedModule(nn.Module):
-    """What a role trains or runs, on sequences packed end to end.
+    """What a role trains or runs, on sequences packed end to end: `read(hidden_states(...), ...)`, whose halves may run
+    on different ranks.
 
     padded_because: why its model is given padded sequences all the same; None: it runs packs.
     """
 
     padded_because: str | None
+
+    def get_backbone(self) -> PreTrainedModel:
+        """The layers below the head."""
+        raise NotImplementedError
+
+    def hidden_states(self, input_ids: Tensor, lengths: Sequence[int], received: Tensor | None = None) -> Tensor:
+        """The backbone's last hidden states [T, hidden] of sequences of these `lengths` end to end, [T] tokens.
+
+        received: hidden states [T, hidden] to go on from in place of embeddings, where the backbone's first layers are
+        on other ranks.
+        """
+        if self.padded_because is None:
+            return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device), received)
+        assert received is None
+        ids, attention_mask, position_ids = pad_right(input_ids.split(list(lengths)), 0)
+        output = self.get_backbone()(
+            input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        hidden: Tensor = output.last_hidden_state[attention_mask.bool()]
+        return hidden
+
+    def read(self, hidden: Tensor, positions: Tensor, **asked: Any) -> Any:
+        """What `forward` gives, from hidden states [T, hidden]."""
+        raise NotImplementedError
+
+    def unread(self, positions: Tensor, **asked: Any) -> Any:
+        """Zeros in the shape of what `read` gives, for ranks that have no head."""
+        raise NotImplementedError
 
     def describe(self) -> str:
         """How sequences go through it: "packed", or "padded: " and why."""
@@ -61,12 +91,16 @@ class TokenLogProbs(PackedModule):
     backward pass either, which computes them anew. Cutting rows, and not the vocabulary with a running log-sum-exp,
     keeps each log-probability the work of one product and one softmax, and the head a module that is called whole.
 
+    aliases: for each weight all names that the model has for it: a tied head answers to two. vocabulary: the weights
+    with a row for each token. Both of the whole model, by transformers' names.
+
     Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
     """
 
     def __init__(self, model: PreTrainedModel, *, micro_batch_tokens: int = 2048) -> None:
         super().__init__()
         self.model = model.eval()
+        self.aliases, self.vocabulary = _aliases(model), _vocabulary(model)
         self.head_calls = max(1, -(-micro_batch_tokens // ROWS_PER_CALL))
         _require_plain_head(model)
         self.padded_because = use_packing(model)
@@ -86,11 +120,24 @@ class TokenLogProbs(PackedModule):
         `positions[n]` of the T predicts `targets[n]`, the token after it. Values with and without grad are equal to the
         last bit.
         """
+        return self.read(self.hidden_states(input_ids, lengths), positions, targets, temperature, with_entropy)
+
+    def get_backbone(self) -> PreTrainedModel:
+        return self.model.base_model
+
+    def read(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         if temperature <= 0:
             raise BadInput(
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
             )
-        hidden = _hidden_states(self.model.base_model, self.padded_because is None, input_ids, lengths, positions)
+        hidden = hidden.index_select(0, positions)
         parts: list[Any] = [
             # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
             checkpoint(self._score, *part, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
@@ -101,11 +148,21 @@ class TokenLogProbs(PackedModule):
         entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
         return torch.cat([part[0] for part in parts]), entropy
 
+    def unread(  # type: ignore[override]
+        self, positions: Tensor, with_entropy: bool = False, **asked: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        zeros = torch.zeros(len(positions), device=positions.device)
+        return zeros, zeros.clone() if with_entropy else None
+
     def _score(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        head: Any = self.model.get_output_embeddings()
+        if isinstance(head, VocabularyParallelHead):
+            scored: tuple[Tensor, Tensor | None] = head(hidden, targets, temperature, with_entropy)
+            return scored
         # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
-        logits = self.model.get_output_embeddings()(hidden).float()
+        logits = head(hidden).float()
         logits = logits if temperature == 1 else logits / temperature
         log_probs = torch.log_softmax(logits, dim=-1)
         del logits
@@ -121,9 +178,12 @@ class TokenLogProbs(PackedModule):
 class TokenValues(PackedModule):
     """One scalar a token: a critic's value, a reward or cost model's score.
 
+    shift: subtracted from every value, out of the optimizer's reach; saved as part of the head's bias.
     init: "zero" (a critic starts at 0 everywhere) or "normal", of standard deviation 1/sqrt(hidden_size + 1), from
     `seed` and no other random state (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
     """
+
+    shift: float = 0.0
 
     def __init__(self, backbone: PreTrainedModel, hidden_size: int, *, init: HeadInit = "zero", seed: int = 0) -> None:
         super().__init__()
@@ -138,8 +198,16 @@ class TokenValues(PackedModule):
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor) -> Tensor:
         """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end."""
-        hidden = _hidden_states(self.backbone, self.padded_because is None, input_ids, lengths, positions)
-        return cast(Tensor, self.score(hidden)).squeeze(-1)
+        return self.read(self.hidden_states(input_ids, lengths), positions)
+
+    def get_backbone(self) -> PreTrainedModel:
+        return self.backbone
+
+    def read(self, hidden: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return cast(Tensor, self.score(hidden.index_select(0, positions))).squeeze(-1) - self.shift
+
+    def unread(self, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros(len(positions), device=positions.device)
 
     def weight_names(self) -> dict[str, str]:
         """Own parameter name -> transformers' name in a sequence classification model; tied weights once."""
@@ -149,12 +217,7 @@ class TokenValues(PackedModule):
 
 
 class ScalarHead(nn.Linear):
-    """A linear layer, zero at first, that computes in fp32 in whatever dtype it is stored or called.
-
-    shift: subtracted from the bias, out of the optimizer's reach; saved as part of the bias.
-    """
-
-    shift: float = 0.0
+    """A linear layer, zero at first, that computes in fp32 in whatever dtype it is stored or called."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -162,7 +225,7 @@ class ScalarHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.float(), self.weight.float(), self.bias.float() - self.shift)
+            return nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
 
 
 def load_token_values(
@@ -213,17 +276,17 @@ def saved_head(folder: Path) -> tuple[Tensor, Tensor | None] | None:
     return None if head is None else (found[f"{head}.weight"], found.get(f"{head}.bias"))
 
 
-def _hidden_states(
-    backbone: nn.Module, packed: bool, input_ids: Tensor, lengths: Sequence[int], positions: Tensor
-) -> Tensor:
-    """The backbone's last hidden states at the positions, [N, hidden]."""
-    if packed:
-        hidden = run_packed(backbone, input_ids, Pack.of(lengths, input_ids.device))
-    else:
-        ids, attention_mask, position_ids = pad_right(input_ids.split(list(lengths)), 0)
-        output = backbone(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-        hidden = output.last_hidden_state[attention_mask.bool()]
-    return hidden.index_select(0, positions)
+def _aliases(model: PreTrainedModel) -> dict[str, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: group for group in names.values() for name in group}
+
+
+def _vocabulary(model: PreTrainedModel) -> frozenset[str]:
+    layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    mine = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in mine)
 
 
 @torch.no_grad()

@@ -46,12 +46,16 @@ class Pack:
         return torch.cat([torch.arange(n, device=self.boundaries.device) for n in self.lengths])[None]
 
 
-def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack) -> Tensor:
-    """The last hidden states [T, hidden] of packed token ids [T], from a backbone that `use_packing` prepared."""
+def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Tensor | None = None) -> Tensor:
+    """The last hidden states [T, hidden] of packed token ids [T], from a backbone that `use_packing` prepared.
+
+    received: hidden states [T, hidden] that take the place of the embeddings.
+    """
     # A mask of four axes is taken as it is: otherwise one of [T, T] would be made, for an attention that needs none.
     no_mask = torch.empty((1, 1, 1, 0), dtype=torch.bool, device=input_ids.device)
+    start = {"input_ids": input_ids[None]} if received is None else {"inputs_embeds": received[None]}
     output = backbone(
-        input_ids=input_ids[None],
+        **start,
         attention_mask=no_mask,
         position_ids=pack.position_ids(),
         use_cache=False,

@@ -46,6 +46,7 @@ class Placement:
 
     layouts: of the roles that are not purely data parallel, as `Layout(p, t, d)` or as the numbers (p, t, d). The ranks
     of a role are the devices of its pool, so p * t * d must equal them; a role without a layout has (1, 1, devices).
+    A trained role with p * t > 1 needs `Training(engine="torch")`.
     """
 
     pools: tuple[Pool, ...]

@@ -1,9 +1,10 @@
-"""How the ranks of a pool talk: the one place where tensors are handed to torch.distributed, counted and timed."""
+"""How ranks talk: the one place where tensors are handed to torch.distributed, counted and timed."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +15,35 @@ from workbench.telemetry import Recorder
 
 
 class Communicator:
-    """Collectives and exchanges over the ranks of one pool (its default process group). With one rank nothing is sent.
+    """Collectives over a group of ranks: those of a pool (its default process group), or some of them; exchanges over a
+    pool. With one rank nothing is sent. Ranks are counted within the group.
 
+    group: None for the whole pool. inner: of ranks that compute each layer between them. Their many small collectives
+    are inside forward and backward passes: they are counted in `moved_bytes`, and leave no spans.
     sent_bytes: bytes of the tensors that `exchange` handed over so far, by destination.
     """
 
-    def __init__(self, rank: int, world_size: int, recorder: Recorder) -> None:
-        self.rank, self.world_size, self._recorder = rank, world_size, recorder
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        recorder: Recorder,
+        group: dist.ProcessGroup | None = None,
+        inner: bool = False,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.moved_bytes = 0
         self.sent_bytes: Counter[int] = Counter()
+        self._recorder, self._group, self._inner = recorder, group, inner
+
+    @contextmanager
+    def _counted(self, nbytes: int = 0) -> Iterator[None]:
+        self.moved_bytes += nbytes
+        if self._inner:
+            yield
+        else:
+            with self._recorder.span("communication", bytes=nbytes):
+                yield
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -33,8 +55,8 @@ class Communicator:
 
     def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
         if self.world_size > 1:
-            with self._recorder.span("communication", bytes=tensor.nbytes):
-                dist.all_reduce(tensor, op=how)
+            with self._counted(tensor.nbytes):
+                dist.all_reduce(tensor, op=how, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -47,29 +69,37 @@ class Communicator:
         padded = tensor.new_zeros((int(lengths.max()), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        with self._recorder.span("communication", bytes=padded.nbytes):
-            dist.all_gather(gathered, padded)
+        with self._counted(padded.nbytes):
+            dist.all_gather(gathered, padded, group=self._group)
         return [part[: int(n)] for part, n in zip(gathered, lengths, strict=True)]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source`, in place."""
+        if self.world_size > 1:
+            with self._counted(tensor.nbytes if self.rank == source else 0):
+                dist.broadcast(tensor, group=self._group, group_src=source)
+        return tensor
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
-            with self._recorder.span("communication"):
-                dist.barrier()
+            with self._counted():
+                dist.barrier(group=self._group)
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
     ) -> None:
-        """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous.
+        """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous. Back when all
+        of it is done.
 
-        Two ranks must name what goes between them in the same order. The receiver records a transfer a tensor, in which
-        `weights` says what they are.
+        Two ranks must name what goes between them in the same order. weights: what the tensors are, where they are
+        weights that move between the ranks of a pool: the receiver records a transfer a tensor.
         """
         if not sends and not receives:
             return
-        operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
-        with self._recorder.span("communication", bytes=sum(tensor.nbytes for _, tensor in sends)):
+        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receives]
+        with self._counted(sum(tensor.nbytes for _, tensor in sends)):
             start_s = self._recorder.now_s()
             works = dist.batch_isend_irecv(operations)
             for rank, tensor in sends:
@@ -82,8 +112,8 @@ class Communicator:
             for work in works[: len(sends)]:
                 work.wait()
         pool = self._recorder.pool
-        for index, (rank, tensor) in enumerate(receives):
+        for index, (rank, tensor) in enumerate(receives if weights else ()):
             self._recorder.add_transfer(
-                f"{pool}:{rank}", f"{pool}:{self.rank}", start_s, ends_s[min(index, len(ends_s) - 1)],
+                f"{pool}-{rank}", f"{pool}-{self.rank}", start_s, ends_s[min(index, len(ends_s) - 1)],
                 bytes=tensor.nbytes, columns=weights, kind="weights",
             )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines.generation.base import GenerationEngine
-from workbench.engines.training.base import TrainingEngine, transformers_names
+from workbench.engines.training.base import TrainingEngine
 
 PROBE_TOKENS = 24
 
@@ -38,7 +38,8 @@ def compare_weights(trainer: TrainingEngine, generator: GenerationEngine, device
     moved on by one and synced: the engine must then give token i + 1 what the trainer gives token i. A head that stays
     behind its embeddings does not. Afterwards the engine is given the trainer's weights again.
     """
-    names, vocabulary = _aliases(trainer), _vocabulary(trainer)
+    module: Any = trainer.module
+    names, vocabulary = module.aliases, module.vocabulary
     ids = probe_ids(trainer)
     trained = trainer_log_probs(trainer, ids, device)
 
@@ -73,14 +74,14 @@ def probe_ids(trainer: TrainingEngine) -> Tensor:
 
 
 def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device) -> Tensor:
-    """The trainer's log-probabilities of ids[1:], at temperature 1."""
+    """The trainer's log-probabilities of ids[1:], at temperature 1, on every rank; every rank calls it."""
     ids = ids.to(device)
     positions = torch.arange(len(ids) - 1, device=device)
     with torch.no_grad():
         log_probs, _ = trainer.forward(
             input_ids=ids, lengths=(len(ids),), positions=positions, targets=ids[1:], temperature=1.0
         )
-    return log_probs.cpu()
+    return trainer.everywhere(log_probs).cpu()
 
 
 def _differing(
@@ -97,21 +98,3 @@ def _differing(
             if not torch.equal(mine[: len(weight)].to(weight.device, weight.dtype), weight):
                 differ.append(alias)
     return read, tuple(differ)
-
-
-def _aliases(trainer: TrainingEngine) -> dict[str, list[str]]:
-    """For each weight all names that the model has for it: a tied head answers to two."""
-    model: Any = trainer.module.model
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: group for group in names.values() for name in group}
-
-
-def _vocabulary(trainer: TrainingEngine) -> set[str]:
-    """The weights with a row for each token."""
-    model: Any = trainer.module.model
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    mine = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    names = transformers_names(trainer.module)
-    return {names[name] for name, parameter in trainer.module.named_parameters() if id(parameter) in mine}

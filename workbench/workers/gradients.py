@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.engines.training.base import StepReport, TrainingEngine
+from workbench.engines.training import Pass, StepReport, TrainingEngine
 
 PROJECTIONS = 4
 CHUNK = 1 << 20  # elements projected at a time: 16 MB of signs
@@ -60,32 +59,42 @@ class Minibatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
-    """What one rank saw of an update that took no step: its metrics, and each minibatch."""
+    """What one rank saw of an update that took no step: its metrics, and each minibatch.
 
+    counts: False on a rank that sees the rows of another one, whose metrics and shares of the loss count.
+    """
+
+    counts: bool
     metrics: Mapping[str, float]
     minibatches: tuple[Minibatch, ...]
 
 
 class GradientProbe:
-    """Stands in for a training engine while an update runs: where a step would be taken, the gradient is sketched."""
+    """Stands in for a training engine while an update runs: where a step would be taken, the gradient is sketched.
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        self._engine = engine
+    counts: see `GradientReport`.
+    """
+
+    def __init__(self, engine: TrainingEngine, counts: bool) -> None:
+        self._engine, self._counts = engine, counts
         self.minibatches: list[Minibatch] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
+    def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         """As `TrainingEngine.step`, without the step."""
         shares: list[float] = []
 
-        def noted(loss: Callable[[], Tensor]) -> Tensor:
-            value = loss()
-            shares.append(float(value.detach()))
-            return value
+        def noted(micro: Pass) -> Pass:
+            def loss(output: Any) -> Tensor:
+                value = micro.loss(output)
+                shares.append(float(value.detach()) * self._counts)
+                return value
 
-        gradients = self._engine.gradients([partial(noted, loss) for loss in losses])
+            return replace(micro, loss=loss)
+
+        gradients = self._engine.gradients([noted(micro) for micro in passes])
         sketches = {name: Sketch.of(name, gradient) for name, gradient in gradients}
         minibatch = Minibatch(sum(shares), sketches)
         self.minibatches.append(minibatch)

@@ -57,16 +57,17 @@ def _passes(
     padded: bool,
     together: int = 1,
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
-    minibatches = each_minibatch(
-        shard, budget_tokens, context.communicator, context.device, padded=padded, together=together
-    )
+    groups = context.groups
+    minibatches = each_minibatch(shard, budget_tokens, groups.data, context.device, padded=padded, together=together)
     micros = [micro for minibatch in minibatches for micro in minibatch]
     done_tokens = 0
     for done, micro in enumerate(micros):
         context.progress(done, len(micros), done_tokens)
         tokens = tokens_of(micro)
-        with context.recorder.span("forward", tokens=tokens), torch.no_grad():
+        before = groups.moved_bytes
+        with context.recorder.span("forward", tokens=tokens * groups.counts) as counted, torch.no_grad():
             values = forward(micro)
+            counted.bytes = groups.moved_bytes - before
         yield micro, values
         done_tokens += tokens
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from workbench.dataflow.columns import Ragged
+from workbench.engines.training.groups import Collectives
 from workbench.workers.calls import Shard
-from workbench.workers.communicator import Communicator
 
 
 def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: bool = False) -> list[list[int]]:
@@ -97,6 +97,10 @@ class MicroBatch:
     longest: int
     weight: float
 
+    def scored(self, temperature: float, with_entropy: bool = False) -> dict[str, Any]:
+        """The inputs that ask for the log-probabilities of its targets."""
+        return {**self.inputs, "targets": self.targets, "temperature": temperature, "with_entropy": with_entropy}
+
     def to_BR(self, values_N: Tensor) -> Tensor:
         """Response numbers as a right-padded [B, R] tensor (differentiable)."""
         out_BR = values_N.new_zeros((len(self.index), self.longest))
@@ -115,14 +119,14 @@ def micro_batches(
     shard: Shard,
     rows: Sequence[int],
     budget_tokens: int,
-    communicator: Communicator,
+    data: Collectives,
     device: torch.device,
     *,
     padded: bool = False,
     skip: Collection[int] = (),
     together: int = 1,
 ) -> list[MicroBatch]:
-    """The micro-batches of some rows of a shard (at least one), equally many on every rank of the group.
+    """The micro-batches of some rows of a shard (at least one), equally many on every data-parallel rank.
 
     skip: rows to leave out. together: consecutive rows that stay side by side in one micro-batch, such as the 2 answers
     of a pair. A rank that cannot cut its rows into as many goes through its shortest, again, whose tokens count for
@@ -138,7 +142,7 @@ def micro_batches(
     kept = [unit for unit in units if any(row not in skip for row in unit)]
     lengths = [length(unit) for unit in kept]
     here = len(cut(lengths, budget_tokens, padded=padded))
-    most = max(1, int(communicator.all_reduce_max(torch.tensor([here])).item()))
+    most = max(1, int(data.all_reduce_max(torch.tensor([here])).item()))
     groups = [[row for u in group for row in kept[u]] for group in cut(lengths, budget_tokens, most, padded=padded)]
     out = [_build(group, prompts, responses, device, 1.0) for group in groups]
     filler = [_build(min(units, key=length), prompts, responses, device, 0.0)] if len(out) < most else []
@@ -202,7 +206,7 @@ def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
 def each_minibatch(
     shard: Shard,
     budget_tokens: int,
-    communicator: Communicator,
+    data: Collectives,
     device: torch.device,
     *,
     padded: bool = False,
@@ -211,7 +215,7 @@ def each_minibatch(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each minibatch of a shard, see `micro_batches`."""
     return [
-        micro_batches(shard, rows, budget_tokens, communicator, device, padded=padded, skip=skip, together=together)
+        micro_batches(shard, rows, budget_tokens, data, device, padded=padded, skip=skip, together=together)
         for rows in minibatch_indices(shard.minibatch_sizes)
     ]
 

@@ -39,7 +39,7 @@ def rollout_weights(batch: Shard, correction: Correction, context: Context) -> R
     if correction.reference_size is not None:
         each = minibatch_indices(batch.minibatch_sizes)
         sums = [_sums(weights.weight_BT[rows], mask_BT[rows], correction) for rows in each]
-        sums_M3 = context.communicator.all_reduce(torch.stack(sums).to(context.device))
+        sums_M3 = context.groups.data.all_reduce(torch.stack(sums).to(context.device))
         scales = tuple(step_scale(effective_sample_size(*row), correction.reference_size) for row in sums_M3.tolist())
     return RolloutWeights(column=Ragged.unpad(weights.weight_BT, mask.lengths), metrics=metrics, rate_scales=scales)
 

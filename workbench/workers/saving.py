@@ -27,7 +27,7 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
         scalar = isinstance(engine.module, TokenValues)
         if isinstance(engine.module, TokenValues):
             bias = weights["score.bias"]
-            weights["score.bias"] = (bias.float() - engine.module.score.shift).to(bias.dtype)
+            weights["score.bias"] = (bias.float() - engine.module.shift).to(bias.dtype)
         write_model(folder, weights, name, scalar_head=scalar)
 
     _first_rank_does(write, folder, context)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from workbench.engines.training.groups import ParallelGroups
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import HostInfo
 from workbench.workers.communicator import Communicator
+from workbench.workers.process_groups import parallel_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class Context:
     """What a host offers its workers.
 
     layout: of the role: where this rank, `host.rank`, stands in it says `layout.coordinates`.
+    communicator: over all ranks of the pool.
     progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
     seed: the workbench's seed. tokenizer_name: the model whose tokenizer made the tokens.
     folder: where relative paths start from: the working folder of who opened the workbench.
@@ -38,6 +42,17 @@ class Context:
     def device(self) -> torch.device:
         """The host's device. A slot of a CPU is the CPU; of its GPUs a host sees only its own."""
         return torch.device("cuda:0" if self.host.device.startswith("cuda") else "cpu")
+
+    @property
+    def loading_device(self) -> torch.device:
+        """Where a model is loaded: at its place, or in the machine's memory where it is cut afterwards."""
+        return self.device if self.layout.p * self.layout.t == 1 else torch.device("cpu")
+
+    @cached_property
+    def groups(self) -> ParallelGroups:
+        """The layout's groups of ranks. What is summed over the rows of a batch is summed over `groups.data`, whose
+        ranks see other rows. All ranks of the pool ask for it first at the same time, while the role is built."""
+        return parallel_groups(self.layout, self.communicator, self.recorder, self.device.type)
 
 
 class Worker:

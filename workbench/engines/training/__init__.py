@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from workbench.engines.settings import Training
-from workbench.engines.training.base import Collectives, StepReport, TrainingEngine
+from workbench.engines.training.base import StepReport, TrainingEngine
+from workbench.engines.training.groups import ParallelGroups
+from workbench.engines.training.passes import Pass
+from workbench.errors import BadInput
+from workbench.models.heads import PackedModule
 
-__all__ = ["StepReport", "TrainingEngine", "make_training_engine"]
+__all__ = ["ParallelGroups", "Pass", "StepReport", "TrainingEngine", "make_training_engine"]
 
 
 def make_training_engine(
-    module: nn.Module, settings: Training, communicator: Collectives, *, device: torch.device, dtype: torch.dtype
+    module: PackedModule, settings: Training | None, groups: ParallelGroups, *, device: torch.device, dtype: torch.dtype
 ) -> TrainingEngine:
-    """The engine that `settings.engine` names, around `module`."""
-    if settings.engine == "deepspeed":
+    """The engine that `settings.engine` names, around `module`; without settings, torch's, which then only runs it."""
+    if settings is not None and settings.engine == "deepspeed":
         from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(module, settings, communicator, device=device, dtype=dtype)
+        if groups.model_parallel:
+            raise BadInput(
+                f"layout {groups.layout} with Training(engine='deepspeed')",
+                "DeepSpeed's engine here is data parallel: p*t must be 1",
+                "use Training(engine='torch')",
+            )
+        return DeepSpeedEngine(module, settings, groups.data, device=device, dtype=dtype)
+    if groups.model_parallel:
+        from workbench.engines.training.torch_3d_engine import Torch3DEngine
+
+        return Torch3DEngine(module, settings, groups, device=device, dtype=dtype)
     from workbench.engines.training.torch_engine import TorchEngine
 
-    return TorchEngine(module, settings, communicator, device=device, dtype=dtype)
+    return TorchEngine(module, settings, groups.data, device=device, dtype=dtype)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workbench.engines.settings import Training
+from workbench.engines.training.groups import Collectives
+from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
 from workbench.models.lora import adapted_layers, adapter_names, merged_weight
+from workbench.telemetry import span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +32,8 @@ class StepReport:
     skipped: bool = False
 
 
-class Collectives(Protocol):
-    """The collectives that an engine needs over its data-parallel ranks; the hosts' `Communicator` has them."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
-
-
 class TrainingEngine(ABC):
-    """Holds one module with its gradients, optimizer and schedule on one rank of a data-parallel group.
+    """Holds one module, or this rank's part of it, with its gradients, optimizer and schedule.
 
     `module` stays in eval mode (dropout off) always: in RL dropout makes ratios lie. Of its parameters those that
     require a gradient are trained: all, or those of an adapter.
@@ -57,25 +47,49 @@ class TrainingEngine(ABC):
     def forward(self, **inputs: Any) -> Any:
         """Run the module on one micro-batch. Under `torch.no_grad()` nothing is kept for a backward pass.
 
-        Where weights are sharded over ranks (ZeRO stage 3) every rank must call it equally often.
+        Where weights are sharded over ranks (ZeRO stage 3, tensor and pipeline parallel) every rank must call it
+        equally often. On a pipeline the output is on the last stage, see `everywhere`.
         """
 
+    def everywhere(self, output: Tensor) -> Tensor:
+        """An output of `forward`, in place, on all pipeline stages; every rank must call it."""
+        return output
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes handed over inside layers, to ranks that compute them together with this one, since the start."""
+        return 0
+
     @abstractmethod
-    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
-        """One optimizer step. Each callable runs `forward` and returns the loss of one micro-batch, a scalar already
-        divided by the global denominator: gradients are *summed* over micro-batches and over data-parallel ranks,
-        then clipped by the global norm. Every rank must pass equally many callables, at least one.
+    def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
+        """One optimizer step on the sum of the losses of micro-batches, each a scalar already divided by the global
+        denominator: gradients are *summed* over micro-batches and over data-parallel ranks, then clipped by the global
+        norm. Every rank must pass equally many, at least one.
         rate_scale: factor of the scheduled learning rate in this step, the same on every rank.
 
-        When a callable raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
+        When a loss raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
         """
 
     @abstractmethod
-    def gradients(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What `step` would do with these losses, short of the step: the full gradient of each weight, unclipped, by
-        transformers' names, one at a time (every rank must iterate to the end). Afterwards, and when a callable raises,
-        everything is as before.
+    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
+        """What `step` would do with these micro-batches, short of the step: the full gradient of each weight,
+        unclipped, by transformers' names, one at a time (every rank must iterate to the end). Afterwards, and when a
+        loss raises, everything is as before.
         """
+
+    def _loss_of(self, micro: Pass) -> Tensor:
+        """The loss of one micro-batch, by `forward`."""
+        micro.begin()
+        with self._pass_span("forward", micro.tokens):
+            return micro.loss(self.forward(**micro.inputs))
+
+    @contextmanager
+    def _pass_span(self, kind: str, tokens: int = 0) -> Iterator[None]:
+        """A span of a forward or backward pass, with the bytes that went over inside layers."""
+        before = self.moved_bytes
+        with span(kind, tokens=tokens) as counted:
+            yield
+            counted.bytes += self.moved_bytes - before
 
     @abstractmethod
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -103,6 +117,24 @@ class TrainingEngine(ABC):
             with self.gathered([parameter] if layer is None else list(layer.parameters())):
                 weight = parameter.detach() if layer is None else merged_weight(layer)
                 yield names[name], weight.to(self._dtype)
+
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of the weights, live, by transformers' names, in the dtype in which it is held; without
+        any communication. With a layout (p, t, d) those are slices of the weights of its stage, cut as
+        `workbench.resharding.weights` says."""
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            yield names.get(name, name), parameter.detach()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The full shape of every weight, by transformers' names."""
+        return {name: tuple(weight.shape) for name, weight in self.local_weights()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over full weights, by transformers' names: all of the model's, of a module that is not trained."""
+        for name, weight in self.local_weights():
+            weight.copy_(weights[name])
 
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the module's adapter by peft's names, as `named_weights` gives those of the model; in the
@@ -221,9 +253,9 @@ def require_equal_parameters(module: nn.Module, communicator: Collectives) -> No
         )
 
 
-def require_losses(losses: Sequence[Callable[[], Tensor]]) -> None:
+def require_passes(passes: Sequence[Pass]) -> None:
     """Raise `BadInput` for an optimizer step without a micro-batch."""
-    if not losses:
+    if not passes:
         raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
 
 

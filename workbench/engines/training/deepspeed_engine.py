@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
-    Collectives,
     StepReport,
     TrainingEngine,
     adamw,
@@ -25,11 +24,13 @@ from workbench.engines.training.base import (
     recompute_activations,
     release_gradients,
     require_equal_parameters,
-    require_losses,
+    require_passes,
     storage_bytes,
     trained_state,
     transformers_names,
 )
+from workbench.engines.training.groups import Collectives
+from workbench.engines.training.passes import Pass
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput, MissingDependency
 from workbench.telemetry import span
@@ -102,12 +103,12 @@ class DeepSpeedEngine(TrainingEngine):
         with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
             return self._engine(**inputs)
 
-    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
+    def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         rate = rate_scale * learning_rate(self.settings, self.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         try:
-            self._backward(losses)
+            self._backward(passes)
             with span("optimizer"):
                 norm = self._step_without_zero() if self._stage == 0 else self._step_with_zero()
         except BaseException:
@@ -117,12 +118,12 @@ class DeepSpeedEngine(TrainingEngine):
         self.steps += not skipped
         return StepReport(grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped)
 
-    def gradients(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_grad
 
         names = transformers_names(self.module)
         try:
-            self._backward(losses)
+            self._backward(passes)
             for name, parameter in self.module.named_parameters():
                 gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
                 if gradient is not None:
@@ -130,12 +131,12 @@ class DeepSpeedEngine(TrainingEngine):
         finally:
             self._drop_gradients()
 
-    def _backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
-        require_losses(losses)
-        for i, loss in enumerate(losses):
-            self._engine.set_gradient_accumulation_boundary(i == len(losses) - 1)
+    def _backward(self, passes: Sequence[Pass]) -> None:
+        require_passes(passes)
+        for i, micro in enumerate(passes):
+            self._engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             # DeepSpeed averages gradients over the ranks; the product makes that a sum.
-            value = loss() * self._world_size
+            value = self._loss_of(micro) * self._world_size
             with span("backward"):  # what is reduced between ranks overlaps with it
                 self._engine.backward(value)
 
@@ -166,6 +167,15 @@ class DeepSpeedEngine(TrainingEngine):
         import deepspeed
 
         return deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3)
+
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._stage == 3:
+            raise BadInput(
+                "local_weights() with zero_stage=3",
+                "a rank holds stretches of flattened weights",
+                "use named_weights(), which gathers them",
+            )
+        return super().local_weights()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
-    Collectives,
     StepReport,
     TrainingEngine,
     adamw,
@@ -21,11 +20,13 @@ from workbench.engines.training.base import (
     recompute_activations,
     release_gradients,
     require_equal_parameters,
-    require_losses,
+    require_passes,
     storage_bytes,
     trained_state,
     transformers_names,
 )
+from workbench.engines.training.groups import Collectives
+from workbench.engines.training.passes import Pass
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput
 from workbench.telemetry import span
@@ -63,18 +64,20 @@ class TorchEngine(TrainingEngine):
                 recompute_activations(module)
 
     def forward(self, **inputs: Any) -> Any:
-        autocast = self._optimizer is not None and self._dtype == torch.bfloat16
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+        with self._autocast():
             return self.module(**inputs)
 
-    def step(self, losses: Sequence[Callable[[], Tensor]], rate_scale: float = 1.0) -> StepReport:
+    def _autocast(self) -> AbstractContextManager[Any]:
+        enabled = self._optimizer is not None and self._dtype == torch.bfloat16
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=enabled)
+
+    def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         if self.settings is None or self._optimizer is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
         rate = rate_scale * learning_rate(self.settings, self.steps)
         try:
-            self._backward(losses)
-            gradients = self._summed_gradients()
-            norm = torch.nn.utils.get_total_norm(gradients)
+            self._backward(passes)
+            norm = self._norm(self._summed_gradients())
             skipped = not bool(torch.isfinite(norm))
             if not skipped:
                 if self.settings.max_grad_norm > 0:
@@ -88,23 +91,33 @@ class TorchEngine(TrainingEngine):
             release_gradients(self.module)
         return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped)
 
-    def gradients(self, losses: Sequence[Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         names = transformers_names(self.module)
-        try:
-            self._backward(losses)
-            self._summed_gradients()
+        with self._whole_gradients(passes):
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None:
                     yield names.get(name, name), parameter.grad
+
+    @contextmanager
+    def _whole_gradients(self, passes: Sequence[Pass]) -> Iterator[None]:
+        """Inside, the parameters have the gradients of these micro-batches."""
+        try:
+            self._backward(passes)
+            self._summed_gradients()
+            yield
         finally:
             release_gradients(self.module)
 
-    def _backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
-        require_losses(losses)
-        for loss in losses:
-            value = loss()
-            with span("backward"):
+    def _backward(self, passes: Sequence[Pass]) -> None:
+        require_passes(passes)
+        for micro in passes:
+            value = self._loss_of(micro)
+            with self._pass_span("backward"):
                 value.backward()
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """The global norm of what `_summed_gradients` gave."""
+        return torch.nn.utils.get_total_norm(gradients)
 
     @torch.no_grad()
     def _summed_gradients(self) -> list[Tensor]:

@@ -35,6 +35,7 @@ from workbench.workers.inference import (
 from workbench.workers.micro_batches import MicroBatch, Scatter
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.workers.readings import token_log_probs_and_entropies
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.rollouts import RolloutWorker
 from workbench.workers.roles.supervised import SupervisedWorker
@@ -83,7 +84,7 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
-        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.device)
+        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.loading_device)
         if spec.adapter is not None:
             add_lora(model, spec.adapter, spec.seed)
         super().__init__(spec, context, model)
@@ -113,12 +114,10 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         `temperature=` for a KL between the two at another temperature than the rollout's.
         """
         scale = sampling_temperature(batch, temperature)
-        entropies = Scatter(batch.ragged("response_ids"))
+        reading, entropies = token_log_probs_and_entropies(scale), Scatter(batch.ragged("response_ids"))
 
         def forward(micro: MicroBatch) -> Tensor:
-            log_probs_N, entropy_N = self.engine.forward(
-                **micro.inputs, targets=micro.targets, temperature=scale, with_entropy=True
-            )
+            log_probs_N, entropy_N = reading.of(self.engine, micro)
             entropies.put(micro, entropy_N)
             return log_probs_N
 
@@ -181,10 +180,8 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         high = clip if clip_high is None else clip_high
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
-        def token_loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-            log_probs_N, entropy_N = self.engine.forward(
-                **micro.inputs, targets=micro.targets, temperature=scale, with_entropy=entropy_coefficient != 0
-            )
+        def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+            log_probs_N, entropy_N = output
             log_probs_BR, mask_BR = micro.to_BR(log_probs_N), micro.mask_BR(mask)
             old_BR = micro.column_BR(old)
             advantages_BR = micro.column_BR(advantages)
@@ -221,7 +218,12 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         # these two pull on every row, an advantage only where there is one
         skip = () if entropy_coefficient or kl_coefficient else _rows_without_advantage(advantages, mask)
         main = Term(
-            shard=batch, loss=token_loss, aggregation=aggregation, max_response_tokens=max_response_tokens, skip=skip
+            shard=batch,
+            inputs=lambda micro: micro.scored(scale, with_entropy=entropy_coefficient != 0),
+            loss=token_loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+            skip=skip,
         )
         terms = [main]
         if pretrain_coefficient:

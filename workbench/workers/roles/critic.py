@@ -34,7 +34,9 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
-        module = load_token_values(spec.name, dtype=torch.float32, device=context.device, seed=spec.seed, init="zero")
+        module = load_token_values(
+            spec.name, dtype=torch.float32, device=context.loading_device, seed=spec.seed, init="zero"
+        )
         super().__init__(spec, context, module)
 
     @register(
@@ -106,8 +108,8 @@ class CriticWorker(TrainedWorker):
     ) -> Output:
         old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
 
-        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-            values_BR = micro.to_BR(self.engine.forward(**micro.inputs))
+        def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, Metrics]:
+            values_BR = micro.to_BR(values_N)
             returns_BR, mask_BR = micro.column_BR(returns), micro.mask_BR(mask)
             loss_BR, stats = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
             count, new_BR = float(mask_BR.sum()), values_BR.detach()
@@ -122,7 +124,13 @@ class CriticWorker(TrainedWorker):
                 f"{returns_column}/mean": mean(returns_BR),
             }
 
-        term = Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        term = Term(
+            shard=batch,
+            inputs=lambda micro: micro.inputs,
+            loss=loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
         return self.update(term, epochs=epochs)
 
 

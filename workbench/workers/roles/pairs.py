@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.algorithms.preference import binomial_interval
 from workbench.dataflow.columns import Ragged
-from workbench.engines.training import TrainingEngine
+from workbench.engines.training.groups import Collectives
 from workbench.errors import BadInput
 from workbench.workers.calls import Mean, Metrics, Shard
-from workbench.workers.communicator import Communicator
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.readings import Reading
 from workbench.workers.roles.trained import Term
 from workbench.workers.worker import Context
 
@@ -26,7 +27,7 @@ RowValues = Callable[[MicroBatch], Tensor]  # -> [B], a number a row
 PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, Metrics]]
 
 
-def as_rows(batch: Shard, communicator: Communicator) -> Shard:
+def as_rows(batch: Shard, data: Collectives) -> Shard:
     """Pairs as rows: 2i is the chosen answer of pair i, 2i + 1 the rejected one.
 
     `response_mask` is 1 on the last token of every answer: there a pair's loss stands, once for each of its answers.
@@ -34,7 +35,7 @@ def as_rows(batch: Shard, communicator: Communicator) -> Shard:
     both = [batch.ragged(name) for name in ("chosen_ids", "rejected_ids")]
     # every rank raises, or none: one that went on would wait for the others
     empty = torch.tensor([sum(int((answers.lengths == 0).sum()) for answers in both)])
-    if communicator.all_reduce_max(empty).item():
+    if data.all_reduce_max(empty).item():
         raise BadInput("a pair with an answer of no tokens", "an answer has at least its EOS", "filter such rows out")
     prompts = [row for prompt in batch.ragged("prompt_ids").rows() for row in (prompt, prompt)]
     answers = [row for pair in zip(*(column.rows() for column in both), strict=True) for row in pair]
@@ -53,19 +54,20 @@ def as_rows(batch: Shard, communicator: Communicator) -> Shard:
     )
 
 
-def pair_term(batch: Shard, values: RowValues, loss: PairLoss, context: Context) -> Term:
-    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of the rows' values, -> [P] and metrics.
+def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) -> Term:
+    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of what is read of the rows, -> [P] and
+    metrics.
 
     pairs: their numbers in the shard.
     """
 
-    def each(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-        values_B = values(micro)
+    def each(micro: MicroBatch, output: Any) -> tuple[Tensor, Metrics]:
+        values_B = reading.values(micro, output)
         loss_P, metrics = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
         loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
         return loss_BR, metrics if micro.weight else {}
 
-    return Term(shard=as_rows(batch, context.communicator), loss=each, together=2)
+    return Term(shard=as_rows(batch, context.groups.data), inputs=reading.inputs, loss=each, together=2)
 
 
 def pair_values(
@@ -75,15 +77,9 @@ def pair_values(
 
     In the micro-batches of `pair_term`, so that an update starts from these values to the last bit. padded: see `cut`.
     """
-    rows = as_rows(batch, context.communicator)
+    rows = as_rows(batch, context.groups.data)
     values_B = each_row(rows, values, budget_tokens, context, padded=padded, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
-
-
-def answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
-    """log pi(answer | prompt) of each row, [B]: the sum over its response tokens, EOS included, nats."""
-    log_probs_N, _ = engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
-    return micro.to_BR(log_probs_N).sum(-1)
 
 
 def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
@@ -110,9 +106,9 @@ def pair_metrics(
     return {name: Mean(total=float(values.sum()), count=len(values)) for name, values in told.items()}
 
 
-def accuracy_bounds(chosen: Tensor, rejected: Tensor, communicator: Communicator) -> Metrics:
-    """The 95 % interval of the accuracy over the pairs of all ranks."""
+def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Collectives) -> Metrics:
+    """The 95 % interval of the accuracy over the pairs of all replicas."""
     counts = torch.tensor([float((chosen > rejected).sum()), len(chosen)], dtype=torch.float64)
-    right, pairs = communicator.all_reduce(counts).tolist()
+    right, pairs = data.all_reduce(counts).tolist()
     low, high = binomial_interval(right, pairs)
     return {"accuracy/low": Mean(total=low, count=1), "accuracy/high": Mean(total=high, count=1)}

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from workbench.engines.training import TrainingEngine
-from workbench.engines.training.torch_engine import TorchEngine
+from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.workers.calls import Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
-from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
-from workbench.workers.roles.pairs import PAIR_COLUMNS, answer_log_probs, pair_values
+from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
+from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.worker import Context, Worker
 
 
@@ -35,8 +34,8 @@ class FrozenWorker(ModelWorker):
         assert spec.training is not None and spec.dtype is not None
         self.micro_batch_tokens = spec.training.micro_batch_tokens
         self.sequences, self.padded = module.describe(), module.padded_because is not None
-        self.engine: TrainingEngine = TorchEngine(
-            module, None, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
+        self.engine: TrainingEngine = make_training_engine(
+            module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
     def memory_bytes(self) -> dict[str, int]:
@@ -66,7 +65,7 @@ class ReferencePolicy(Worker):
         """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
         pair, summed over their tokens, nats."""
         assert self.spec.training is not None
-        values, budget = partial(answer_log_probs, self.engine), self.spec.training.micro_batch_tokens
+        values, budget = partial(ANSWER_LOG_PROBS.of, self.engine), self.spec.training.micro_batch_tokens
         with self.as_reference():
             chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
@@ -86,10 +85,7 @@ class ReferencePolicy(Worker):
         """
         assert self.spec.training is not None
         scale, budget = sampling_temperature(batch, temperature), self.spec.training.micro_batch_tokens
-
-        def forward(micro: MicroBatch) -> Tensor:
-            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=scale)[0]
-
+        forward = partial(token_log_probs(scale).of, self.engine)
         with self.as_reference():
             column = each_response_token(batch, forward, budget, self.context, padded=self.padded)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
@@ -100,34 +96,32 @@ class ReferenceWorker(FrozenWorker, ReferencePolicy):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
-        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.device)
+        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
 
     def state(self) -> dict[str, Any]:
-        return {name: weight.to("cpu", copy=True) for name, weight in self.engine.stored_weights()}
+        return {name: weight.to("cpu", copy=True) for name, weight in self.engine.local_weights()}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        for name, weight in self.engine.stored_weights():
+        for name, weight in self.engine.local_weights():
             weight.copy_(state[name])
 
     @register(ONE_TO_ALL, reads=("parameter", "weights"))
-    @torch.no_grad()
     def take_weights(self, batch: Shard) -> None:
         """Take over weights that the actor has shared (`share_weights`), each rank all of them.
 
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """
-        mine = dict(self.engine.stored_weights())
+        mine = self.engine.weight_shapes()
         names = batch.columns["parameter"]
         assert isinstance(names, list)
         given = dict(zip(names, batch.ragged("weights").rows(), strict=True))
         wrong = [name for name in mine.keys() | given.keys() if name not in mine or name not in given]
-        wrong += [name for name in mine.keys() & given.keys() if mine[name].numel() != given[name].numel()]
+        wrong += [name for name in mine.keys() & given.keys() if math.prod(mine[name]) != given[name].numel()]
         if wrong:
             raise BadInput(
                 f"weight {min(wrong)!r}", "the reference takes over weights of its own architecture alone",
                 "open the workbench with the actor's model as reference",
             )  # fmt: skip
-        for name, weight in mine.items():
-            weight.copy_(given[name].view_as(weight))
+        self.engine.load_weights({name: given[name].view(shape) for name, shape in mine.items()})

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,17 @@ from torch import Tensor
 from workbench.algorithms.preference import pairwise_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.engines.settings import at_least, whole
-from workbench.engines.training import TrainingEngine
-from workbench.engines.training.torch_engine import TorchEngine
+from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput, RewardError
 from workbench.models import load_tokenizer
-from workbench.models.heads import ScalarHead, TokenValues, load_token_values
+from workbench.models.heads import TokenValues, load_token_values
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
 from workbench.workers.inference import each_row
-from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.workers.readings import LAST_TOKEN_SCORES
 from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.roles.trained import TrainedWorker
@@ -81,24 +79,26 @@ class RewardWorker(ModelWorker):
             assert spec.dtype is not None
             dtype = getattr(torch, spec.dtype)
             stored = torch.float32 if spec.trained else dtype
-            module = load_token_values(spec.name, dtype=stored, device=context.device, seed=spec.seed, init="normal")
+            module = load_token_values(
+                spec.name, dtype=stored, device=context.loading_device, seed=spec.seed, init="normal"
+            )
             self.sequences, self.padded = module.describe(), module.padded_because is not None
             if spec.trained:
                 self._trainer = TrainedWorker(spec, context, module)
                 self.engine = self._trainer.engine
             else:
-                self.engine = TorchEngine(module, None, context.communicator, device=context.device, dtype=dtype)
+                self.engine = make_training_engine(module, None, context.groups, device=context.device, dtype=dtype)
 
     def memory_bytes(self) -> dict[str, int]:
         return self.engine.memory_bytes() if self.engine else {}
 
     def state(self) -> dict[str, Any]:
-        return {**self._trainer.state(), "shift": self._head.shift} if self._trainer else {}
+        return {**self._trainer.state(), "shift": self._module.shift} if self._trainer else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._trainer:
             self._trainer.load_state(state)
-            self._head.shift = state["shift"]
+            self._module.shift = state["shift"]
 
     @property
     def _model(self) -> TrainingEngine:
@@ -119,10 +119,10 @@ class RewardWorker(ModelWorker):
         return self._trainer
 
     @property
-    def _head(self) -> ScalarHead:
+    def _module(self) -> TokenValues:
         module = self._model.module
         assert isinstance(module, TokenValues)
-        return module.score
+        return module
 
     @property
     def _budget(self) -> int:
@@ -149,10 +149,11 @@ class RewardWorker(ModelWorker):
         """
         steps = self.trainer.engine.steps  # asked first: what is only run keeps its scores
         scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
+        scores = self._model.everywhere(scores)
         sums = torch.tensor([float(scores.double().sum()), len(scores)], dtype=torch.float64)
-        total, count = self.context.communicator.all_reduce(sums).tolist()
-        self._head.shift += total / count
-        told = {"shift": Mean(total=self._head.shift, count=1), "before/mean": Mean(total=total, count=count)}
+        total, count = self.context.groups.data.all_reduce(sums).tolist()
+        self._module.shift += total / count
+        told = {"shift": Mean(total=self._module.shift, count=1), "before/mean": Mean(total=total, count=count)}
         return Output(metrics={**told, "optimizer_steps": Max(value=steps)})
 
     @register(
@@ -183,15 +184,15 @@ class RewardWorker(ModelWorker):
         return self._learn_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1, epochs=epochs)
 
     def _scores(self, batch: Shard) -> torch.Tensor:
-        scores = partial(last_token_scores, self._model)
+        scores = partial(LAST_TOKEN_SCORES.of, self._model)
         return each_row(batch, scores, self._budget, self.context, padded=self.padded)
 
     def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
-        values = partial(last_token_scores, self._model)
+        values = partial(LAST_TOKEN_SCORES.of, self._model)
         chosen, rejected = pair_values(batch, values, self._budget, self.context, padded=self.padded)
         loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
         metrics = pair_metrics(loss, chosen, rejected, names=names, sign=sign)
-        metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.communicator)
+        metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.groups.data)
         return Output(columns={names[0]: chosen, names[1]: rejected}, metrics=metrics)
 
     def _learn_pairs(self, batch: Shard, names: tuple[str, str], sign: int, epochs: int) -> Output:
@@ -202,10 +203,7 @@ class RewardWorker(ModelWorker):
             loss_P = pairwise_loss(sign * chosen_P, sign * rejected_P, margin_P)
             return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
 
-        trainer = self.trainer
-        return trainer.update(
-            pair_term(batch, partial(last_token_scores, self._model), loss, self.context), epochs=epochs
-        )
+        return self.trainer.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | ({"sequences": self.sequences} if self.engine else {})
@@ -314,13 +312,6 @@ class CostWorker(RewardWorker):
         equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
         """
         return self._learn_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1, epochs=epochs)
-
-
-def last_token_scores(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
-    """The score of each row, [B], read at its last token."""
-    inputs = {name: micro.inputs[name] for name in ("input_ids", "lengths")}
-    last = torch.tensor(list(accumulate(inputs["lengths"])), device=inputs["input_ids"].device) - 1
-    return engine.forward(**inputs, positions=last)
 
 
 def _margin(batch: Shard) -> Tensor | None:

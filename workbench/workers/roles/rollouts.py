@@ -78,11 +78,16 @@ class RolloutWorker(TrainedWorker):
             spec.name,
             spec.generation,
             tokenizer=self.tokenizer,
-            trainer=None if self.training.engine == "deepspeed" and self.training.zero_stage == 3 else model,
+            trainer=model if self._whole_weights() else None,
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
         )
+
+    def _whole_weights(self) -> bool:
+        """Whether the module that is trained holds whole weights on this rank."""
+        sharded = self.training.engine == "deepspeed" and self.training.zero_stage == 3
+        return not sharded and not self.context.groups.model_parallel
 
     def memory_bytes(self) -> dict[str, int]:
         generation = {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}

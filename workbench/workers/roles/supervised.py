@@ -23,11 +23,11 @@ from workbench.workers.inference import (
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import THREE_D_PROTO
+from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import (
     PAIR_COLUMNS,
     REFERENCE_COLUMNS,
     accuracy_bounds,
-    answer_log_probs,
     pair_metrics,
     pair_term,
     pair_values,
@@ -83,11 +83,16 @@ class SupervisedWorker(TrainedWorker):
         Source: InstructGPT, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
         """
 
-        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-            log_probs_N, _ = self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
-            return -micro.to_BR(log_probs_N), {}
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, Metrics]:
+            return -micro.to_BR(output[0]), {}
 
-        term = Term(shard=batch, loss=loss, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        term = Term(
+            shard=batch,
+            inputs=lambda micro: micro.scored(1.0),
+            loss=loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
         return self.update(term, epochs=epochs)
 
     @register(
@@ -106,12 +111,12 @@ class SupervisedWorker(TrainedWorker):
         bounds of the accuracy's 95 % interval: what held-out pairs say.
         """
         budget = self.training.micro_batch_tokens
-        values = partial(answer_log_probs, self.engine)
+        values = partial(ANSWER_LOG_PROBS.of, self.engine)
         chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
         metrics: Metrics = {}
         if set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
-            metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.communicator)
+            metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.groups.data)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
 
     @register(
@@ -136,7 +141,7 @@ class SupervisedWorker(TrainedWorker):
             loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
             return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
 
-        term = pair_term(batch, partial(answer_log_probs, self.engine), loss, self.context)
+        term = pair_term(batch, ANSWER_LOG_PROBS, loss, self.context)
         return self.update(term, epochs=epochs)
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
@@ -144,13 +149,12 @@ class SupervisedWorker(TrainedWorker):
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
         mask = texts.ragged("response_mask")
 
-        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-            log_probs_N, _ = self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)
-            loss_BR, mask_BR = -micro.to_BR(log_probs_N), micro.mask_BR(mask)
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, Metrics]:
+            loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
             total = float((loss_BR.detach() * mask_BR).sum())
             return coefficient * loss_BR, {"pretrain_loss": Mean(total=total, count=float(mask_BR.sum()))}
 
-        return Term(shard=texts, loss=loss)
+        return Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
 
     @register(
         THREE_D_PROTO,
@@ -171,10 +175,7 @@ class SupervisedWorker(TrainedWorker):
         """
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
-
-        def forward(micro: MicroBatch) -> Tensor:
-            return self.engine.forward(**micro.inputs, targets=micro.targets, temperature=1.0)[0]
-
+        forward = partial(token_log_probs(1.0).of, self.engine)
         log_probs = each_response_token(
             texts, forward, self.training.micro_batch_tokens, self.context, padded=self.padded
         )
@@ -188,7 +189,7 @@ class SupervisedWorker(TrainedWorker):
         rows = texts if isinstance(texts, list) else [texts]
         wrong = [row for row in rows if not isinstance(row, str)]
         # every rank raises, or none: one that went on would wait for the others
-        if self.context.communicator.all_reduce_max(torch.tensor([len(wrong)])).item():
+        if self.context.groups.data.all_reduce_max(torch.tensor([len(wrong)])).item():
             raise BadInput(
                 f"column {name!r}" + (f" with {wrong[0]!r:.60}" if wrong else " with something else on another rank"),
                 "compute_loss reads a text in each row",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +13,7 @@ from torch import Tensor
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
 from workbench.dataflow.columns import Ragged
 from workbench.engines.settings import whole
-from workbench.engines.training import make_training_engine
-from workbench.engines.training.base import TrainingEngine
+from workbench.engines.training import Pass, TrainingEngine, make_training_engine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
@@ -28,7 +26,7 @@ from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, VALUES_OF_RAN
 from workbench.workers.saving import save_model
 from workbench.workers.worker import Context
 
-TokenLoss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
+TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, Metrics]]
 
 
 def check_update(arguments: Mapping[str, Any]) -> None:
@@ -44,13 +42,14 @@ def check_update(arguments: Mapping[str, Any]) -> None:
 class Term:
     """One summand of what is minimised: `loss` over the tokens of a shard, aggregated over each minibatch.
 
-    loss: from a micro-batch to a loss a response token [B, R], and metrics. The shard's minibatches are in step with
-    those of the other terms.
+    inputs: what the module is given of a micro-batch. loss: from a micro-batch and the module's output to a loss a
+    response token [B, R], and metrics. The shard's minibatches are in step with those of the other terms.
     skip: rows of the shard that have no gradient, so that they need only be counted.
     together: consecutive rows whose loss is one, see `micro_batches`.
     """
 
     shard: Shard
+    inputs: Callable[[MicroBatch], Mapping[str, Any]]
     loss: TokenLoss
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
@@ -77,7 +76,7 @@ class TrainedWorker(ModelWorker):
         self.training = spec.training
         self.sequences, self.padded = module.describe(), module.padded_because is not None
         self.engine = make_training_engine(
-            module, spec.training, context.communicator, device=context.device, dtype=getattr(torch, spec.dtype)
+            module, spec.training, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
     def memory_bytes(self) -> dict[str, int]:
@@ -125,7 +124,8 @@ class TrainedWorker(ModelWorker):
         micro_batch_tokens: in place of the setting's.
         """
         engine, training = self.engine, self.training
-        probe = GradientProbe(engine)
+        counts = self.context.groups.counts
+        probe = GradientProbe(engine, counts)
         self.engine = cast(TrainingEngine, probe)
         if micro_batch_tokens is not None:
             self.training = replace(training, micro_batch_tokens=micro_batch_tokens)
@@ -134,7 +134,7 @@ class TrainedWorker(ModelWorker):
         finally:
             self.engine, self.training = engine, training
         metrics = {name: metric.value for name, metric in output.metrics.items()}
-        return GradientReport(metrics=metrics, minibatches=tuple(probe.minibatches))
+        return GradientReport(counts=counts, metrics=metrics, minibatches=tuple(probe.minibatches))
 
     @register(THREE_D_PROTO, reads=("parameter",), writes=("weights",))
     def share_weights(self, batch: Shard) -> Output:
@@ -161,10 +161,11 @@ class TrainedWorker(ModelWorker):
 
         rate_scales: a factor of the learning rate for each minibatch, equal on all ranks; empty: all 1.
 
-        The token losses of a term are aggregated with the denominator of its whole minibatch, over all ranks and
-        micro-batches.
+        The token losses of a term are aggregated with the denominator of its whole minibatch, over all replicas and
+        micro-batches. On a pipeline the metrics of losses are on its last stage.
         """
         context, metrics, done_tokens, done = self.context, Metrics(), 0, 0
+        groups = context.groups
         budget = self.training.micro_batch_tokens
         # for each minibatch, the micro-batches of each term
         minibatches = list(
@@ -173,7 +174,7 @@ class TrainedWorker(ModelWorker):
                     each_minibatch(
                         term.shard,
                         budget,
-                        context.communicator,
+                        groups.data,
                         context.device,
                         padded=self.padded,
                         skip=term.skip,
@@ -186,28 +187,33 @@ class TrainedWorker(ModelWorker):
         )
         total = epochs * sum(len(micros) for minibatch in minibatches for micros in minibatch)
 
-        def share(term: Term, divisor: Tensor, micro: MicroBatch, step: Minibatch) -> Tensor:
-            nonlocal done, done_tokens
-            context.progress(done, total, done_tokens)
-            with context.recorder.span("forward", tokens=tokens_of(micro)):
-                loss_BR, more = term.loss(micro)
+        def pass_of(term: Term, divisor: Tensor, micro: MicroBatch, step: Minibatch) -> Pass:
+            def begin() -> None:
+                nonlocal done, done_tokens
+                context.progress(done, total, done_tokens)
+                done, done_tokens = done + 1, done_tokens + tokens_of(micro)
+
+            def share(output: Any) -> Tensor:
+                loss_BR, more = term.loss(micro, output)
                 mask_BR = micro.mask_BR(term.shard.ragged("response_mask"))
                 scalar = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
-            step.share += float(scalar.detach())
-            merge_metrics(step.metrics, more)
-            done, done_tokens = done + 1, done_tokens + tokens_of(micro)
-            return scalar
+                step.share += float(scalar.detach())
+                merge_metrics(step.metrics, more)
+                return scalar
+
+            tokens = tokens_of(micro) * groups.counts
+            return Pass(inputs=term.inputs(micro), loss=share, tokens=tokens, begin=begin)
 
         divisors = [self._divisors(term) for term in terms]
         for epoch in range(epochs):
             for number, minibatch in enumerate(minibatches):
                 step = Minibatch()
-                losses = []
+                passes = []
                 for term, of_term, micros in zip(terms, divisors, minibatch, strict=True):
-                    losses += [partial(share, term, of_term[number], micro, step) for micro in micros]
-                report = self.engine.step(losses, rate_scales[number] if rate_scales else 1.0)
-                # each rank holds its share of one global loss: the shares add up, the count is one a step
-                step.metrics["loss"] = Mean(total=step.share, count=1 / context.communicator.world_size)
+                    passes += [pass_of(term, of_term[number], micro, step) for micro in micros]
+                report = self.engine.step(passes, rate_scales[number] if rate_scales else 1.0)
+                # each replica holds its share of one global loss: the shares add up, the count is one a step
+                step.metrics["loss"] = Mean(total=step.share, count=1 / groups.data.world_size)
                 step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)
                 step.metrics["skipped/fraction"] = Mean(total=float(report.skipped), count=1)
                 step.metrics["learning_rate"] = Mean(total=report.learning_rate, count=1)
@@ -218,10 +224,10 @@ class TrainedWorker(ModelWorker):
         return Output(metrics=metrics)
 
     def _divisors(self, term: Term) -> list[Tensor]:
-        """The denominator of each minibatch of a term, over the rows of all ranks, skipped ones among them."""
+        """The denominator of each minibatch of a term, over the rows of all replicas, skipped ones among them."""
         mask_BR = term.shard.ragged("response_mask").pad()
         parts = [
             denominator(mask_BR[rows], term.aggregation, term.max_response_tokens)
             for rows in minibatch_indices(term.shard.minibatch_sizes)
         ]
-        return list(self.context.communicator.all_reduce(torch.stack(parts).to(self.context.device)))
+        return list(self.context.groups.data.all_reduce(torch.stack(parts).to(self.context.device)))

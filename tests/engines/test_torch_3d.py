@@ -1,0 +1,143 @@
+"""Tensor, pipeline and data parallel training compute what one process computes, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import Phi3Config
+
+from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, model_of, outcome, outcomes
+from tests.engines.training_ranks import run_ranks
+from workbench.engines.training.cut import check_cut
+from workbench.errors import BadInput
+from workbench.placement import Layout
+from workbench.resharding.weights import model_weights
+
+TRIED = [(layout, case) for layout in (Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2)) for case in CASES]
+TRIED += [(Layout(2, 2, 1), case) for case in CASES]
+TRIED += [(Layout(4, 1, 1), "deep"), (Layout(1, 2, 2), "qwen3"), (Layout(2, 1, 2), "tied llama")]
+TRIED += [(Layout(2, 2, 2), "tied llama")]
+MORE = [Layout(1, 2, 1), Layout(2, 1, 1)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return {case: outcome(case, Layout()) for case in (*CASES, "deep")}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[Layout, str], list[dict[str, Any]]]:
+    """What each rank saw, by layout and case."""
+    found = {}
+    every = [*TRIED, *((layout, "more") for layout in MORE)]
+    for world in sorted({layout.size for layout, _ in every}):
+        tried = [(layout, case) for layout, case in every if layout.size == world]
+        found |= dict(zip(tried, zip(*run_ranks(outcomes, world, tried), strict=True), strict=True))
+    return found
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("layout", "case"), TRIED, ids=str)
+def test_a_layout_changes_nothing(seen: Any, alone: Any, layout: Layout, case: str) -> None:
+    ranks, expected = seen[layout, case], alone[case]
+    counting = [rank for rank in ranks if rank["counts"]]
+    assert len(counting) == layout.d
+    assert min(report["grad_norm"] for report in expected["reports"]) > 1, "the batch must be one that is clipped"
+    for step, report in enumerate(expected["reports"]):
+        # the loss is known where it is computed, everything else on every rank
+        assert sum(rank["reports"][step]["loss"] for rank in counting) == pytest.approx(report["loss"], rel=1e-5)
+        for rank in ranks:
+            assert rank["reports"][step]["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-5)
+            assert rank["reports"][step]["steps"] == step + 1
+    for rank in ranks:
+        assert rank["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            gap = (rank["gradients"][name] - gradient).abs().max()
+            assert gap <= 1e-5 * gradient.abs().max() + 1e-7, name
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-5, msg=name)
+        assert rank["weights"].keys() == expected["weights"].keys()
+        for output, one in zip(rank["output"], expected["output"], strict=True):
+            torch.testing.assert_close(output, one, rtol=0, atol=1e-4)
+        assert rank["untouched"]
+        assert rank["restored"]
+        assert (rank["moved_bytes"] > 0) == (layout.t > 1)
+
+
+@pytest.mark.parametrize(("layout", "case"), TRIED, ids=str)
+def test_a_rank_holds_its_slices_and_no_more(seen: Any, layout: Layout, case: str) -> None:
+    config = model_of("qwen2" if case == "critic" else case).config
+    cut = model_weights(config, head="scalar" if case == "critic" else "lm")
+    for number, rank in enumerate(seen[layout, case]):
+        _, stage, j = layout.coordinates(number)
+        held, whole = rank["local"], rank["weights"]
+        assert list(held) == [weight.name for weight in cut.of_stage(stage, layout.p)]
+        for weight in cut.of_stage(stage, layout.p):
+            mine = weight.cut(whole[weight.name], j, layout.t)
+            assert torch.equal(held[weight.name], mine), weight.name
+        assert rank["memory"] == sum(4 * weight.numel() for weight in held.values())
+        assert rank["shapes"] == {name: tuple(weight.shape) for name, weight in whole.items()}
+
+
+def test_replicas_end_with_the_same_bits(seen: Any) -> None:
+    for tried in TRIED:
+        first, *others = (rank["weights"] for rank in seen[tried])
+        assert all(torch.equal(weight, other[name]) for other in others for name, weight in first.items())
+
+
+@pytest.mark.parametrize("layout", MORE, ids=str)
+def test_what_else_an_engine_promises(seen: Any, layout: Layout) -> None:
+    ranks = seen[layout, "more"]
+    losses = ranks[-1]["bf16 losses"]
+    assert losses[-1] < 0.9 * losses[0]
+    for rank in ranks:
+        assert rank["bf16 exported"] == {torch.bfloat16}
+        assert all(norm == pytest.approx(rank["norms"][0], rel=1e-5) for norm in rank["norms"])
+        for end in rank["ends"][1:]:
+            for name, weight in rank["ends"][0].items():
+                torch.testing.assert_close(end[name], weight, rtol=0, atol=1e-5)
+        assert rank["skipped"]
+        assert len(rank["frozen"]) > 10
+        assert all(rank["frozen"])
+        # a pipeline alone has its losses elsewhere, and alone hands hidden states on from stage to stage
+        assert ("last stage" in rank["with gradients"]) == (layout.p > 1)
+        assert ("computes something else" in rank["odd model"]) == (layout.p > 1)
+
+
+def config(**changes: Any) -> Any:
+    _, kind, options = FAMILIES["qwen2"]
+    return kind(**{**SHAPE, "num_hidden_layers": 4, **options, **changes})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        (Layout(1, 4, 1), {}, "2 key-value heads over t=4"),
+        (Layout(1, 3, 1), {}, "q_proj.*4 units over t=3"),
+        (Layout(3, 1, 1), {}, "4 layers over p=3"),
+        (Layout(1, 2, 1), {"intermediate_size": 63}, "63 units over t=2"),
+        (Layout(1, 4, 1), {"num_key_value_heads": 4, "vocab_size": 5}, "embed_tokens.weight over t=4"),
+    ],
+)
+def test_layouts_that_do_not_divide_a_model_are_refused(layout: Layout, changes: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        check_cut(config(**changes), layout, "lm")
+
+
+def test_fused_projections_are_not_cut_for_training() -> None:
+    fused = Phi3Config(**SHAPE)
+    check_cut(fused, Layout(2, 1, 1), "lm")
+    with pytest.raises(BadInput, match=r"qkv_proj.*use t=1"):
+        check_cut(fused, Layout(1, 2, 1), "lm")
+
+
+def test_weights_add_up() -> None:
+    weights = check_cut(config(), Layout(2, 2, 1), "lm")
+    held = sum(math.prod(w.local_shape(j, 2)) for i in range(2) for j in range(2) for w in weights.of_stage(i, 2))
+    whole = sum(weight.numel for weight in weights if weight.axis is None)
+    assert held == sum(weight.numel for weight in weights) + whole  # what is not cut is on both tensor ranks

@@ -1,0 +1,79 @@
+"""The ranks that a training engine computes with: of all replicas, of its tensor group, of its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from workbench.placement.layout import Layout
+
+
+class Collectives(Protocol):
+    """The collectives that an engine needs over data-parallel ranks; the hosts' `Communicator` has them."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
+
+
+class ModelCollectives(Collectives, Protocol):
+    """What ranks need beside that to compute one model between them. moved_bytes: handed over so far."""
+
+    moved_bytes: int
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in rank order; their first axis may differ."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source`, in place."""
+
+    def exchange(self, send: Sequence[tuple[Tensor, int]] = (), receive: Sequence[tuple[Tensor, int]] = ()) -> None:
+        """Send tensors to ranks and receive others from ranks, all at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """The groups of a layout in which one rank stands, each along one axis; a rank's number in them is its coordinate.
+
+    data: those that hold the same part of the model and see other rows: sums over the batch are theirs. tensor: those
+    that hold slices of the same layers. pipeline: those that hold the layers before and after.
+    """
+
+    layout: Layout
+    data: Collectives
+    tensor: ModelCollectives
+    pipeline: ModelCollectives
+
+    @property
+    def model_parallel(self) -> bool:
+        """Whether a model is cut over several ranks."""
+        return self.layout.p * self.layout.t > 1
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes handed over inside layers, to the other tensor ranks, since the start."""
+        return self.tensor.moved_bytes
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is the rank of its replica whose outputs and metrics count: the last stage's first. The others
+        see the same rows."""
+        return self.tensor.rank == 0 and self.last
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first pipeline stage: it has the embeddings."""
+        return self.pipeline.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last pipeline stage: it has the head, and so outputs and losses."""
+        return self.pipeline.rank == self.pipeline.world_size - 1

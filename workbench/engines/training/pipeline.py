@@ -1,0 +1,137 @@
+"""A model whose layers lie on several ranks, one after the other: hidden states go along, their gradients back.
+
+The schedule of an optimizer step is 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2): stage
+i of p keeps at most p - i micro-batches in flight. torch.distributed.pipelining plans buffers of one shape for all
+micro-batches of all steps; packed micro-batches differ in length, and every rank of a replica knows the lengths.
+
+Shapes: T tokens of a micro-batch end to end, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engines.training.groups import ParallelGroups
+from workbench.engines.training.passes import Pass
+from workbench.models.heads import PackedModule
+
+OF_BACKBONE = ("input_ids", "lengths")
+
+
+class Pipeline:
+    """This rank's stage of a pipeline.
+
+    module: cut down to the stage. hidden_size, dtype: of hidden states on their way.
+    autocast, span: contexts for computing in the module, and for one forward or backward pass of so many tokens.
+    """
+
+    def __init__(
+        self,
+        module: PackedModule,
+        groups: ParallelGroups,
+        hidden_size: int,
+        dtype: torch.dtype,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        span: Callable[[str, int], AbstractContextManager[Any]] = lambda kind, tokens: nullcontext(),
+    ) -> None:
+        self._module, self._ranks, self._hidden_size, self._dtype = module, groups.pipeline, hidden_size, dtype
+        self._first, self._last = groups.first, groups.last
+        self._autocast, self._span = autocast, span
+
+    @torch.no_grad()
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        """The module's output on the last stage, zeros of its shape on the others, which are free for the next pass as
+        soon as theirs is on its way."""
+        hidden = self.hidden_states(inputs)
+        asked = {name: value for name, value in inputs.items() if name not in OF_BACKBONE}
+        if hidden is None:
+            return self._module.unread(**asked)
+        with self._autocast():
+            return self._module.read(hidden, **asked)
+
+    @torch.no_grad()
+    def hidden_states(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """The whole backbone's hidden states [T, H], on the last stage."""
+        output = self._stage(inputs, self._with_previous(None, inputs))
+        self._with_next(output, None)
+        return output if self._last else None
+
+    def step(self, passes: Sequence[Pass]) -> None:
+        """Forward and backward passes of all micro-batches; gradients are left in the parameters."""
+        ahead = min(self._ranks.world_size - 1 - self._ranks.rank, len(passes))
+        flying: deque[tuple[Pass, Tensor | None, Tensor]] = deque()
+
+        def forward(micro: Pass, received: Tensor | None) -> Tensor:
+            output = self._forward(micro, received)
+            flying.append((micro, received, output))
+            return output.detach()
+
+        for micro in passes[:ahead]:
+            self._with_next(forward(micro, self._with_previous(None, micro.inputs)), None)
+        received = self._with_previous(None, passes[ahead].inputs) if ahead < len(passes) else None
+        for n in range(ahead, len(passes)):
+            output = forward(passes[n], received)
+            gradient = self._backward(*flying[0], self._with_next(output, flying[0][2]))
+            flying.popleft()
+            received = self._with_previous(gradient, passes[n + 1].inputs if n + 1 < len(passes) else None)
+        for flown in flying:
+            self._with_previous(self._backward(*flown, self._with_next(None, flown[2])), None)
+
+    def _forward(self, micro: Pass, received: Tensor | None) -> Tensor:
+        """This stage's hidden states [T, H], or on the last stage the loss."""
+        micro.begin()
+        with self._span("forward", micro.tokens):
+            hidden = self._stage(micro.inputs, received)
+            if not self._last:
+                return hidden
+            with self._autocast():
+                asked = {name: value for name, value in micro.inputs.items() if name not in OF_BACKBONE}
+                output = self._module.read(hidden, **asked)
+            return micro.loss(output)
+
+    def _backward(self, micro: Pass, received: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient [T, H] of the hidden states that were received; None on the first stage."""
+        with self._span("backward", 0):
+            torch.autograd.backward(output, gradient)
+        if received is None:
+            return None
+        return torch.zeros_like(received) if received.grad is None else received.grad
+
+    def _stage(self, inputs: Mapping[str, Any], received: Tensor | None) -> Tensor:
+        with self._autocast():
+            hidden = self._module.hidden_states(inputs["input_ids"], inputs["lengths"], received)
+        return hidden if self._last else hidden.to(self._dtype).contiguous()
+
+    def _with_previous(self, gradient: Tensor | None, inputs: Mapping[str, Any] | None) -> Tensor | None:
+        """Send the stage before a gradient and receive the hidden states of a micro-batch from it, each where there is
+        one."""
+        if self._first or (gradient is None and inputs is None):
+            return None
+        before, received = self._ranks.rank - 1, None
+        if inputs is not None:
+            ids = inputs["input_ids"]
+            received = torch.empty((len(ids), self._hidden_size), dtype=self._dtype, device=ids.device)
+        self._ranks.exchange(
+            [] if gradient is None else [(before, gradient.contiguous())],
+            [] if received is None else [(before, received)],
+        )
+        return None if received is None else received.requires_grad_(torch.is_grad_enabled())
+
+    def _with_next(self, output: Tensor | None, awaited: Tensor | None) -> Tensor | None:
+        """Send the stage after hidden states and receive the gradient of others from it, each where there is one."""
+        if self._last:
+            return None
+        after = self._ranks.rank + 1
+        gradient = None if awaited is None else torch.empty_like(awaited, requires_grad=False)
+        self._ranks.exchange(
+            [] if output is None else [(after, output)],
+            [] if gradient is None else [(after, gradient)],
+        )
+        return gradient

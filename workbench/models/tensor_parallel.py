@@ -1,0 +1,130 @@
+"""Layers of which each rank of a tensor group holds a slice, and which together compute what the whole layer would.
+
+Megatron-LM's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): into attention and MLP linear
+layers are cut by output, out of them by input. A block thus needs one sum over the ranks at its end and, in the
+backward pass, one at its start. All else that the ranks compute is the same on each of them, to the last bit.
+
+Shapes: T tokens, N asked positions, H hidden size, V vocabulary, of which a rank has rows [start, stop).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class TensorGroup(Protocol):
+    """The ranks of a tensor group."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def enter(x: Tensor, group: TensorGroup) -> Tensor:
+    """`x`, equal on all ranks, at the start of what each computes a part of: its gradient is the sum of theirs."""
+    return cast(Tensor, _Enter.apply(x, group))
+
+
+def leave(x: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of what the ranks computed, equal on all of them, and so is its gradient."""
+    return cast(Tensor, _Leave.apply(x, group))
+
+
+def enter_block(block: nn.Module, group: TensorGroup) -> None:
+    """Let an attention or MLP block, given its hidden states first or as `hidden_states`, begin with `enter`."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}
+        return (enter(args[0], group), *args[1:]), kwargs
+
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer out of a block: columns of the weight [out, in / t], and the whole bias."""
+
+    def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.bias, self._group = linear.weight, linear.bias, group
+
+    def forward(self, input: Tensor) -> Tensor:
+        total = leave(nn.functional.linear(input, self.weight), self._group)
+        return total if self.bias is None else total + self.bias.to(total.dtype)
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Rows [start, start + len(weight)) of an embedding."""
+
+    def __init__(self, embedding: nn.Embedding, start: int, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.start, self._group = embedding.weight, start, group
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx - start
+        self.padding_idx = padding if 0 <= padding < len(self.weight) else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows, here = _rows_here(input_ids, self.start, len(self.weight))
+        found = nn.functional.embedding(rows, self.weight, padding_idx=self.padding_idx)
+        return leave(torch.where(here[..., None], found, 0.0), self._group)
+
+
+class VocabularyParallelHead(nn.Module):
+    """Rows [start, start + len(weight)) of an output head: log-probabilities without ever gathering logits.
+
+    The ranks agree on the largest logit, then add up their sums of exponentials, the chosen token's logit (of the one
+    rank that has it), and for the entropy sum exp(logit) x logit.
+    """
+
+    def __init__(self, linear: nn.Linear, start: int, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.bias, self.start, self._group = linear.weight, linear.bias, start, group
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states
+        [N, H]; `targets` [N] are tokens of the whole vocabulary."""
+        logits = nn.functional.linear(enter(hidden, self._group), self.weight, self.bias).float() / temperature
+        logits = logits - self._group.all_reduce_max(logits.detach().amax(-1))[:, None]
+        columns, here = _rows_here(targets, self.start, len(self.weight))
+        chosen = torch.where(here, logits.gather(-1, columns[:, None])[:, 0], 0.0)
+        exponentials = logits.exp()
+        parts = [exponentials.sum(-1), chosen]
+        if with_entropy:
+            parts.append((exponentials * logits).sum(-1))
+        sums = leave(torch.stack(parts), self._group)
+        log_normalizer = sums[0].log()
+        entropy = log_normalizer - sums[2] / sums[0] if with_entropy else None
+        return sums[1] - log_normalizer, entropy
+
+
+def _rows_here(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """The rows of tokens among `count` from `start`, 0 for those of other ranks; and which are here."""
+    here = (tokens >= start) & (tokens < start + count)
+    return torch.where(here, tokens - start, 0), here
