@@ -148,7 +148,7 @@ class Recorder:
         bytes: int,
         batch: str = "",
         columns: str = "",
-        kind: Literal[batch, weights] = "batch",
+        kind: TransferKind = "batch",
     ) -> None:
         """Record a transfer whose times are known, such as one of several that were under way together."""
         labels = self._here.labels

@@ -89,8 +89,7 @@ class Communicator:
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
     ) -> None:
-        """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous. Back when all
-        of it is done.
+        """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous.
 
         Two ranks must name what goes between them in the same order. weights: what the tensors are, where they are
         weights that move between the ranks of a pool: the receiver records a transfer a tensor.
