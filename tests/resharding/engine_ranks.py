@@ -68,9 +68,9 @@ class Ledger:
         sent, self.communicator.sent_bytes = self.communicator.sent_bytes, Counter()
         received: Counter[int] = Counter()
         for transfer in self.recorder.drain()[1]:
-            assert (transfer.kind, transfer.destination) == ("weights", f"main:{self.communicator.rank}")
+            assert (transfer.kind, transfer.destination) == ("weights", f"main-{self.communicator.rank}")
             assert transfer.columns.startswith(("model.layers.", "model.embed_tokens", "model.norm", "lm_head"))
-            received[int(transfer.source.partition(":")[2])] += transfer.bytes
+            received[int(transfer.source.rpartition("-")[2])] += transfer.bytes
         return sent, received
 
 
