@@ -37,8 +37,9 @@ class Traffic:
 
     def frame(self) -> pd.DataFrame:
         """One row a pair that exchanged something: source, destination, moved_bytes; the most first."""
-        pairs = self.matrix.rename_axis(index="source", columns="destination").stack().rename("moved_bytes")
-        return pairs[pairs > 0].sort_values(ascending=False, kind="stable").reset_index()
+        pairs = self.matrix.reset_index().melt(id_vars="source", var_name="destination", value_name="moved_bytes")
+        moved = pairs[pairs["moved_bytes"] > 0]
+        return moved.sort_values("moved_bytes", ascending=False, kind="stable").reset_index(drop=True)
 
     def __repr__(self) -> str:
         pairs = int((self.matrix.to_numpy() > 0).sum())

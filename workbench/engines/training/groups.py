@@ -35,8 +35,8 @@ class ModelCollectives(Collectives, Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`, in place."""
 
-    def exchange(self, send: Sequence[tuple[Tensor, int]] = (), receive: Sequence[tuple[Tensor, int]] = ()) -> None:
-        """Send tensors to ranks and receive others from ranks, all at the same time."""
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send tensors to ranks and fill tensors from ranks, all at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
