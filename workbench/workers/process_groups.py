@@ -23,9 +23,7 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
     mesh = DeviceMesh(device, torch.from_numpy(layout.mesh()), mesh_dim_names=axes)
     place = dict(zip(axes, layout.coordinates(communicator.rank), strict=True))
     made = {
-        axis: Communicator(
-            place[axis], mesh.size(number), recorder, mesh.get_group(axis), inner=axis == "tensor"
-        )
+        axis: Communicator(place[axis], mesh.size(number), recorder, mesh.get_group(axis), inner=axis == "tensor")
         for number, axis in enumerate(axes)
     }
     # NCCL wants all ranks of a group in its first call, and a pipeline's stages meet in pairs
