@@ -40,7 +40,7 @@ SHAPE: dict[str, Any] = {
     "use_cache": False,
     "pad_token_id": 3,  # whose embedding has no gradient
 }
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": False}),
     "deep": (Qwen2ForCausalLM, Qwen2Config, {"num_hidden_layers": 4}),
@@ -135,7 +135,8 @@ def outcomes(tried: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
 
 def more(layout: Layout) -> dict[str, Any]:
     """bf16, micro-batches, a loss that raises, a skipped step, a frozen model, and a model that cannot be cut."""
-    groups, found = groups_of(layout), {}
+    groups = groups_of(layout)
+    found: dict[str, Any] = {}
     low = engine_of("qwen3", groups, torch.bfloat16, schedule="constant", warmup_steps=0)
     found["bf16 losses"] = [train(low, range(1), replica=(0, 1))[0]["loss"] for _ in range(8)]
     found["bf16 exported"] = {weight.dtype for weight in weights(low).values()}

@@ -31,11 +31,11 @@ def alone() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def seen() -> dict[tuple[Layout, str], list[dict[str, Any]]]:
     """What each rank saw, by layout and case."""
-    found = {}
+    found: dict[tuple[Layout, str], list[dict[str, Any]]] = {}
     every = [*TRIED, *((layout, "more") for layout in MORE)]
     for world in sorted({layout.size for layout, _ in every}):
         tried = [(layout, case) for layout, case in every if layout.size == world]
-        found |= dict(zip(tried, zip(*run_ranks(outcomes, world, tried), strict=True), strict=True))
+        found |= dict(zip(tried, map(list, zip(*run_ranks(outcomes, world, tried), strict=True)), strict=True))
     return found
 
 

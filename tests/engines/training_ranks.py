@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from itertools import accumulate
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workbench.engines.settings import Training
@@ -157,8 +158,10 @@ def weights(engine: TrainingEngine) -> dict[str, Tensor]:
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
+    # every rank is forked from one process that has imported all this: seconds less for each
+    multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
+        start_processes(_rank, (function, world_size, folder, arguments), world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

@@ -148,9 +148,7 @@ class TokenLogProbs(PackedModule):
         entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
         return torch.cat([part[0] for part in parts]), entropy
 
-    def unread(  # type: ignore[override]
-        self, positions: Tensor, with_entropy: bool = False, **asked: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def unread(self, positions: Tensor, with_entropy: bool = False, **asked: Any) -> tuple[Tensor, Tensor | None]:
         zeros = torch.zeros(len(positions), device=positions.device)
         return zeros, zeros.clone() if with_entropy else None
 

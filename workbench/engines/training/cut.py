@@ -88,7 +88,7 @@ def cut_model(module: PackedModule, groups: ParallelGroups) -> Cut:
     if layout.p > 1 and module.padded_because is not None:
         raise BadInput(f"p={layout.p}", f"a pipeline takes packed sequences: {module.padded_because}", "use p=1")
     tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
-    inputs = {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
+    inputs: dict[str, Any] = {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
     with torch.no_grad():
         expected = module.hidden_states(**inputs)
         held = _slices(module, weights, groups)
