@@ -27,7 +27,8 @@ ESTIMATES: tuple[dict[str, Any], ...] = (
     {"estimator": "rloo"},
     {"estimator": "off_policy_baseline", "correction": Correction(level="sequence")},
 )
-TOKENS = ("rewards", "values", "costs", "cost_values", "old_log_prob", "ref_log_prob", "rollout_log_prob")
+SCORES = ("rewards", "costs")
+TOKENS = ("values", "cost_values", "old_log_prob", "ref_log_prob", "rollout_log_prob")
 ROUNDING = 1e-4  # computed in float32 whatever the models are
 
 
@@ -36,7 +37,10 @@ def check_advantages(subject: Subject) -> Finding:
     of the formula over the whole batch."""
     table, lab = _table(subject), subject.lab
     order = np.random.default_rng(SEED).permutation(subject.rows)
-    spoilt, dealt, back = subject.spoilt(table, TOKENS, range(subject.rows)), rows_of(table, order), np.argsort(order)
+    dealt, back = rows_of(table, order), np.argsort(order)
+    # a response without any token inside the mask counts with all of its score
+    inside = [row for row, chosen in enumerate(subject.mask.rows()) if chosen.any()]
+    spoilt = subject.spoilt(subject.spoilt(table, TOKENS, range(subject.rows)), SCORES, inside)
     found: list[tuple[float, str]] = []
 
     def stage(inputs: Table, arguments: dict[str, Any]) -> dict[str, Ragged]:
@@ -67,7 +71,7 @@ def _table(subject: Subject) -> Table:
     """What `compute_advantages` reads, from a fixed seed; two responses a prompt."""
     generator = torch.Generator().manual_seed(SEED)
     table, rows = dict(subject.training_table), subject.rows
-    for name in ("rewards", "costs"):
+    for name in SCORES:
         table[name] = subject.mask.like(torch.randn(len(subject.mask.values), generator=generator))
     for name in ("baseline_rewards", "final_values", "final_cost_values"):
         table[name] = torch.randn(rows, generator=generator)
