@@ -88,8 +88,8 @@ class Views:
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
         """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
 
-        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says how much their
-        syncs would move at least: what each rank lacks.
+        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
+        syncs would move at the least: what each rank lacks.
         """
         from workbench.display.traffic import traffic
 

@@ -91,8 +91,8 @@ class WeightTransition:
 
     @torch.no_grad()
     def weights(self, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with this
-        rank's slices written. A layer moves when it is asked for; every rank iterates to the end.
+        """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
+        this rank's slices written. A layer moves when it is asked for; every rank iterates to the end.
 
         trained: this rank's slices in the training layout, by transformers' names; they stay as they are.
         """

@@ -229,7 +229,7 @@ class RolloutWorker(TrainedWorker):
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
         """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
 
-        The ranks of a tensor group must ask the same of vLLM. In a layout with p*t > 1 they have the same rows; without,
+        The ranks of a tensor group must ask the same of vLLM. In a layout with p*t > 1 they have the same rows; else
         rows are dealt to every rank, as for training.
         """
         size, communicator = self._tensor_ranks, self.context.communicator
