@@ -159,9 +159,9 @@ def transitions(cases: list[Case], sizes: list[tuple[int, int, int]]) -> dict[st
 
 
 def syncs(cases: list[Case], sizes: list[tuple[int, int, int]]) -> dict[str, list[str]]:
-    """Every weight sync of these layouts, by every strategy, for an engine that rounds the vocabulary up to 16 rows: what
-    was wrong on this rank, by case."""
-    rank, found = dist.get_rank(), {}
+    """Every weight sync of these layouts, by every strategy, for an engine that rounds the vocabulary up to 16 rows:
+    what was wrong on this rank, by case."""
+    rank, found = dist.get_rank(), dict[str, list[str]]()
     for case, size, strategy, dtype in itertools.product(cases, sizes, STRATEGIES, (torch.float32, torch.bfloat16)):
         for t_g in divisors(size[1]):
             full, layout = case.drawn(3), Layout(*size).generating(t_g)

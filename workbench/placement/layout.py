@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class Layout:
     d: int = 1
     p_g: int | None = None
     t_g: int | None = None
-    numbering: Numbering = "training"
+    numbering: Numbering = field(default="training", kw_only=True)
 
     def __post_init__(self) -> None:
         for axis in "ptd":
