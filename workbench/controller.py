@@ -114,7 +114,7 @@ class Workbench(HeldBatches):
         hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
         # the numbers of advantages are reductions over the whole batch: no model that could be cut
-        layout = Layout(d=pool.devices) if role == "numeric" else self.placement.layout_of(worker_role or role)
+        layout = Layout(d=pool.devices) if role == "numeric" else self.description.layout_of(worker_role or role)
         group = WorkerGroup(role, pool, hosts, layout, model, worker_class, self, worker_role)
         if role != "numeric":
             self.groups[role] = group

@@ -152,6 +152,33 @@ class Description:
         self._check_models()
         self._check_tensor_groups()
 
+    def layout_of(self, role: str) -> Layout:
+        """The layout of a role over the devices of its pool. An actor that is cut over ranks generates on them too: in
+        replicas of one stage and `Generation.tensor_parallel_size` tensor ranks."""
+        layout, model = self.placement.layout_of(role), self.models.get(role)
+        if role != "actor" or model is None or layout.p * layout.t == 1 or not self._is_ours(role):
+            return layout
+        assert model.generation is not None
+        where, t_g = f"layouts['actor']={layout}", model.generation.tensor_parallel_size
+        if layout.p_g not in (None, 1):
+            raise BadInput(
+                where,
+                "engines generate without pipeline stages; p_g > 1 is for planning, and for weights alone",
+                "use p_g=1, or leave it out",
+            )
+        if layout.t % t_g or layout.t_g not in (None, t_g):
+            raise BadInput(
+                f"{where} with Generation.tensor_parallel_size={t_g}",
+                "a tensor group of generation is cut out of one of training: its size is t_g, and divides t",
+                f"use Generation(tensor_parallel_size={layout.t_g or layout.t}), or another layout",
+            )
+        return layout.generating(t_g)
+
+    def _is_ours(self, role: str) -> bool:
+        """Whether a role computes as ours do: a worker of another kind computes as it likes."""
+        model = self.models[role]
+        return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
+
     def _check_tensor_groups(self) -> None:
         if "actor" not in self.models:
             return
@@ -165,11 +192,11 @@ class Description:
 
     def _check_layouts(self) -> None:
         for role, model in self.models.items():
-            layout, own = self.placement.layout_of(role), ROLE_WORKERS[role]
-            ours = model.worker is None or issubclass(model.worker, own)  # another worker computes as it likes
-            if layout.p * layout.t == 1 or model.name is None or not ours:
+            layout = self.placement.layout_of(role)
+            if layout.p * layout.t == 1 or not self._is_ours(role):
                 continue
             assert model.training is not None
+            assert model.name is not None
             if model.trained and model.training.engine == "deepspeed":
                 raise BadInput(
                     f"layouts[{role!r}]={layout} with Training(engine='deepspeed')",
@@ -187,6 +214,7 @@ class Description:
                 check_cut(load_config(model.name), layout, head)
             except BadInput as error:
                 raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
+            self.layout_of(role)
 
     def _check_installed(self) -> None:
         actor = self.models.get("actor")

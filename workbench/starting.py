@@ -59,7 +59,7 @@ def load_roles(backend: Backend, infos: Sequence[HostInfo], description: Descrip
             roles["numeric"] = lead
         for role, model in roles.items():
             worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-            layout = Layout(d=pool.devices) if role == "numeric" else description.placement.layout_of(role)
+            layout = Layout(d=pool.devices) if role == "numeric" else description.layout_of(role)
             # all ranks of a pool go through the roles in the same order: DeepSpeed needs them together
             for info in (info for info in infos if info.pool == pool.name):
                 note(f"loading {role}")

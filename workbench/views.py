@@ -88,7 +88,8 @@ class Views:
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
         """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
 
-        kind: as in `transfers`. stage: only what moved for stages of this name.
+        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
+        syncs would move at the least: what each rank lacks.
         """
         from workbench.display.traffic import traffic
 
@@ -101,7 +102,27 @@ class Views:
                 )
             moved = moved[moved["stage"] == stage]
         what = {"batch": "rows", "weights": "weights", None: "rows and weights"}[kind]
-        return traffic(moved, names=[info.name for info in self._infos], what=f"{what} for {stage}" if stage else what)
+        return traffic(
+            moved,
+            names=[info.name for info in self._infos],
+            what=f"{what} for {stage}" if stage else what,
+            minimum_bytes=self._least_sync_bytes() * moved["run"].nunique() if kind == "weights" else None,
+        )
+
+    def _least_sync_bytes(self) -> int:
+        """What a weight sync of the actor moves between its ranks at least."""
+        from workbench.models import load_config
+        from workbench.workers.weight_transition import plan_of
+
+        actor = self.groups.get("actor")
+        if actor is None or actor.layout.p * actor.layout.t == 1:
+            return 0
+        spec, layout = actor.spec, actor.layout
+        assert spec.name is not None
+        assert spec.generation is not None
+        assert spec.dtype is not None
+        plan = plan_of(load_config(spec.name), layout, spec.generation, spec.dtype, "hybridflow")
+        return int(plan.figures().received.sum())
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
         """One row a stage call, a column a metric; of one stage only, if named."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from workbench.errors import BadInput
@@ -19,6 +21,9 @@ ALL = [
     for p, t, d in itertools.product(range(1, 5), range(1, 5), range(1, 4))
     for p_g, t_g in itertools.product(divisors(p), divisors(t))
 ]
+
+
+ALL += [replace(layout, numbering="generation") for layout in ALL]
 
 
 def test_coordinates_and_rank_are_inverse_and_agree_with_the_mesh() -> None:
@@ -48,6 +53,17 @@ def test_generation_groups_partition_the_ranks() -> None:
             assert sorted(itertools.chain(*groups)) == list(range(layout.size))
             assert {len(group) for group in groups} == {size}
         assert layout.p_g * layout.t_g * layout.d_g * layout.d == layout.size  # type: ignore[operator]
+
+
+def test_an_engine_generates_on_consecutive_ranks() -> None:
+    assert Layout(1, 4, 1).generating(2).groups("tensor") == [[0, 2, 1, 3]]
+    for layout in ALL:
+        assert layout.t_g is not None
+        engines = layout.generating(layout.t_g)
+        ranks = np.arange(layout.size).reshape(-1, layout.t_g).tolist()
+        assert engines.generation_groups("tensor") == ranks
+        tensors = [engines.generation_place(rank).tensor for rank in range(layout.size)]
+        assert tensors == list(range(layout.t_g)) * (layout.size // layout.t_g)
 
 
 def test_a_training_shard_lies_inside_its_generation_shard() -> None:

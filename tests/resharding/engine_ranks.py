@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +26,11 @@ from workbench.placement import Layout
 from workbench.resharding.distribution import Distribution
 from workbench.resharding.engine import ReshardingEngine
 from workbench.resharding.plan import Plan, Reshard
-from workbench.resharding.strategies import STRATEGIES, plan_transition
+from workbench.resharding.strategies import STRATEGIES, plan_sync, plan_transition
 from workbench.resharding.weights import ModelWeights
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
+from workbench.workers.weight_transition import WeightTransition
 
 
 @dataclass
@@ -94,10 +97,17 @@ def run_plan(plan: Plan, before: Held, after: Held, case: Case) -> list[str]:
     expected, start = shards(after, full, rank), shards(before, full, rank)
     with ledger() as books:
         engine = ReshardingEngine(plan, books.communicator, bucket_bytes=BUCKET_BYTES)
+        streamed = {name: tensor.clone() for layer in engine.layers(held) for name, tensor in layer.items()}
+        stayed = equal({name: tensor.data for name, tensor in held.items()}, start)
+        stayed = stayed and all(held[name].data_ptr() == where for name, where in own.items())
+        first = books.look()
         arrived = engine.reshard(held)
         sent, received = books.look()
 
     wrong = [] if equal(arrived, expected) else ["generation weights"]
+    wrong += [] if stayed and equal(streamed, expected) and first == (sent, received) else ["a layer at a time"]
+    if engine.received_bytes != 2 * received.total():
+        wrong.append("received bytes")
     if not equal({name: tensor.data for name, tensor in held.items()}, start):
         wrong.append("training weights after the transition")
     figures = plan.figures()
@@ -145,6 +155,40 @@ def transitions(cases: list[Case], sizes: list[tuple[int, int, int]]) -> dict[st
                 before = Held(case.config, (1, 1, n), list(range(n)), "zero")
             plan = plan_transition(case.weights, Layout(*size, p_g, t_g), strategy)
             found[f"{case.label}: {size} to {(p_g, t_g)} by {strategy}"] = run_plan(plan, before, after, case)
+    return found
+
+
+def syncs(cases: list[Case], sizes: list[tuple[int, int, int]]) -> dict[str, list[str]]:
+    """Every weight sync of these layouts, by every strategy, for an engine that rounds the vocabulary up to 16 rows:
+    what was wrong on this rank, by case."""
+    rank, found = dist.get_rank(), dict[str, list[str]]()
+    for case, size, strategy, dtype in itertools.product(cases, sizes, STRATEGIES, (torch.float32, torch.bfloat16)):
+        for t_g in divisors(size[1]):
+            full, layout = case.drawn(3), Layout(*size).generating(t_g)
+            counted = tuple(dataclasses.replace(w, item_bytes=dtype.itemsize) for w in case.weights)
+            _, i, j = layout.coordinates(rank)
+            plan = plan_sync(ModelWeights(counted, case.weights.layers), layout, strategy, vocabulary_multiple=16)
+            mine = plan.weights.of_stage(i, layout.p)
+            trained = {w.name: w.cut(full[w.name], j, layout.t).contiguous() for w in mine}
+            wrong = found[f"{case.label}: {layout} by {strategy} in {dtype}"] = []
+            with ledger() as books:
+                transition = WeightTransition(plan, books.communicator)
+                weights = dict(transition.weights(trained, dtype))
+                _, received = books.look()
+            for weight in plan.weights:
+                for start, stop in weight.intervals(rank % t_g, t_g, 16):
+                    given, expected = (
+                        tensor.narrow(weight.axis or 0, start, stop - start)
+                        for tensor in (weights[weight.name], full[weight.name].to(dtype))
+                    )
+                    if weights[weight.name].shape != weight.shape or not torch.equal(given, expected):
+                        wrong.append(weight.name)
+            if not received.total() == transition.received_bytes == plan.figures().received[rank]:
+                wrong.append(f"received {received.total()}, planned {plan.figures().received[rank]}")
+            if transition.handed_bytes != sum(
+                math.prod(w.local_shape(rank % t_g, t_g, 16)) * w.item_bytes for w in plan.weights
+            ):
+                wrong.append("handed on")
     return found
 
 

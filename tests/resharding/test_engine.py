@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from tests.resharding.engine_ranks import Case, four_ranks, run_ranks, transitions
+from tests.resharding.engine_ranks import Case, four_ranks, run_ranks, syncs, transitions
 from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.resharding.engine import ReshardingEngine
@@ -59,6 +59,12 @@ def test_transitions_and_reshards_on_four_ranks() -> None:
 
 def test_transitions_on_eight_ranks() -> None:
     nothing_wrong(run_ranks(transitions, 8, cases(), [(2, 2, 2)]), 3 * 3 * 4)
+
+
+def test_syncs_to_engines_of_consecutive_ranks() -> None:
+    tied, _, odd = cases()
+    found = run_ranks(syncs, 4, [tied, odd], [(1, 4, 1), (2, 2, 1), (1, 2, 2)])
+    nothing_wrong(found, 2 * 3 * 2 * (3 + 2 + 2))  # models, strategies, dtypes, sizes of tensor groups
 
 
 def test_what_cannot_be_moved_is_said_before_anything_is() -> None:

@@ -16,7 +16,7 @@ from tests.resharding.counting import Held, count, generation_ranks
 from workbench.errors import BadInput
 from workbench.models import load_config
 from workbench.placement import Layout
-from workbench.resharding.strategies import STRATEGIES, plan_transition
+from workbench.resharding.strategies import STRATEGIES, plan_sync, plan_transition
 from workbench.resharding.weights import ModelWeights, Part, Weight, model_weights
 
 
@@ -94,6 +94,30 @@ def test_the_papers_example_of_groups() -> None:
     assert plain.generation_tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     kept = plain.figures().kept_twice  # ranks 2, 3, 6, 7 of the paper, counted from 1
     assert [rank for rank, twice in enumerate(kept) if twice] == [1, 2, 5, 6]
+
+
+def test_a_sync_to_engines_of_consecutive_ranks_costs_what_the_paper_says() -> None:
+    for layout in (layout for layout in layouts(12) if layout.p_g == 1):
+        p, t, d, t_g = layout.p, layout.t, layout.d, layout.t_g or 0
+        weights = even_layers(layout)
+        M = weights.nbytes
+        expected = {
+            "full": (M * (p * t * d - 1) // (p * t * d), M // (p * t * d)),
+            "v": (M * (t * p - 1) // (t * p), 0),  # in HybridFlow's groups nothing lies apart
+            "hybridflow": (M * (t * p - t_g) // (t_g * t * p), 0),
+        }
+        for strategy, (received, kept) in expected.items():
+            plan = plan_sync(weights, layout.generating(t_g), strategy)
+            consecutive = np.arange(layout.size).reshape(-1, t_g).tolist()
+            assert plan.generation_tensor_groups() == consecutive
+            figures = plan.figures()
+            assert set(figures.received.tolist()) == {received}, f"{strategy} {layout}"
+            assert set(figures.kept_twice.tolist()) == {kept}, f"{strategy} {layout}"
+            if layout.size <= 8:
+                scheduled = np.zeros_like(figures.matrix)
+                for movement in plan.schedule():
+                    scheduled[movement.source, list(movement.destinations)] += movement.nbytes
+                assert np.array_equal(scheduled, figures.matrix)
 
 
 def test_strided_groups_are_those_of_the_layout() -> None:

@@ -58,6 +58,9 @@ def test_vocabulary_is_cut_as_torch_chunks_it_and_heads_stay_whole() -> None:
         held = [weights["model.embed_tokens.weight"].local_shape(j, t)[0] for j in range(t)]
         assert held[: len(expected)] == expected
         assert not any(held[len(expected) :])
+    embedding = weights["model.embed_tokens.weight"]
+    assert [embedding.intervals(j, 2, 64)[0] for j in range(2)] == [(0, 32), (32, 50)]  # 50 rows count as 64
+    assert [embedding.local_shape(j, 4, 64)[0] for j in range(4)] == [16, 16, 16, 2]
     key = weights["model.layers.3.self_attn.k_proj.weight"]  # two heads of eight rows each
     assert [key.intervals(j, 2) for j in range(2)] == [((0, 8),), ((8, 16),)]
     assert [key.intervals(j, 8)[0] for j in range(8)] == [(0, 8)] * 4 + [(8, 16)] * 4

@@ -13,6 +13,7 @@ from workbench.named_fields import NamedFields
 
 TRAINING_ENGINES = ("torch", "deepspeed")
 GENERATION_ENGINES = ("transformers", "vllm")
+SYNC_STRATEGIES = ("hybridflow", "v", "full")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -93,7 +94,10 @@ class Generation(NamedFields):
 
     engine: "vllm" or "transformers" (needs nothing more than transformers).
     tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the actor's pool,
-        whose size it must divide. The transformers engine knows only 1.
+        whose size it must divide, as it must divide t of the actor's layout (p, t, d) where p*t > 1. The transformers
+        engine knows only 1.
+    strategy: how an actor cut over p*t > 1 ranks gets its weights to the engine: "hybridflow", each rank receives what
+        it lacks; "v", the whole model over the ranks of a training replica; "full", over all ranks.
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead.
     max_rows: most sequences decoded at the same time by one engine.
@@ -102,6 +106,7 @@ class Generation(NamedFields):
 
     engine: Literal["vllm", "transformers"] = "vllm"
     tensor_parallel_size: int = 1
+    strategy: Literal["hybridflow", "v", "full"] = "hybridflow"
     max_model_tokens: int = 1024
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.4
@@ -111,6 +116,7 @@ class Generation(NamedFields):
     def __post_init__(self) -> None:
         one_of("Generation.engine", self.engine, GENERATION_ENGINES)
         whole("Generation.tensor_parallel_size", self.tensor_parallel_size, 1)
+        one_of("Generation.strategy", self.strategy, SYNC_STRATEGIES)
         if self.engine == "transformers" and self.tensor_parallel_size > 1:
             raise BadInput(
                 f"Generation.tensor_parallel_size={self.tensor_parallel_size} with engine='transformers'",

@@ -1,7 +1,8 @@
 """Tiny random models for tests and for trying out placements: real architectures, seconds to run, no download.
 
 Heads of size 32 (vLLM takes no smaller ones), 4 of them with 2 key-value heads, and a vocabulary of 264 tokens: all
-divide by tensor-parallel sizes 1 and 2, and by 4 where key-value heads may be copied. Weights come from a fixed seed.
+divide by tensor-parallel sizes 1 and 2, and by 4 where key-value heads may be copied, or are 4 ("4kv"). Weights come
+from a fixed seed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 TINY: dict[str, dict[str, Any]] = {
     "tiny-llama": {"model_type": "llama", "tie_word_embeddings": False},
     "tiny-llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "tiny-llama-tied-4kv": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4},
     "tiny-qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
 }
 """Name -> what sets it apart from the shape that all of them share."""
@@ -49,13 +51,12 @@ def _model(differences: dict[str, Any]) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        **differences,
+        **{"num_key_value_heads": 2} | differences,
         vocab_size=len(SPECIAL_TOKENS) + 256,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
         initializer_range=0.1,  # wider than usual: distributions with a shape, greedy choices without near-ties

@@ -33,12 +33,14 @@ class Distribution:
     ranks of training is the layout (p_g, t_g, d*d_g) on these ranks in another order.
     sharding: "replicas", each of the d replicas is whole; "fsdp", each tensor of a replica is sharded over the d
     replicas in chunks of ceil(rows/d) rows, as FSDP2 does; "zero", in flat chunks of ceil(elements/d), as ZeRO-3 does.
+    vocabulary_multiple: the vocabulary is rounded up to a multiple of it before it is cut, as generation engines do.
     """
 
     weights: ModelWeights
     layout: Layout
     ranks: tuple[int, ...]
     sharding: Sharding = "replicas"
+    vocabulary_multiple: int = 1
 
     def __post_init__(self) -> None:
         one_of("Distribution.sharding", self.sharding, SHARDINGS)
@@ -79,9 +81,9 @@ class Distribution:
             return None
         t, d = self.layout.t, self.layout.d
         rows, columns = weight.matrix
-        cuts = weight.intervals(j, t)
+        cuts = weight.intervals(j, t, self.vocabulary_multiple)
         held = boxes.of((0, rows, *cut) if weight.axis == 1 else (*cut, 0, columns) for cut in cuts)
-        shape = weight.local_shape(j, t)
+        shape = weight.local_shape(j, t, self.vocabulary_multiple)
         if self.sharding == "replicas":
             return WeightShard(held, shape)
         total = shape[0] if self.sharding == "fsdp" else boxes.size(held)

@@ -54,7 +54,8 @@ class ReshardingEngine:
     own, all of it: several parts of a fused weight; a slice that lies partly outside (vocabulary rows that the tensor
     ranks do not divide evenly; a general reshard).
 
-    Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator.
+    Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator. received_bytes:
+    that this rank received so far.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -72,6 +73,7 @@ class ReshardingEngine:
             group: list(self._plan_buckets(group, list(weights), max(1, bucket_bytes // 2)))
             for group, weights in itertools.groupby(plan.weights, key=lambda weight: weight.group)
         }
+        self.received_bytes = 0
         self._views: dict[str, Tensor] = {}
         self._away = False
 
@@ -95,12 +97,38 @@ class ReshardingEngine:
         self._away = True
         gathered: dict[str, Tensor] = {}
         for group, buckets in self._buckets.items():
-            for name in (name for name in self._gathered if self._weights[name].group == group):
+            for name in self._of_group(group):
                 gathered[name] = self._prepare(name, held, dtype, device)
+                mine = self._held.get(name)
+                if mine is not None and mine.boxes != self._gathered[name].boxes:
+                    self._share(held[name], mine, gathered[name], self._gathered[name])
             for bucket in buckets:
                 self._exchange(bucket, held, gathered)
         arrived = {name: self._cut(name, held, gathered.pop(name)) for name in self._gathered}
         return {name: tensor for name, tensor in arrived.items() if tensor is not None}
+
+    @torch.no_grad()
+    def layers(
+        self,
+        held: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> Iterator[dict[str, Tensor]]:
+        """The same weights a layer at a time, for an engine that keeps copies of them; arguments as for `reshard`.
+
+        `held` stays as it is, so that there is nothing to restore; what is whole already is given as it lies there.
+        Beside it, memory is needed for one layer: drop each before asking for the next. Every rank iterates to the end.
+        """
+        self._check(held)
+        for tensor in held.values():
+            dtype, device = tensor.dtype, tensor.device
+        for group, buckets in self._buckets.items():
+            gathered = {name: self._prepare(name, held, dtype, device) for name in self._of_group(group)}
+            for bucket in buckets:
+                self._exchange(bucket, held, gathered)
+            needed = [name for name in gathered if name in self._needed]
+            yield {name: self._generation_shard(name, gathered.pop(name)) for name in needed}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -118,6 +146,9 @@ class ReshardingEngine:
         if self.rank not in self.plan.ranks or not (found := self.plan.materialised(weight, self.rank)):
             return needed
         return needed if needed is not None and needed.boxes == found else WeightShard(found, weight.shape)
+
+    def _of_group(self, group: str) -> list[str]:
+        return [name for name in self._gathered if self._weights[name].group == group]
 
     def _plan_buckets(self, group: str, weights: list[Weight], limit: int) -> Iterator[_Bucket]:
         """A group's weights in bands of rows of at most `limit` bytes together."""
@@ -150,7 +181,6 @@ class ReshardingEngine:
         gathered = torch.empty(wanted.shape, dtype=dtype, device=device)
         if mine is not None:
             fill(gathered, wanted, held[name].data, mine)
-            self._share(held[name], mine, gathered, wanted)
         return gathered
 
     def _share(self, tensor: Tensor, mine: WeightShard, other: Tensor, shard: WeightShard) -> bool:
@@ -176,17 +206,23 @@ class ReshardingEngine:
                 receives.append((source, buffer))
                 unpack.append((buffer, views))
         self._communicator.exchange(sends, receives, bucket.group)
+        self.received_bytes += sum(buffer.nbytes for _, buffer in receives)
         for buffer, views in unpack:
             for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part.view(view.shape))
 
+    def _generation_shard(self, name: str, gathered: Tensor) -> Tensor:
+        wanted, needed = self._gathered[name], self._needed[name]
+        if needed.boxes == wanted.boxes:
+            return gathered
+        cut = torch.empty(needed.shape, dtype=gathered.dtype, device=gathered.device)
+        fill(cut, needed, gathered, wanted)
+        return cut
+
     def _cut(self, name: str, held: Mapping[str, Tensor], gathered: Tensor) -> Tensor | None:
         """The generation shard out of what was gathered; a training slice outside of it gets memory of its own."""
         wanted, needed, mine = self._gathered[name], self._needed.get(name), self._held.get(name)
-        cut = None if needed is None else gathered
-        if needed is not None and needed.boxes != wanted.boxes:
-            cut = torch.empty(needed.shape, dtype=gathered.dtype, device=gathered.device)
-            fill(cut, needed, gathered, wanted)
+        cut = None if needed is None else self._generation_shard(name, gathered)
         if mine is None:
             return cut
         tensor, shares = held[name], self.plan.shares_storage

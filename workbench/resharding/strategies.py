@@ -21,14 +21,16 @@ class Transition(Plan):
     """From a training layout to a generation layout on the same ranks, 0 to p*t*d - 1; see `Layout` for both.
 
     Plain generation groups, unless a subclass says otherwise: consecutive ranks inside each training replica.
+    vocabulary_multiple: of the generation side, see `Distribution`.
     """
 
-    def __init__(self, weights: ModelWeights, layout: Layout) -> None:
+    def __init__(self, weights: ModelWeights, layout: Layout, *, vocabulary_multiple: int = 1) -> None:
         weights.check(layout.p, layout.t)
         self.layout = layout
         p_g, t_g = layout.p_g or layout.p, layout.t_g or layout.t
         generation = Layout(p_g, t_g, layout.size // (p_g * t_g))
-        super().__init__(self.training(weights), Distribution(weights, generation, self.generation_ranks()))
+        after = Distribution(weights, generation, self.generation_ranks(), vocabulary_multiple=vocabulary_multiple)
+        super().__init__(self.training(weights), after)
 
     def training(self, weights: ModelWeights) -> Distribution:
         """Who holds what in training."""
@@ -92,6 +94,22 @@ class FullGather(Transition):
         return [Movement(weight, rank, others[rank], shard) for rank, shard in shards if shard and others[rank]]
 
 
+class FullGatherOfSlices(FullGather):
+    """The same for a model that is trained in the layout (p, t, d): a rank's flat shard is one of its slices', over d.
+
+    What several tensor ranks hold whole has several owners: the lowest of them sends it.
+    """
+
+    def training(self, weights: ModelWeights) -> Distribution:
+        return Distribution(weights, self.layout, tuple(range(self.layout.size)), "zero")
+
+    def senders(self, rank: int) -> Sequence[Sequence[int]]:
+        return (self.ranks,)
+
+    def _block_movements(self, weight: Weight) -> list[Movement]:
+        return Plan._block_movements(self, weight)
+
+
 class ModelParallelGather(Transition):
     """HybridFlow-V: everything gathered over the p*t ranks of each training replica, plain generation groups.
 
@@ -137,3 +155,14 @@ def plan_transition(weights: ModelWeights, layout: Layout, strategy: str = "hybr
     """
     one_of("strategy", strategy, tuple(STRATEGIES))
     return STRATEGIES[strategy](weights, layout)
+
+
+def plan_sync(weights: ModelWeights, layout: Layout, strategy: str, *, vocabulary_multiple: int = 1) -> Transition:
+    """The plan of a weight sync: as `plan_transition`, from the slices that are trained in `layout`, to an engine whose
+    tensor groups are consecutive ranks, see `Layout.generating`.
+
+    The groups being the engine's, "v" and "full" have those of "hybridflow" here.
+    """
+    one_of("strategy", strategy, tuple(STRATEGIES))
+    kind = FullGatherOfSlices if strategy == "full" else STRATEGIES[strategy]
+    return kind(weights, layout, vocabulary_multiple=vocabulary_multiple)

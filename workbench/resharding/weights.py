@@ -36,10 +36,13 @@ class Part:
     units: int
     rule: Literal["even", "copied", "chunked"] = "even"
 
-    def held_units(self, j: int, t: int) -> Interval | None:
-        """[start, stop) in units for tensor rank j of t; None where they do not divide."""
+    def held_units(self, j: int, t: int, multiple: int = 1) -> Interval | None:
+        """[start, stop) in units for tensor rank j of t; None where they do not divide.
+
+        multiple: what is chunked counts as so many units more that this divides them.
+        """
         if self.rule == "chunked":
-            chunk = -(-self.units // t)
+            chunk = -(-(-(-self.units // multiple) * multiple) // t)
             return min(j * chunk, self.units), min((j + 1) * chunk, self.units)
         if self.units % t == 0:
             each = self.units // t
@@ -94,16 +97,17 @@ class Weight:
         """Bytes of the whole weight."""
         return self.numel * self.item_bytes
 
-    def intervals(self, j: int, t: int) -> tuple[Interval, ...]:
+    def intervals(self, j: int, t: int, multiple: int = 1) -> tuple[Interval, ...]:
         """[start, stop) along the cut axis that tensor rank j of t holds, one for each part; they may be empty.
 
-        For a weight that is not cut: all of axis 0. Raises `BadInput` where t does not divide a part.
+        multiple: a vocabulary is rounded up to a multiple of it before it is cut. For a weight that is not cut: all of
+        axis 0. Raises `BadInput` where t does not divide a part.
         """
         if self.axis is None:
             return ((0, self.matrix[0]),)
         found, begin = [], 0
         for part in self.parts:
-            units = part.held_units(j, t)
+            units = part.held_units(j, t, multiple)
             if units is None:
                 raise BadInput(
                     f"{self.name}: {part.units} units over t={t} tensor ranks",
@@ -116,11 +120,11 @@ class Weight:
             begin += part.size
         return tuple(found)
 
-    def local_shape(self, j: int, t: int) -> tuple[int, ...]:
-        """Shape of what tensor rank j of t holds."""
+    def local_shape(self, j: int, t: int, multiple: int = 1) -> tuple[int, ...]:
+        """Shape of what tensor rank j of t holds; `multiple` as in `intervals`."""
         if self.axis is None:
             return self.shape
-        held = sum(stop - start for start, stop in self.intervals(j, t))
+        held = sum(stop - start for start, stop in self.intervals(j, t, multiple))
         return (*self.shape[: self.axis], held, *self.shape[self.axis + 1 :])
 
     def cut(self, tensor: Tensor, j: int, t: int) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 
 from workbench.engines.training.groups import ParallelGroups
 from workbench.placement import Layout
+from workbench.placement.layout import Axis
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 
@@ -19,13 +22,13 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
     if layout.p * layout.t == 1:
         alone = Communicator(0, 1, recorder)
         return ParallelGroups(layout=layout, data=communicator, tensor=alone, pipeline=alone)
-    axes = ("data", "pipeline", "tensor")
-    mesh = DeviceMesh(device, torch.from_numpy(layout.mesh()), mesh_dim_names=axes)
-    place = dict(zip(axes, layout.coordinates(communicator.rank), strict=True))
-    made = {
-        axis: Communicator(place[axis], mesh.size(number), recorder, mesh.get_group(axis), inner=axis == "tensor")
-        for number, axis in enumerate(axes)
-    }
+    made: dict[str, Communicator] = {}
+    for axis, place in zip(("data", "pipeline", "tensor"), layout.coordinates(communicator.rank), strict=True):
+        for ranks in layout.groups(cast(Axis, axis)):
+            # in the layout's order, in which a rank's number in a group is its coordinate; torch would sort them
+            group = dist.new_group(ranks, sort_ranks=False) if len(ranks) > 1 else None
+            if communicator.rank in ranks:
+                made[axis] = Communicator(place, len(ranks), recorder, group, inner=axis == "tensor")
     # NCCL wants all ranks of a group in its first call, and a pipeline's stages meet in pairs
     made["pipeline"].all_reduce(torch.zeros(1, device=device))
     return ParallelGroups(layout=layout, **made)

@@ -13,7 +13,10 @@ from workbench.engines.settings import Generation
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Ending", "GenerationEngine", "Rollout", "make_generation_engine"]
+__all__ = ["VOCABULARY_MULTIPLE", "Ending", "GenerationEngine", "Rollout", "make_generation_engine"]
+
+VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
+"""Engine -> what it rounds the vocabulary up to a multiple of, before it cuts it over its tensor ranks."""
 
 
 def make_generation_engine(

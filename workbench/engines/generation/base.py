@@ -69,6 +69,8 @@ class GenerationEngine(ABC):
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Take new weights (transformers' names) in place, drop stale caches, return bytes taken.
 
+        Each in the shape of the whole weight. A rank of a tensor group reads its own slices of it and nothing else: the
+        rest may be memory that was never written.
         After an error, that of the iterator included, weights are mixed; a whole update mends them.
         """
 

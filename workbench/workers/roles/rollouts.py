@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import Generation, Sampling
+from workbench.engines.settings import SYNC_STRATEGIES, Generation, Sampling, one_of
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
@@ -26,6 +26,7 @@ from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.tensor_group import shared_by_group
+from workbench.workers.weight_transition import WeightTransitions
 from workbench.workers.worker import Context
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ def _check_length(sampling: Sampling, generation: Generation | None) -> None:
             f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
             "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
         )
+
+
+def _strategy(arguments: Mapping[str, Any]) -> None:
+    one_of("strategy", arguments["strategy"], (None, *SYNC_STRATEGIES))
 
 
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -83,6 +88,7 @@ class RolloutWorker(TrainedWorker):
             device=context.device,
             threads=context.host.threads,
         )
+        self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
 
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
@@ -172,7 +178,8 @@ class RolloutWorker(TrainedWorker):
                 columns = single_turn(rollout, mine)
             else:
                 columns = several_turns(self._converse(batch, sampling, prompts, seeds, mine)[mine])
-            counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
+            if self._counts_rows():
+                counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         return Output(
             columns=columns,
             metrics=merge_metrics(metrics, rollout_metrics(columns)),
@@ -182,30 +189,36 @@ class RolloutWorker(TrainedWorker):
     def _converse(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
     ) -> list[Conversation]:
-        """The conversations of all ranks that generate as one; each rank runs the environments of its own rows."""
-        assert self.spec.generation is not None
-        size, communicator = self.spec.generation.tensor_parallel_size, self.context.communicator
+        """The conversations of all ranks that generate as one; each rank runs the environments of its own rows, or of a
+        share of the rows that they all have."""
+        size, communicator = self._tensor_ranks, self.context.communicator
+        here = slice(0, len(batch))
+        if self.context.groups.model_parallel:
+            start, stop = (len(batch) * (communicator.rank % size + n) // size for n in (0, 1))
+            here = slice(start, stop)
+        own = slice(mine.start + here.start, mine.start + here.stop)
         texts = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
         rows = [{name: column[i] for name, column in texts.items()} for i in range(len(batch))]
         environments = Environments(
             sampling,
-            [{**row, "sample_seed": seed} for row, seed in zip(rows, seeds[mine], strict=True)],
+            [{**row, "sample_seed": seed} for row, seed in zip(rows[here], seeds[own], strict=True)],
             self.tokenizer,
             where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
-            row_numbers=batch.rows.tolist(),
+            row_numbers=batch.rows[here].tolist(),
         )
         conversations = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
 
         def any_rank(here: bool) -> bool:
             return here if size == 1 else bool(communicator.all_reduce_max(torch.tensor([int(here)])).item())
 
+        assert self.spec.generation is not None
         with environments.running():
             converse(
                 self.generator,
                 conversations,
                 sampling,
                 environments,
-                mine=mine,
+                mine=own,
                 max_model_tokens=self.spec.generation.max_model_tokens,
                 share=partial(shared_by_group, communicator, size),
                 any_rank=any_rank,
@@ -216,14 +229,15 @@ class RolloutWorker(TrainedWorker):
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
         """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
 
-        Rows are dealt to every rank, as for training, but the ranks of a tensor group must ask the same of vLLM.
+        The ranks of a tensor group must ask the same of vLLM. In a layout with p*t > 1 they have the same rows; else
+        rows are dealt to every rank, as for training.
         """
-        assert self.spec.generation is not None
-        size, communicator = self.spec.generation.tensor_parallel_size, self.context.communicator
-        first = communicator.rank - communicator.rank % size
+        size, communicator = self._tensor_ranks, self.context.communicator
+        apart = size > 1 and not self.context.groups.model_parallel
+        first = communicator.rank - communicator.rank % size if apart else communicator.rank
 
         def gathered(part: Tensor) -> list[Tensor]:
-            return communicator.all_gather(part)[first : first + size] if size > 1 else [part]
+            return communicator.all_gather(part)[first : first + size] if apart else [part]
 
         uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
         assert batch.sample is not None
@@ -236,24 +250,49 @@ class RolloutWorker(TrainedWorker):
         mine = slice(before, before + len(batch))
         return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
 
-    @register(ONE_TO_ALL)
-    def sync_weights(self) -> dict[str, float]:
-        """Give the generation engine the trainer's weights now, if it lacks them; the gap on the probe, in nats."""
-        return {name: metric.value for name, metric in self._sync().items()}
+    @property
+    def _tensor_ranks(self) -> int:
+        """Ranks that generate as one: consecutive ranks of the pool."""
+        assert self.spec.generation is not None
+        return self.spec.generation.tensor_parallel_size
+
+    def _counts_rows(self) -> bool:
+        """Whether what this rank generates counts: where a tensor group has the same rows, the first rank's does."""
+        return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
+
+    @register(ONE_TO_ALL, check=_strategy)
+    def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
+        """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
+
+        strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
+        layout has p*t > 1. Gives `sync_gap/mean`, the gap on the probe in nats; with p*t > 1 also `sync/received_bytes`
+        and, what ranks kept beside what they generate with, `sync/kept_twice_bytes`, both of all ranks together.
+        """
+        if strategy is not None and not self.context.groups.model_parallel:
+            raise BadInput(
+                f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
+                "strategies differ in how slices of the model meet: with p*t = 1 there are none",
+                "call sync_weights(), or give the actor a layout with p*t > 1",
+            )
+        return {name: metric.value for name, metric in self._sync(strategy).items()}
 
     @register(ONE_TO_ALL)
     def check_sync(self) -> float:
         """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
         return self._probe_gap()
 
-    def _sync(self) -> Metrics:
-        if self.generator.weights_version == self.engine.steps:
+    def _sync(self, strategy: str | None = None) -> Metrics:
+        if strategy is None and self.generator.weights_version == self.engine.steps:
             return {}
         assert self.spec.generation is not None and self.spec.dtype is not None
+        metrics: Metrics = {}
         with self.context.recorder.span("weight_sync") as counted:
-            counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            if self.context.groups.model_parallel:
+                counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
+            else:
+                counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
             if not self.spec.generation.check_sync:
-                return {}
+                return metrics
             gap = self._probe_gap()
         # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
         known = torch.tensor([gap], dtype=torch.float64).nan_to_num(nan=torch.inf)
@@ -265,7 +304,7 @@ class RolloutWorker(TrainedWorker):
                 f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
                 "some weight did not arrive; Generation(check_sync=False) goes on all the same",
             )
-        return {"sync_gap/mean": Mean(total=gap, count=1)}
+        return {"sync_gap/mean": Mean(total=gap, count=1), **metrics}
 
     @register(ONE_TO_ALL)
     def compare_weights(self) -> EngineWeights:
