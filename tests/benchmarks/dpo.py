@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from curves import Curve, new_folder, write
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-import workbench as wb
-from workbench.dataflow.sources import read_rows
+import workbench as wb  # noqa: E402
+from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from workbench.dataflow.sources import read_rows  # noqa: E402
 
 SHOWN = ("preference_loss", "accuracy", "accuracy/low", "accuracy/high", "margin", "grad_norm")
 

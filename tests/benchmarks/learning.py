@@ -12,14 +12,18 @@ Writes curves.csv (a row an iteration) and result.json into runs/learning/.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from curves import Curve, new_folder, write
 
-import workbench as wb
-from workbench.models import bf16_is_fast
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import workbench as wb  # noqa: E402
+from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from workbench.models import bf16_is_fast  # noqa: E402
 
 MAX_NEW_TOKENS = 16
 COST_LIMIT = 0.5

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from curves import Curve, new_folder, write
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-import workbench as wb
-from workbench.dataflow.sources import read_rows
-from workbench.models import bf16_is_fast
+import workbench as wb  # noqa: E402
+from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from workbench.dataflow.sources import read_rows  # noqa: E402
+from workbench.models import bf16_is_fast  # noqa: E402
 
 SHOWN = ("accuracy", "accuracy/low", "accuracy/high", "margin", "preference_loss", "grad_norm")
 
