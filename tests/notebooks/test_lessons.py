@@ -50,6 +50,13 @@ def test_lesson_102(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_203(tmp_path: Path) -> None:
+    html = run("203_resharding_traffic.ipynb", tmp_path)
+    assert sum("(1.00 times)" in text for text in html) == 1  # no more moved than had to
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_303(tmp_path: Path) -> None:
     html = run("303_your_own_algorithm.ipynb", tmp_path)
     assert sum("Dataflow of MedianPO" in text for text in html) == 2
