@@ -47,7 +47,8 @@ class PPO(Algorithm):
     correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        self.need("critic", "reward", *(["reference"] if self.kl_coefficient or self.kl_target is not None else []))
+        penalised = self.kl_coefficient or self.kl_target is not None
+        self.need("critic", *(["reference"] if penalised else []), "reward")
         if self.kl_target is not None:  # a setting that the step would refuse is refused now
             self._adapted(self.kl_target)
 

@@ -54,7 +54,7 @@ class SafeRLHF(Algorithm):
     pretrain_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
-        self.need("critic", "reward", "cost", "cost_critic", *(["reference"] if self.kl_coefficient else []))
+        self.need("critic", *(["reference"] if self.kl_coefficient else []), "reward", "cost", "cost_critic")
         # a setting that the step would refuse is refused now
         dual_step(self.multiplier, self.limit, self.limit, self.multiplier_rate, self.multiplier_bounds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -197,7 +198,9 @@ class NumericWorker(Worker):
                     )
                 advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
                 both = all_reduce(torch.stack([moments(x, mask_BT) for x in (returns_BT, returns_BT - values_BT)]))
-                metrics[f"{signal.values}/explained_variance"] = Mean(total=explained_variance(*both), count=1)
+                explained = explained_variance(*both)
+                if not math.isnan(explained):
+                    metrics[f"{signal.values}/explained_variance"] = Mean(total=explained, count=1)
                 return rewards_BT, advantages_BT, returns_BT
             if estimator == "reinforce_pp":
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma)
