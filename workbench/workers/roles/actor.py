@@ -173,7 +173,8 @@ class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
         `compute_log_prob` was given another.
 
         Without bonus and penalty a row whose advantages are all 0 has no gradient: it counts in the denominators, but
-        no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others.
+        no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others. A
+        minibatch of such rows alone is a step all the same, in which AdamW moves by its momentum.
         """
         scale = old_log_prob_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
