@@ -3,8 +3,9 @@
     python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 0 1 2] [--iterations 16] [--rows 64]
 
 grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees,
-before and after. safe_rlhf: the reward grows with the words of a response, the cost with its length; held to a
-limit of the mean cost, responses may grow only until it is reached, and the multiplier moves.
+before and after. safe_rlhf: the reward grows with the words of a response, each worth less than the one before, the
+cost with its length; the mean cost starts above its limit and has to come down to it and stay, while the multiplier
+moves.
 
 Writes curves.csv (a row an iteration) and result.json into runs/learning/.
 """
@@ -39,8 +40,12 @@ def right(prompt: str, response: str, answer: str, **row: Any) -> float:
 
 
 def wordy(prompt: str, response: str, **row: Any) -> float:
-    """Different words of a response, in tenths."""
-    return len(set(response.split())) / 10
+    """Different words of a response, with diminishing returns: concave, so that each multiplier has its own best length.
+
+    Were it linear in the length, as the cost is, no length between none and the longest would ever be the best, and
+    the multiplier could only swing the policy between the two.
+    """
+    return 1 - (1 - min(1.0, len(set(response.split())) / 12)) ** 2
 
 
 def length(prompt: str, response: str, **row: Any) -> float:
@@ -81,7 +86,7 @@ def make(name: str, lab: wb.Workbench, rows: int) -> Any:
         return wb.GRPO(lab, prompts=rows // 8, samples=8, sampling=sampling)
     if name == "ppo":
         return wb.PPO(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01)
-    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.5)
+    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=1.0)
 
 
 def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:
