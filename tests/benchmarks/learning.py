@@ -40,7 +40,7 @@ def right(prompt: str, response: str, answer: str, **row: Any) -> float:
 
 
 def wordy(prompt: str, response: str, **row: Any) -> float:
-    """Different words of a response, with diminishing returns: concave, so that each multiplier has its own best length.
+    """Different words of a response, with diminishing returns: so each multiplier has its own best length.
 
     Were it linear in the length, as the cost is, no length between none and the longest would ever be the best, and
     the multiplier could only swing the policy between the two.
