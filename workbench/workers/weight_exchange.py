@@ -74,7 +74,7 @@ class Snapshot:
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
     """The weights of a model for these layouts; how its layers are cut must be known only where one of them does."""
-    return model_weights(config, dtype=dtype, cut=any(layout.p * layout.t > 1 for layout in layouts))
+    return model_weights(config, dtype=dtype, known_cuts_only=any(layout.p * layout.t > 1 for layout in layouts))
 
 
 def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
