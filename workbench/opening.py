@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -15,10 +17,13 @@ from workbench.display.progress import Progress
 from workbench.engines.settings import Generation, Training, one_of
 from workbench.errors import NameTaken, WorkbenchError
 from workbench.home import locked
+from workbench.machine import available_bytes, gpu_bytes
 from workbench.placement import Placement
+from workbench.placement.estimate import check_fit, estimate_memory
+from workbench.registry import Record
 from workbench.workers.backends import RayBackend
 from workbench.workers.backends.ray import end_hosts
-from workbench.workers.cluster import stop_idle_head
+from workbench.workers.cluster import joined_address, stop_idle_head
 
 IfExists = Literal["attach", "replace", "error"]
 
@@ -54,7 +59,8 @@ def open(
         description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
     runs: folder under which the run folder (telemetry, logs) is made.
 
-    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change.
+    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
+    placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
@@ -89,6 +95,7 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
     if living is not None and if_exists == "attach":
         return attach(name)
     lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    _check_memory(description, replaced=None if living is None else registry.find(name))
     if living is not None:
         stop(name)
     try:
@@ -111,6 +118,25 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
         raise
     registry.opened[name] = lab
     return lab
+
+
+def _check_memory(description: Description, replaced: Record | None) -> None:
+    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
+    machines have is not known. replaced: whose memory will be free."""
+    ray = sys.modules.get("ray")
+    if description.address is not None or (ray is not None and ray.is_initialized() and joined_address(ray)):
+        return
+    if description.device == "cuda":
+        has = gpu_bytes()
+    else:
+        processes = [process.here for process in replaced.hosts.values()] if replaced else []
+        has = available_bytes() + sum(process.memory_info().rss for process in processes if process)
+    if has is None:
+        return
+    models, gpu = description.role_models(), has if description.device == "cuda" else None
+    estimate = estimate_memory(description.placement, models, device=description.device, device_bytes=gpu)
+    if doubt := check_fit(estimate, has_bytes=has, models=models):
+        warnings.warn(doubt, stacklevel=4)  # in the line that opens
 
 
 def attach(name: str) -> Workbench:

@@ -13,8 +13,8 @@ USES = {
     "parameters": 1.0,
     "optimizer": 0.75,
     "gradients": 0.55,
-    "engine weights": 0.4,
-    "kv cache": 0.25,
+    "generation weights": 0.4,
+    "generation kv cache": 0.25,
     "activations": 0.12,
     "batches": 0.75,
 }
@@ -115,7 +115,8 @@ def _box(box: DeviceBox, x: float, y: float, height: float) -> str:
         f'stroke="currentColor" stroke-opacity=".35"/>'
         f'<text x="{x + PAD:g}" y="{y + 16:g}" fill="currentColor" font-weight="600">{escape(box.name)}</text>'
         f'<text x="{x + WIDTH - PAD:g}" y="{y + 16:g}" fill="currentColor" text-anchor="end">{escape(told)}</text>'
-        f'<text x="{x + PAD:g}" y="{y + 30:g}" fill="currentColor" font-size="10" opacity=".7">{escape(box.place)}</text>'
+        f'<text x="{x + PAD:g}" y="{y + 30:g}" fill="currentColor" font-size="10" opacity=".7">'
+        f"{escape(box.place)}</text>"
     )
 
 

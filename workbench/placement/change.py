@@ -74,8 +74,8 @@ class PlacementChange(Moves):
         total = held(self.before.on(device)) + held(t for t in self.after.on(device) if t.role not in stays)
         for tenant in self.before.on(device):
             if tenant.role not in stays:  # its generation engine is closed first
-                cache = tenant.memory.kv_cache if not (certain and self.device == "cpu") else 0
-                total -= tenant.memory.engine_weights + cache
+                cache = tenant.memory.generation_kv_cache if not (certain and self.device == "cpu") else 0
+                total -= tenant.memory.generation_weights + cache
         moved = self.matrix.sum(axis=0) + self.matrix.sum(axis=1)
         for n, place in enumerate(self.places):
             if place.device == device:

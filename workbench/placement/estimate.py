@@ -208,18 +208,18 @@ def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models) -> 
     _, role, use = items[0]
     model = models[role]
     assert model is not None
-    if use == "kv_cache":
+    if use == "generation_kv_cache":
         return f"use a smaller Generation.{'kv_cache_gib' if estimate.device == 'cpu' else 'gpu_memory_fraction'}"
     if use == "activations":
         return "use a smaller Training.micro_batch_tokens (and Generation.max_rows), or activation_checkpointing=True"
     choices = []
-    if use == "engine_weights":
+    if use == "generation_weights":
         choices.append("a larger Generation.tensor_parallel_size")
     elif model.trained and estimate.placement.layout_of(role).d > 1 and model.engine != "zero3":
         choices.append(f"Training(engine='deepspeed', zero_stage=3) for {role}")
     if role == "actor" and model.adapter is None and use in ("optimizer", "gradients"):
         choices.append("an adapter, wb.Model(..., adapter=wb.LoRA())")
-    if model.dtype == "float32" and use in ("parameters", "engine_weights"):
+    if model.dtype == "float32" and use in ("parameters", "generation_weights"):
         choices.append("dtype='bfloat16'")
     if estimate.device == "cuda":
         choices.append(f"more devices: a pool of its own for {role}, or a layout (p, t, d) that cuts it")

@@ -26,7 +26,6 @@ from workbench.placement.layout import Layout
 from workbench.placement.placement import Placement
 from workbench.placement.state import state_of
 
-
 Action = Literal["stays", "rebuilt", "moves"]
 
 
@@ -112,10 +111,10 @@ class Moves:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the places; a new process that has the name of one that ends says that it is new."""
-        old = {(place.pool, place.rank) for place in self.places if not place.new}
+        """The names of the places; those of a new pool that is called as one that ends say that they are new."""
+        old = {place.pool for place in self.places if not place.new}
         return tuple(
-            f"{place.pool}-{place.rank}" + (" (new)" if place.new and (place.pool, place.rank) in old else "")
+            f"{place.pool}-{place.rank}" + (" (new)" if place.new and place.pool in old else "")
             for place in self.places
         )
 

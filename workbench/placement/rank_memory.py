@@ -28,7 +28,7 @@ STEP_BYTES = 4
 # What generation engines round the vocabulary up to a multiple of.
 VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
 
-LASTING = ("parameters", "optimizer", "kept_gradients", "engine_weights", "kv_cache")
+LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache")
 PASSING = ("gradients", "activations")
 
 
@@ -37,7 +37,8 @@ class RankMemory:
     """Bytes of one rank of a role.
 
     parameters, optimizer, kept_gradients: between updates, from the first one on. gradients: beside these, when those
-    of an update are complete. engine_weights, kv_cache: of a generation engine that keeps them; the cache at most.
+    of an update are complete. generation_weights, generation_kv_cache: of a generation engine that keeps them; the
+    cache at most.
     activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered weights, the
     buckets in which gradients are summed, and a cache that lives only while the engine decodes.
     may_be_mapped: of the parameters, those that a CPU host may map from the file, which then costs no memory.
@@ -47,8 +48,8 @@ class RankMemory:
     optimizer: int = 0
     kept_gradients: int = 0
     gradients: int = 0
-    engine_weights: int = 0
-    kv_cache: int = 0
+    generation_weights: int = 0
+    generation_kv_cache: int = 0
     activations: int = 0
     may_be_mapped: int = 0
 
@@ -60,7 +61,7 @@ class RankMemory:
     def certain(self, *, on_cpu: bool) -> int:
         """Of what lasts, that which cannot be less: on a CPU memory is taken as it is written to, so that a cache may
         stay small, and weights that are mapped from a file may be shared."""
-        return self.lasting - (self.kv_cache + self.may_be_mapped if on_cpu else 0)
+        return self.lasting - (self.generation_kv_cache + self.may_be_mapped if on_cpu else 0)
 
     @property
     def passing(self) -> int:
@@ -107,7 +108,7 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int
             extra = min(gathered, LIVE_ELEMENTS) * role.stored_bytes
     if role.trained and (replicas > 1 or stage):
         extra += min(total, BUCKET_ELEMENTS["zero" if role.engine.startswith("zero") else "torch"]) * 4
-    engine_weights, kv_cache = _generation(role, layout, stage, rank, device_bytes)
+    generation_weights, generation_kv_cache = _generation(role, layout, stage, rank, device_bytes)
     passing = activation_bytes(role, layout, rank) + extra
     if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
         rows = role.generation.max_rows * role.generation.max_model_tokens
@@ -118,8 +119,8 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int
         optimizer=optimizer,
         kept_gradients=kept_gradients,
         gradients=gradients,
-        engine_weights=engine_weights,
-        kv_cache=kv_cache,
+        generation_weights=generation_weights,
+        generation_kv_cache=generation_kv_cache,
         activations=passing,
         may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
     )

@@ -20,6 +20,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Matrices that are no linear layers below the head, so have no adapter.
 TABLES = ("embed_tokens", "lm_head", "wte", "wpe")
 
+_weights: dict[tuple[type, str, str, str], ModelWeights] = {}  # several roles have one model, and asking takes time
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoleModel:
@@ -58,7 +60,10 @@ class RoleModel:
     @cached_property
     def weights(self) -> ModelWeights:
         """The model's weights, in the order of its modules, counted in `dtype`."""
-        return model_weights(self.config, head=self.head, dtype=self.dtype, known_cuts_only=False)
+        key = type(self.config), self.config.to_json_string(), self.head, self.dtype
+        if key not in _weights:
+            _weights[key] = model_weights(self.config, head=self.head, dtype=self.dtype, known_cuts_only=False)
+        return _weights[key]
 
     @cached_property
     def adapter_weights(self) -> ModelWeights:
