@@ -49,7 +49,8 @@ from workbench.example_stream import ExampleStream
 from workbench.held_batches import HeldBatches
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.placement import ROLLOUT, Layout
+from workbench.moving import move
+from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
     from workbench.algorithms.loop import Algorithm
     from workbench.checks import CheckReport
+    from workbench.placement.change import PlacementChange
 
 
 class Workbench(HeldBatches):
@@ -95,35 +97,55 @@ class Workbench(HeldBatches):
         self.weights = {role: Weights(steps=0, state="") for role in changing}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
+        self._heirs: dict[str, str] = {}
+        self._pools_ended: dict[str, int] = {}
+        self._keeping = 0  # how many `kept` are open
         self._closed = False
         self._run_number, self._batch_number, self.iteration = 0, 0, 0
         self._draws: dict[int, int] = {}
         self.last_metrics: dict[str, MetricValues] = {}
         self.groups: dict[str, WorkerGroup] = {}
         for role, model in description.models.items():
-            self._add_group(role, model, self.placement.pool_of(role).name)
+            self._add_group(role, model)
         if description.actor_is_reference:
             spec = replace(description.models["actor"], adapter=None, worker=None)
-            self._add_group("reference", spec, self.placement.pool_of("actor").name, worker_role="actor")
+            self._add_group("reference", spec, worker_role="actor")
         if ROLLOUT in self.groups:
             RolloutCaller(self)
         self.lead = self.groups[description.lead]  # whose tokenizer makes the tokens, and to whom tables are put
-        numeric = self._add_group("numeric", self.lead.spec, self.lead.pool.name)
-        self.compute_advantages: GroupOperation = numeric.operations["compute_advantages"]
+        self._numeric = self._add_group("numeric", self.lead.spec)
+        self.compute_advantages: GroupOperation = self._numeric.operations["compute_advantages"]
         self.prompts = PromptStream(self, description.prompts)
         self.telemetry = TelemetryStore(run_folder)
 
-    def _add_group(self, role: str, model: Model, pool_name: str, worker_role: str | None = None) -> WorkerGroup:
-        pool = next(pool for pool in self.placement.pools if pool.name == pool_name)
-        hosts = tuple(info.name for info in self._infos if info.pool == pool_name)
+    def _add_group(self, role: str, model: Model, worker_role: str | None = None) -> WorkerGroup:
         worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-        # the numbers of advantages are reductions over the whole batch: no model that could be cut
-        layout = Layout(d=pool.devices) if role == "numeric" else self.description.layout_of(worker_role or role)
-        group = WorkerGroup(role, pool, hosts, layout, model, worker_class, self, worker_role)
+        standing = self._standing(worker_role or role)
+        group = WorkerGroup(role, *standing, model, worker_class, self, worker_role)
         if role != "numeric":
             self.groups[role] = group
             setattr(self, role, group)
         return group
+
+    def _standing(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
+        """Pool, hosts and layout of a role's workers."""
+        pool = self.placement.pool_of(self.description.lead if role == "numeric" else role)
+        hosts = tuple(info.name for info in self._infos if info.pool == pool.name)
+        # the numbers of advantages are reductions over the whole batch: no model that could be cut
+        return pool, hosts, Layout(d=pool.devices) if role == "numeric" else self.description.layout_of(role)
+
+    def _stand(self, description: Description) -> None:
+        """Go on under another placement: the handles of the roles stay, and lead elsewhere."""
+        self.description, self.placement = description, description.placement
+        self._infos = description.hosts(self.run_folder)
+        for group in (*self.groups.values(), self._numeric):
+            group.place(*self._standing(group.worker_role))
+
+    def _record_hosts(self) -> None:
+        """Let kernels to come find the hosts that there are now."""
+        self._save_state()
+        if isinstance(self._backend, RayBackend):
+            registry.rewrite(self.description, self._backend.processes)
 
     def __getattr__(self, name: str) -> WorkerGroup:
         if name == ROLLOUT:
@@ -173,6 +195,27 @@ class Workbench(HeldBatches):
     @functools.cached_property
     def scheduler(self) -> Scheduler:
         return Scheduler(self._backend)
+
+    # --- placement --------------------------------------------------------------------------------------------------
+
+    def move(self, placement: Placement) -> PlacementChange:
+        """Change the placement while the models live: `lab.move(wb.Placement.split(4))`; what moved, as `lab.diff` says
+        it before.
+
+        A pool keeps its processes where the new placement has one of its name with as many devices; other pools get
+        new processes beside the old ones. Weights, moments of Adam and step counts of the roles that move go from host
+        to host, to each rank exactly what its process lacks; so do batches on hosts that end. Generation engines are
+        made anew, and synced before they generate. What was counted or drawn goes on: the next stage gives the numbers
+        that it would have given without the move.
+
+        Until all has arrived, and its sums of bits are right, the old placement stays as it is: an error ends what is
+        new, says which step failed on which host, and the old placement goes on.
+
+        Raises `BadInput`, with nothing touched, for a placement that this workbench could not have been opened with, or
+        that has no room; on GPUs new pools need devices that are free beside those of the old ones; the inline backend
+        has its one process only.
+        """
+        return move(self, placement)
 
     # --- one stage --------------------------------------------------------------------------------------------------
 
@@ -402,7 +445,7 @@ class Workbench(HeldBatches):
             travels = operation.travelling(reads, batch)
             _, meta = batch.part(travels)
             seeded = {**meta, "seed": self._stage_seed(operation, meta, arguments)}
-            return calls_on_batch(group, operation, common, args, batch, samples, travels, seeded)
+            return calls_on_batch(group, operation, common, args, batch, samples, travels, seeded, self._heirs)
 
         def finish(run: Run) -> Any:
             result = self._result(operation, batch, run)

@@ -6,6 +6,7 @@ import importlib.util
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from workbench.engines.settings import Generation, Training, one_of, whole
@@ -15,7 +16,7 @@ from workbench.fingerprint import fingerprint
 from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model, check_settings
-from workbench.placement import ROLES, ROLLOUT, Layout, Placement, check_role
+from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
 from workbench.placement.role_model import RoleModel
 from workbench.resharding.weights import model_weights
 from workbench.workers.calls import HostInfo
@@ -44,6 +45,7 @@ class Description:
     """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
 
     id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
+    moved: the hosts, where `lab.move` has made others than the opening; they are not part of the `digest`.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Description:
     devices: int
     seed: int
     address: str | None
+    moved: tuple[HostInfo, ...] = ()
 
     @classmethod
     def of(
@@ -201,7 +204,7 @@ class Description:
 
     def placed(self, placement: Placement) -> Description:
         """The same workbench under another placement of its roles; checked as at its opening."""
-        changed = replace(self, placement=placement.restrict(self.models))
+        changed = replace(self, placement=placement.restrict(self.models), moved=())
         changed._check()
         return changed
 
@@ -343,31 +346,34 @@ class Description:
                 f"use at most {longest}",
             )
 
-    def hosts(self, run_folder: Any) -> list[HostInfo]:
-        """One host a device, pool by pool. On a CPU, all pools compute at the same time and share the cores."""
-        threads = max(1, cores() // self.placement.devices)
-        infos: list[HostInfo] = []
-        for pool in self.placement.pools:
-            for rank in range(pool.devices):
-                infos.append(
-                    HostInfo(
-                        lab=self.id,
-                        pool=pool.name,
-                        rank=rank,
-                        world_size=pool.devices,
-                        device=f"{self.device}:{len(infos)}",
-                        threads=threads,
-                        log_path=None
-                        if self.backend == "inline"
-                        else str(run_folder / "logs" / f"{pool.name}-{rank}.log"),
-                    )
-                )
-        return infos
+    def hosts(self, run_folder: Path) -> list[HostInfo]:
+        """One host a device, pool by pool."""
+        if self.moved:
+            return list(self.moved)
+        places = [(pool, rank) for pool in self.placement.pools for rank in range(pool.devices)]
+        return [self.host(pool, rank, number, run_folder) for number, (pool, rank) in enumerate(places)]
+
+    def host(self, pool: Pool, rank: int, number: int, run_folder: Path, again: int = 0) -> HostInfo:
+        """The host of a rank of a pool, on the device with a number. On a CPU, all pools compute at the same time and
+        share the cores. again: how many pools of that name there were before."""
+        info = HostInfo(
+            lab=self.id,
+            pool=pool.name,
+            rank=rank,
+            world_size=pool.devices,
+            device=f"{self.device}:{number}",
+            threads=max(1, cores() // self.placement.devices),
+            log_path=None,
+            again=again,
+        )
+        return (
+            info if self.backend == "inline" else replace(info, log_path=str(run_folder / "logs" / f"{info.name}.log"))
+        )
 
     @property
     def digest(self) -> str:
         """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
-        fields = {field: value for field, value in vars(self).items() if field != "id"}
+        fields = {field: value for field, value in vars(self).items() if field not in ("id", "moved")}
         return fingerprint(fields)[:16]
 
 

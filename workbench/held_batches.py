@@ -37,6 +37,7 @@ class HeldBatches(Views):
     _id: str
     _tokenizer: Any
     _broken: dict[str, str]
+    _heirs: dict[str, str]
     vocabulary: Vocabulary
 
     def _check_alive(self, group: WorkerGroup) -> None:
@@ -100,7 +101,7 @@ class HeldBatches(Views):
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
         self._check_open()
         pulled = carry({}, rows=len(rows))
-        for names, pulls in group_pulls(columns, tuple(columns), rows):
+        for names, pulls in group_pulls(columns, tuple(columns), rows, self._heirs):
             pieces = []
             for p in pulls:
                 wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
@@ -114,7 +115,11 @@ class HeldBatches(Views):
         self._check_open()
         lengths = np.empty(len(location), dtype=np.int64)
         pulls = location.pulls(np.arange(len(location)))
-        asked = [self._backend.ask(p.shard.host, "lengths", p.shard.key, p.name or name, p.positions) for p in pulls]
+        shards = [pull.shard.now(self._heirs) for pull in pulls]
+        asked = [
+            self._backend.ask(shard.host, "lengths", shard.key, p.name or name, p.positions)
+            for shard, p in zip(shards, pulls, strict=True)
+        ]
         for pull, pending in zip(pulls, asked, strict=True):
             lengths[pull.destinations] = pending.result()
         return lengths
@@ -131,7 +136,7 @@ class HeldBatches(Views):
     def _release(self) -> None:
         """Tell the hosts which shards nobody refers to any more."""
         due: dict[str, list[str]] = {}
-        for shard in self._counts.take_due():
+        for shard in (shard.now(self._heirs) for shard in self._counts.take_due()):
             due.setdefault(shard.host, []).append(shard.key)
         for host, keys in due.items():
             self._backend.ask(host, "release", keys)

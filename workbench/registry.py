@@ -3,8 +3,9 @@
 A folder belongs to one opening, not to a name: who closes a workbench removes its own record and nobody else's, also
 when another workbench of that name has been opened in the meantime.
 
-    labs/<id>/lab.json          name, processes, address: read by all, written once
-    labs/<id>/description.pkl   what it was opened with; needs the modules of its functions, so only `attach` reads it
+    labs/<id>/lab.json          name, processes, address: read by all
+    labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions, so only `attach`
+                                reads it
     labs/<id>/state.json        counters that a new kernel goes on from
 """
 
@@ -14,7 +15,7 @@ import contextlib
 import json
 import pickle
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +67,18 @@ def check_name(name: str) -> str:
 
 
 def write(record: Record, description: Description) -> None:
-    """Record a workbench that was just opened."""
+    """Record a workbench as it stands now."""
     record.folder.mkdir(parents=True, exist_ok=True)
-    (record.folder / "description.pkl").write_bytes(cloudpickle.dumps(description))
+    (record.folder / "description.new").write_bytes(cloudpickle.dumps(description))
+    (record.folder / "description.new").replace(record.folder / "description.pkl")
     _replace(record.folder / "lab.json", asdict(record))
+
+
+def rewrite(description: Description, hosts: dict[str, Process]) -> None:
+    """Record the hosts that a workbench has after a move; nothing is recorded of one that was closed elsewhere."""
+    record = next((record for record in records() if record.id == description.id), None)
+    if record is not None:
+        write(replace(record, hosts=hosts), description)
 
 
 def records() -> list[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -47,23 +47,39 @@ def join_pools(backend: Backend, infos: Sequence[HostInfo], note: Note) -> None:
     settle(backend, joining, note)
 
 
-def load_roles(backend: Backend, infos: Sequence[HostInfo], description: Description, note: Note) -> None:
-    """Load the models of all roles; those of different pools at the same time. Raises as `settle` does."""
+def load_roles(
+    backend: Backend,
+    infos: Sequence[HostInfo],
+    description: Description,
+    note: Note,
+    *,
+    roles: Mapping[str, Collection[str]] | None = None,
+    beside: Collection[str] = (),
+) -> None:
+    """Load the models of roles; those of different pools at the same time. Raises as `settle` does.
+
+    roles: which, by pool; None: all. beside: the pools whose hosts have roles already, which these are to replace.
+    """
     lead = description.models[description.lead]
     options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
     loading = []
     for pool in description.placement.pools:
         # advantages are computed where the actor is, or who stands in for it
-        roles = {role: description.models[role] for role in pool.roles}
-        if description.lead in roles:
-            roles["numeric"] = lead
-        for role, model in roles.items():
+        here = {role: description.models[role] for role in pool.roles}
+        if description.lead in here:
+            here["numeric"] = lead
+        for role, model in here.items():
+            if roles is not None and role not in roles[pool.name]:
+                continue
             worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
             layout = Layout(d=pool.devices) if role == "numeric" else description.layout_of(role)
             # all ranks of a pool go through the roles in the same order: DeepSpeed needs them together
             for info in (info for info in infos if info.pool == pool.name):
                 note(f"loading {role}")
-                pending = backend.work(info.name, "build", role, worker_class, model, layout=layout, **options)
+                waits = pool.name in beside
+                pending = backend.work(
+                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, **options
+                )
                 loading.append(Step(f"loading {role}", info, pending))
                 if _failure(loading[-1]):  # inline, where a call is over when it returns
                     settle(backend, loading, note)

@@ -25,7 +25,8 @@ class Views(Whereabouts):
         return self.telemetry.spans()
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
-        """Every movement of bytes from one host to another, one a row: of rows ("batch"), of "weights", or of both."""
+        """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
+        generation, of what `lab.move` moves ("move"), or of all."""
         if kind is not None:
             check_kind("transfers(kind)", kind, TRANSFER_KINDS)
         moved = self.telemetry.transfers()
@@ -48,7 +49,7 @@ class Views(Whereabouts):
                 )
             moved = moved[moved["stage"] == stage]
         syncs = moved[moved["stage"] != "take_weights"]  # which is the reference's
-        what = {"batch": "rows", "weights": "weights", None: "rows and weights"}[kind]
+        what = {"batch": "rows", "weights": "weights", "move": "state", None: "all that moved"}[kind]
         return traffic(
             moved,
             names=[info.name for info in self._infos],

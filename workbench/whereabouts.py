@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from workbench.dataflow.carrier import carry, from_wire, to_wire
+from workbench.dataflow.store import Weights
 from workbench.description import Description
 from workbench.errors import NotFound
 from workbench.placement import Placement
@@ -46,6 +47,7 @@ class Whereabouts:
     _backend: Backend
     _closed: bool
     _id: str
+    weights: dict[str, Weights]
 
     _bandwidth_bytes_s: float | None = None
 
@@ -145,6 +147,7 @@ class Whereabouts:
             models=description.role_models(),
             numbers=self._numbers(),
             batch_bytes={f"{i.pool}-{i.rank}": s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
+            fresh=[role for role, weights in self.weights.items() if not weights.steps],
             device=description.device,
         )
         has = self._room(change, seen)

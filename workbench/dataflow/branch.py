@@ -65,9 +65,11 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
         lab._draws = dict(draws)
 
     everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
+    lab._keeping += 1
     try:
         yield go_back
     finally:
+        lab._keeping -= 1
         try:
             go_back()
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +14,18 @@ class ShardId(NamedTuple):
 
     host: str
     key: str
+
+    def now(self, heirs: Mapping[str, str]) -> ShardId:
+        """Where it is today. heirs: of each host that has ended, the host that took its shards over."""
+        found = self
+        while found.host in heirs:
+            found = ShardId(heirs[found.host], inherited(found.host, found.key))
+        return found
+
+
+def inherited(host: str, key: str) -> str:
+    """The key that a shard of `host` has on the host that took it over: two may have had one of the same key."""
+    return f"{host}/{key}"
 
 
 class Pull(NamedTuple):

@@ -14,7 +14,7 @@ Pure: nothing is touched. What a move does, and what is counted here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -24,7 +24,7 @@ import numpy as np
 from workbench.placement.estimate import Models, device_numbers
 from workbench.placement.layout import Layout
 from workbench.placement.placement import Placement
-from workbench.placement.state import state_of
+from workbench.placement.state import Part, state_of
 
 Action = Literal["stays", "rebuilt", "moves"]
 
@@ -61,7 +61,8 @@ class Moves:
     """What `old` -> `new` moves.
 
     models: what decides the bytes of each role of both. numbers: device numbers of the old pools; None: counted up.
-    batch_bytes: what the old processes hold of batches, by their names.
+    batch_bytes: what the old processes hold of batches, by their names. fresh: trained roles that have taken no
+    optimizer step yet, so have no moments.
     """
 
     old: Placement
@@ -69,6 +70,7 @@ class Moves:
     models: Models = field(repr=False)
     numbers: Mapping[str, Sequence[int]] | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
+    fresh: Collection[str] = ()
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
@@ -118,6 +120,25 @@ class Moves:
             for place in self.places
         )
 
+    def parts(self, role: str) -> tuple[Part, ...]:
+        """What a role has to take along."""
+        model = self.models[role]
+        parts = () if model is None else tuple(state_of(model))
+        return tuple(part for part in parts if not (part.what == "moments" and role in self.fresh))
+
+    def source(self, role: str) -> tuple[Layout, tuple[int, ...]]:
+        """A role's layout before, and the indices of its places by rank."""
+        return self._side(role, self.old, after=False)
+
+    def destination(self, role: str) -> tuple[Layout, tuple[int, ...]]:
+        """The same after."""
+        return self._side(role, self.new, after=True)
+
+    def _side(self, role: str, placement: Placement, *, after: bool) -> tuple[Layout, tuple[int, ...]]:
+        model, layout = self.models[role], placement.layout_of(role)
+        standing = layout if model is None else model.standing(layout)
+        return standing, self._ranks(placement.pool_of(role).name, after=after)
+
     def _ranks(self, pool: str, *, after: bool) -> tuple[int, ...]:
         """The indices of a pool's processes, rank by rank."""
         gone = "ends" if after else "new"
@@ -135,14 +156,19 @@ class Moves:
         return total
 
     @cached_property
-    def batch_matrix(self) -> np.ndarray:
-        """int64 [places, places]: the same of batches."""
-        matrix = self._nothing()
+    def heirs(self) -> dict[int, int]:
+        """Of each place that ends, that which takes its batches over."""
         new = [n for n, place in enumerate(self.places) if place.new]
         takers = new or [n for n, place in enumerate(self.places) if not place.ends]
         ending = [n for n, place in enumerate(self.places) if place.ends]
-        for turn, n in enumerate(ending):
-            matrix[n, takers[turn % len(takers)]] += self.batch_bytes.get(self.names[n], 0)
+        return {n: takers[turn % len(takers)] for turn, n in enumerate(ending)}
+
+    @cached_property
+    def batch_matrix(self) -> np.ndarray:
+        """int64 [places, places]: the same of batches."""
+        matrix = self._nothing()
+        for n, taker in self.heirs.items():
+            matrix[n, taker] += self.batch_bytes.get(self.names[n], 0)
         return matrix
 
     @property
@@ -169,12 +195,10 @@ class Moves:
         layouts = [placement.layout_of(role) for placement in (self.old, self.new)]
         same = pools[0] == pools[1] and pools[0] in self.kept
         action: Action = "moves" if not same else "stays" if layouts[0] == layouts[1] else "rebuilt"
-        matrix, model = self._nothing(), self.models[role]
-        if model is not None and action != "stays":
-            source = model.standing(layouts[0]), self._ranks(pools[0], after=False)
-            destination = model.standing(layouts[1]), self._ranks(pools[1], after=True)
-            for part in state_of(model):
-                plan = part.reshard(source, destination)
+        matrix = self._nothing()
+        if action != "stays":
+            for part in self.parts(role):
+                plan = part.reshard(self.source(role), self.destination(role))
                 matrix[np.ix_(plan.ranks, plan.ranks)] += plan.figures().matrix * part.copies
         change = RoleChange(
             role=role,

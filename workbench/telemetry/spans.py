@@ -21,7 +21,7 @@ KIND_MEANINGS = {
     "reward": "the user's reward or cost function",
 }
 KINDS = tuple(KIND_MEANINGS)
-TransferKind = Literal["batch", "weights"]
+TransferKind = Literal["batch", "weights", "move"]
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
@@ -69,6 +69,7 @@ class Transfer:
 
     source, destination: "role:rank" or another stable name of the two ends. bytes: counted, not estimated.
     batch: name of the batch ("" for weights). columns: what was moved, comma-separated; of weights their layer.
+    kind: "batch", rows for a stage; "weights", for generation or a reference; "move", what a change of placement moves.
     """
 
     stage: str

@@ -20,7 +20,10 @@ from workbench.errors import StageError
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """Who a host is: one process on one device, rank `rank` of its pool's process group. lab: the workbench's id."""
+    """Who a host is: one process on one device, rank `rank` of its pool's process group. lab: the workbench's id.
+
+    again: how many pools of that name the workbench had before this one, since `lab.move` made and ended pools.
+    """
 
     lab: str
     pool: str
@@ -29,11 +32,17 @@ class HostInfo:
     device: str
     threads: int
     log_path: str | None
+    again: int = 0
 
     @property
     def name(self) -> str:
-        """Unique in its workbench."""
-        return f"{self.pool}-{self.rank}"
+        """Unique in its workbench, for all its life: batches are known by the hosts that made them."""
+        return f"{self.pool}-{self.rank}" + (f".{self.again}" if self.again else "")
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The names of its pool's hosts, by rank."""
+        return tuple(replace(self, rank=rank).name for rank in range(self.world_size))
 
 
 @dataclass(frozen=True, kw_only=True)

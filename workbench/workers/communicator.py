@@ -20,6 +20,7 @@ class Communicator:
 
     group: None for the whole pool. inner: of ranks that compute each layer between them. Their many small collectives
     are inside forward and backward passes: they are counted in `moved_bytes`, and leave no spans.
+    hosts: the ranks' names in the record of transfers; without them they are named by pool and rank.
     sent_bytes: bytes of the tensors that `exchange` handed over so far, by destination.
     """
 
@@ -30,11 +31,12 @@ class Communicator:
         recorder: Recorder,
         group: dist.ProcessGroup | None = None,
         inner: bool = False,
+        hosts: Sequence[str] = (),
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.moved_bytes = 0
         self.sent_bytes: Counter[int] = Counter()
-        self._recorder, self._group, self._inner = recorder, group, inner
+        self._recorder, self._group, self._inner, self._hosts = recorder, group, inner, tuple(hosts)
 
     @contextmanager
     def _counted(self, nbytes: int = 0) -> Iterator[None]:
@@ -110,9 +112,9 @@ class Communicator:
                 ends_s.append(self._recorder.now_s())
             for work in works[: len(sends)]:
                 work.wait()
-        pool = self._recorder.pool
+        names = self._hosts or [f"{self._recorder.pool}-{rank}" for rank in range(self.world_size)]
         for index, (rank, tensor) in enumerate(receives if weights else ()):
             self._recorder.add_transfer(
-                f"{pool}-{rank}", f"{pool}-{self.rank}", start_s, ends_s[min(index, len(ends_s) - 1)],
+                names[rank], names[self.rank], start_s, ends_s[min(index, len(ends_s) - 1)],
                 bytes=tensor.nbytes, columns=weights, kind="weights",
             )  # fmt: skip

@@ -92,13 +92,18 @@ class WorkerGroup:
         worker_role: str | None = None,
     ) -> None:
         self.worker_role = worker_role or role
-        self.role, self.pool, self.hosts, self.layout = role, pool, hosts, layout
+        self.role = role
+        self.place(pool, hosts, layout)
         self.spec, self.worker_class = spec, worker_class
         self.operations = {
             name: GroupOperation(self, operation, caller) for name, operation in operations(worker_class).items()
         }
         for name, operation in self.operations.items():
             setattr(self, name, operation)
+
+    def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
+        """Say that its ranks stand elsewhere now."""
+        self.pool, self.hosts, self.layout = pool, hosts, layout
 
     def delegate(self, name: str, operation: GroupOperation) -> None:
         """Let another group carry out an operation that this one is asked for."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,14 +29,16 @@ from workbench.dataflow.carrier import (
     under_names,
 )
 from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.location import Pull
+from workbench.dataflow.location import Pull, inherited
 from workbench.errors import BadInput, NotFound, StageError
 from workbench.machine import available_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.telemetry import Recorder
+from workbench.telemetry import Recorder, Transfer
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
+from workbench.workers.model_worker import set_random_state
+from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -58,6 +62,7 @@ class Host:
         self.recorder = Recorder()
         self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
+        self._incoming: dict[str, Worker] = {}  # built, and not yet in their places
         self._shards: dict[str, TensorDict] = {}
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
@@ -112,22 +117,26 @@ class Host:
         seed: int,
         tokenizer_name: str,
         folder: str,
+        waits: bool = False,
     ) -> None:
-        """Load a role's model and engines."""
+        """Load a role's model and engines. waits: beside what is here, to take its place at `replace_roles`."""
         context = Context(
             host=self.info,
             layout=layout,
-            communicator=Communicator(self.info.rank, self.info.world_size, self.recorder),
+            communicator=Communicator(self.info.rank, self.info.world_size, self.recorder, hosts=self.info.peers),
             recorder=self.recorder,
             progress=self._note_progress,
             seed=seed,
             tokenizer_name=tokenizer_name,
             folder=folder,
             exchange=self._exchange,
+            waits=waits,
         )
         self._busy = f"loading {role}"
         try:
-            self.workers[role] = worker_class(spec, context)
+            # the process goes on drawing where it stood, whatever is loaded beside what it has
+            with torch.random.fork_rng(enabled=waits, devices=[]):
+                (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
         finally:
             self._busy = ""
 
@@ -283,11 +292,86 @@ class Host:
 
     def published_contents(self, key: str) -> Contents:
         """What a role of this host has published under a key."""
-        return self._exchange.snapshot(key).contents
+        contents = self._exchange.snapshot(key).contents
+        assert contents is not None
+        return contents
 
     def cut_weights(self, key: str, wanted: Sequence[Slice]) -> dict[str, Any]:
         """Cut slices of published weights for another process."""
         return self._exchange.served(key, wanted)
+
+    def weight_checksums(self, key: str, wanted: Sequence[Slice]) -> list[int]:
+        """Sums of the bits of such slices, for who has taken them."""
+        return self._exchange.snapshot(key).checksums(wanted)
+
+    # --- a change of placement ---------------------------------------------------------------------------------------
+
+    def publish_role(self, move: RoleMove, rank: int) -> Carried:
+        """Let others take the state of a role; rank: this host's in its layout."""
+        return publish_state(self.workers[move.role], move, rank, self._exchange)
+
+    def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int) -> list[Transfer]:
+        """Take the state of a role that was built here for it; what that moved."""
+        worker = self._incoming.get(move.role) or self.workers[move.role]
+        with self._moving(f"taking {move.role}", run, move.role):
+            take_state(worker, move, rank, self._exchange, carried)
+        return self.recorder.drain()[1]
+
+    def take_shards(self, host: str, run: int) -> list[Transfer]:
+        """Take over the shards of a host that is about to end; what that moved."""
+        with self._moving(f"taking the batches of {host}", run, ""):
+            for key in self._peers.call(host, "shard_keys"):
+                with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
+                    shard = from_wire(self._peers.call(host, "whole_shard", key))
+                    moved.bytes = carried_bytes(shard)
+                with self._lock:
+                    self._shards[inherited(host, key)] = shard
+        return self.recorder.drain()[1]
+
+    def shard_keys(self) -> list[str]:
+        """The keys of all shards."""
+        with self._lock:
+            return list(self._shards)
+
+    def whole_shard(self, key: str) -> dict[str, Any]:
+        """A shard, for another process."""
+        with self._lock:
+            return to_wire(self._shards[key])
+
+    @contextmanager
+    def _moving(self, what: str, run: int, role: str) -> Iterator[None]:
+        info = self.info
+        self.recorder.drain()
+        self._busy, self._progress = what, (0, 0, 0)
+        try:
+            with self.recorder.bind(stage="move", run=run, role=role, pool=info.pool, rank=info.rank,
+                                    device=info.device):  # fmt: skip
+                yield
+        finally:
+            self._busy = ""
+
+    def continue_random(self, state: dict[str, Any]) -> None:
+        """Let this process's generators of random numbers go on where those of another stand."""
+        set_random_state(state)
+
+    def replace_roles(self, closed: Sequence[str], opened: Sequence[str]) -> None:
+        """Close roles, and put those that were built beside in their places. All ranks of the pool do it."""
+        for role in closed:
+            self.workers.pop(role).close()
+        gc.collect()  # engines hold on to themselves in circles
+        for role in opened:
+            worker = self._incoming.pop(role)
+            with torch.random.fork_rng(devices=[]):
+                worker.begin()
+            self.workers[role] = worker
+
+    def abandon_move(self, hosts: Sequence[str]) -> None:
+        """Forget what was built beside, and the shards that came from hosts which do not end after all."""
+        self._incoming.clear()
+        gc.collect()
+        with self._lock:
+            for key in [key for key in self._shards if key.startswith(tuple(inherited(host, "") for host in hosts))]:
+                del self._shards[key]
 
     # --- going back --------------------------------------------------------------------------------------------------
 

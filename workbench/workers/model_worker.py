@@ -19,6 +19,9 @@ class ModelWorker(Worker):
 
     engine: TrainingEngine | None
 
+    def carried(self) -> dict[str, Any]:
+        return {}  # what `state` gives is the engine's, which is taken by its parts
+
     @register(ONE_TO_ALL)
     def weight_digests(self, *, frozen: bool = False) -> dict[str, str]:
         """For each weight a short text that is equal on ranks, and at times, at which it has the same bits.

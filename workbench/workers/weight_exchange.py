@@ -1,4 +1,5 @@
-"""Weights that one role publishes on its hosts, and of which others take the slices that they need, host to host.
+"""Weights that one role publishes on its hosts, and of which others take the slices that they need, host to host; so
+too its moments of Adam, where the role itself goes to other hosts.
 
 Slices travel as rows of batches do: a host cuts them on request, and whoever asked notes the transfer. So the two roles
 need no process group in common, the pools may be on different machines, one that dies leaves the other's collectives
@@ -21,12 +22,13 @@ from workbench.dataflow.carrier import carry, columns_of, from_wire, to_wire
 from workbench.errors import NotFound
 from workbench.placement import Layout
 from workbench.resharding import boxes
-from workbench.resharding.boxes import Box
+from workbench.resharding.boxes import Box, Boxes
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
 from workbench.telemetry import Recorder
+from workbench.telemetry.spans import TransferKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,11 +39,15 @@ Ask = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Where weights are published: under which key, on which hosts, by the layout's rank."""
+    """Where weights are published: under which key, and on which hosts, by the numbers that a plan gives its ranks.
+
+    layout: of who publishes. kind: as what its transfers are recorded.
+    """
 
     key: str
     hosts: tuple[str, ...]
     layout: Layout
+    kind: TransferKind = "weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +68,28 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of published weights, in host memory: by name its tensor, and which elements that holds."""
+    """One rank's part of published weights: by name its tensor, and which elements that holds. A copy in host memory;
+    or, where nothing is trained while they are taken, what the rank holds itself.
 
-    contents: Contents
+    contents: None for a part of a role's state, of which the controller knows all there is to say.
+    """
+
+    contents: Contents | None
     slices: Mapping[str, tuple[Tensor, WeightShard]]
 
     def cut(self, wanted: Iterable[Slice]) -> Tensor:
         """These boxes of weights, row by row, end to end [elements]."""
-        return torch.cat([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
+        return torch.cat([view_of(*self.slices[name], box).reshape(-1).cpu() for name, box in wanted])
+
+    def checksums(self, wanted: Iterable[Slice]) -> list[int]:
+        """`checksum` of each of these boxes."""
+        return [checksum(view_of(*self.slices[name], box)) for name, box in wanted]
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, as integers: that of a whole is the sum of its parts'."""
+    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
@@ -165,29 +185,40 @@ class WeightExchange:
     def contents(self, published: Published) -> Contents:
         """What is published, as its first rank says it."""
         host = published.hosts[0]
-        if host == self._host:
-            return self.snapshot(published.key).contents
-        found: Contents = self._ask(host, "published_contents", published.key)
+        here = host == self._host
+        found = self.snapshot(published.key).contents if here else self._ask(host, "published_contents", published.key)
+        assert isinstance(found, Contents)
         return found
+
+    def is_here(self, published: Published, rank: int) -> bool:
+        """Whether what rank `rank` of the publisher keeps is on this host."""
+        return published.hosts[rank] == self._host
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], what: str) -> Tensor:
         """Slices that rank `rank` of the publisher keeps, end to end. what: their name in the record of transfers."""
         host = published.hosts[rank]
-        if host == self._host:
+        if self.is_here(published, rank):
             return self.snapshot(published.key).cut(wanted)
-        with self._recorder.transfer(host, self._host, columns=what, kind="weights") as moved:
+        with self._recorder.transfer(host, self._host, columns=what, kind=published.kind) as moved:
             wire = self._ask(host, "cut_weights", published.key, wanted)
             flat = columns_of(from_wire(wire))["weights"]
             assert isinstance(flat, Tensor)
             moved.bytes = flat.nbytes
         return flat
 
+    def checksums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
+        """`checksum` of each of these slices, where they are kept."""
+        if self.is_here(published, rank):
+            return self.snapshot(published.key).checksums(wanted)
+        found: list[int] = self._ask(published.hosts[rank], "weight_checksums", published.key, wanted)
+        return found
+
 
 class WeightIntake:
     """One rank's part of a plan of taking, again and again, a layer at a time.
 
-    rank: in the taker's layout. received_bytes: that it received so far. Beside what the taker makes of a layer, memory
-    is needed for what one host sends of it.
+    rank: in the taker's layout. received_bytes: that it received from other hosts so far. Beside what the taker makes
+    of a layer, memory is needed for what one host sends of it.
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange) -> None:
@@ -199,9 +230,13 @@ class WeightIntake:
             for weight in layer.weights:
                 for movement in plan.movements(weight):
                     if me in movement.destinations:
-                        wanted = layer.sources.setdefault(movement.source, [])
-                        wanted.extend((weight.name, box) for box in movement.boxes)
+                        layer.take(movement.source, weight, movement.boxes)
+                # what a rank of the publisher has itself moves nowhere
+                layer.take(
+                    me, weight, boxes.intersect(plan.destination.boxes(weight, me), plan.source.boxes(weight, me))
+                )
             self._layers.append(layer)
+        self._shards = {w.name: shard for w in plan.weights if (shard := plan.destination.shard(w, me)) is not None}
 
     def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
@@ -216,6 +251,30 @@ class WeightIntake:
             for weight in layer.weights:
                 yield weight.name, matrices.pop(weight.name).view(weight.shape)
 
+    def shards(self, published: Published) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of each weight afterwards, in the shape in which it holds it."""
+        for layer in self._layers:
+            tensors: dict[str, Tensor] = {}
+            for name, box, part in self._pulled(published, layer):
+                shard = self._shards[name]
+                if name not in tensors:
+                    tensors[name] = torch.empty(shard.shape, dtype=part.dtype)
+                view_of(tensors[name], shard, box).copy_(part)
+            yield from tensors.items()
+
+    def checksums(self, published: Published) -> dict[str, int]:
+        """For each weight the `checksum` that what this rank holds of it must have, as the publishers say."""
+        wanted: dict[int, list[Slice]] = {}
+        for layer in self._layers:
+            for rank, slices in layer.sources.items():
+                wanted.setdefault(rank, []).extend(slices)
+        found: dict[str, int] = {}
+        for rank, slices in wanted.items():
+            sums = self._exchange.checksums(published, rank, slices)
+            for (name, _), total in zip(slices, sums, strict=True):
+                found[name] = found.get(name, 0) + total
+        return found
+
     def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns]."""
         for layer in self._layers:
@@ -224,7 +283,7 @@ class WeightIntake:
     def _pulled(self, published: Published, layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
         for rank, wanted in layer.sources.items():
             flat = self._exchange.pull(published, rank, wanted, layer.group)
-            self.received_bytes += flat.nbytes
+            self.received_bytes += 0 if self._exchange.is_here(published, rank) else flat.nbytes
             parts = flat.split([boxes.size((box,)) for _, box in wanted])
             for (name, box), part in zip(wanted, parts, strict=True):
                 yield name, box, part.view(box[1] - box[0], box[3] - box[2])
@@ -237,3 +296,8 @@ class _Layer:
     group: str
     weights: list[Weight]
     sources: dict[int, list[Slice]] = field(default_factory=dict)
+
+    def take(self, source: int, weight: Weight, found: Boxes) -> None:
+        """Note that boxes of a weight come from a rank."""
+        if found:
+            self.sources.setdefault(source, []).extend((weight.name, box) for box in found)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from workbench.engines.training.groups import ParallelGroups
+from workbench.errors import BadInput
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
@@ -29,6 +30,7 @@ class Context:
     seed: the workbench's seed. tokenizer_name: the model whose tokenizer made the tokens.
     folder: where relative paths start from: the working folder of who opened the workbench.
     exchange: where weights are published for other roles, and taken from theirs.
+    waits: whether the worker is built beside the one that it is to replace: see `Worker.begin`.
     """
 
     host: HostInfo
@@ -40,6 +42,7 @@ class Context:
     tokenizer_name: str
     folder: str
     exchange: WeightExchange
+    waits: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +77,23 @@ class Worker:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to what `state` gave."""
+
+    def carried(self) -> dict[str, Any]:
+        """What goes along, beside weights, moments and step count, when the role moves to other processes: small. Of
+        ranks that become more or fewer, each new one is given some old one's."""
+        if type(self).state is not Worker.state:
+            raise BadInput(
+                f"moving {type(self).__name__}", "it keeps a state of its own kind",
+                "derive it from the role's worker, or give it `carried` and `carry_on`",
+            )  # fmt: skip
+        return {}
+
+    def carry_on(self, carried: dict[str, Any]) -> None:
+        """Take what `carried` gave, once weights and moments are there."""
+
+    def begin(self) -> None:
+        """Start what a process can have only once, such as a generation engine: while the worker is made, or, where it
+        replaces another, when that one is closed."""
 
     def close(self) -> None:
         """Free what the worker holds."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from workbench.engines.settings import Training
 from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
-from workbench.models.lora import adapted_layers, adapter_names, merged_weight
+from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, merged_weight
 from workbench.telemetry import span
 
 
@@ -30,6 +30,11 @@ class StepReport:
     learning_rate: float
     steps: int
     skipped: bool = False
+
+
+StateKind = Literal["weights", "parameters", "exp_avg", "exp_avg_sq"]
+"""What an engine holds of its module: weights that are not trained, those that are, and the two moments of Adam."""
+MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class TrainingEngine(ABC):
@@ -147,6 +152,31 @@ class TrainingEngine(ABC):
         """Put back what `state_dict` gave, on the same rank of the same layout; `state` stays as it is."""
 
     @abstractmethod
+    def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of the weights, or of their moments, live, by `state_names`; without communication. Cut
+        as `workbench.placement.state` says: fp32, and weights that are not trained in their dtype. Before the first
+        optimizer step there are no moments.
+        """
+
+    @abstractmethod
+    def begin_state(self, moments: bool) -> None:
+        """Before `load_part`, of a new engine. moments: whether there are any, for which to make room."""
+
+    @abstractmethod
+    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
+        """Put in place what `held_state` gives of one weight, on whichever ranks of whichever layout held it."""
+
+    @abstractmethod
+    def end_state(self, steps: int) -> None:
+        """After the last `load_part`: from here on as the engine that was left after `steps` optimizer steps. Every
+        rank calls it."""
+
+    @property
+    @abstractmethod
+    def has_moments(self) -> bool:
+        """Whether the optimizer has taken a step."""
+
+    @abstractmethod
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that live on this rank: {"parameters": .., "gradients": .., "optimizer": ..}."""
 
@@ -200,10 +230,31 @@ def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
     )
 
 
+def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """What AdamW makes at its first step, made before it: moments of zero."""
+    for parameter in parameters:
+        zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+
+
+def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Let AdamW, where it has moments, count its steps on from here."""
+    for entry in optimizer.state.values():
+        entry["step"].fill_(steps)
+
+
 def transformers_names(module: nn.Module) -> dict[str, str]:
     """Parameter name in `module` -> transformers' name: the module's own `weight_names()`, else the same name."""
     own = getattr(module, "weight_names", None)
     return own() if own is not None else {name: name for name, _ in module.named_parameters()}
+
+
+def state_names(module: nn.Module) -> dict[str, str]:
+    """Parameter name in `module` -> transformers' name, or of an adapter that of its layer with ".lora_A.weight" and
+    ".lora_B.weight"."""
+    names = transformers_names(module)
+    own = (name for name, _ in module.named_parameters())
+    return {n: names.get(n) or n.removeprefix("model.").replace(f".{ADAPTER}.", ".") for n in own}
 
 
 def recompute_activations(module: nn.Module) -> None:

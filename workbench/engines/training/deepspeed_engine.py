@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,21 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
+    MOMENTS,
+    StateKind,
     StepReport,
     TrainingEngine,
     adamw,
     cpu_copy,
     load_trained_state,
+    make_moments,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
     require_passes,
+    set_optimizer_steps,
+    state_names,
     storage_bytes,
     trained_state,
     transformers_names,
@@ -65,6 +70,7 @@ class DeepSpeedEngine(TrainingEngine):
         self._rank, self._world_size, self._device = communicator.rank, communicator.world_size, device
         self._dtype, self._stage = dtype, settings.zero_stage
         self._sharded_bf16 = dtype == torch.bfloat16 and self._stage > 0
+        self._by_name: dict[str, nn.Parameter] = {}
         environment = {"RANK": self._rank, "WORLD_SIZE": self._world_size, "LOCAL_RANK": device.index or 0}
         for name, value in (environment | {"DS_ACCELERATOR": device.type}).items():
             os.environ.setdefault(name, str(value))
@@ -200,9 +206,94 @@ class DeepSpeedEngine(TrainingEngine):
             optimizer.update_lp_params()
         self.steps = state["steps"]
 
+    @property
+    def _adam(self) -> torch.optim.Optimizer:
+        """Under the sharded optimizer, if there is one."""
+        adam: torch.optim.Optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        return adam
+
+    @property
+    def _stretches(self) -> list[Tensor]:
+        """What Adam's state is kept for: parameters, or this rank's stretches of many of them end to end."""
+        optimizer = self._engine.optimizer
+        if self._stage == 0:
+            return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
+        return list(getattr(optimizer, name))
+
+    @property
+    def has_moments(self) -> bool:
+        return bool(self._adam.state)
+
+    def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
+        names = state_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad == (kind != "weights") and (kind not in MOMENTS or self.has_moments):
+                part = self._part(kind, parameter)
+                if part is not None:
+                    yield names[name], part.detach()
+
+    def _part(self, kind: StateKind, parameter: Any) -> Tensor | None:
+        """What this rank holds of it, live; None: nothing."""
+        if self._stage == 3:
+            return self._part_of_stage_3(kind, parameter)
+        if kind == "weights" or (kind == "parameters" and not self._sharded_bf16):
+            return cast(Tensor, parameter)
+        if self._stage == 0:
+            return cast(Tensor, self._adam.state[parameter][kind])
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        stretch = self._stretches[mapping.param_group_index]
+        where = mapping.get_hp_fragment_address()
+        return (stretch if kind == "parameters" else self._adam.state[stretch][kind]).narrow(
+            0, where.start, where.numel
+        )
+
+    def _part_of_stage_3(self, kind: StateKind, parameter: Any) -> Tensor:
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        if kind == "weights":
+            part = parameter.ds_tensor
+        elif kind == "parameters":
+            part = safe_get_local_fp32_param(parameter)
+        else:
+            part = safe_get_local_optimizer_state(parameter, kind)
+        chunk = part.numel()  # ends in padding on the last rank
+        return part.narrow(0, 0, max(0, min(chunk, parameter.ds_numel - self._rank * chunk)))
+
+    def begin_state(self, moments: bool) -> None:
+        if moments:
+            make_moments(self._adam, self._stretches)
+        if self._stage == 3:
+            self._engine.optimizer.checkpoint_event_prologue()
+
+    @torch.no_grad()
+    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
+        if not self._by_name:
+            names = state_names(self.module)
+            self._by_name = {names[own]: parameter for own, parameter in self.module.named_parameters()}
+        held = self._part(kind, self._by_name[name])
+        assert held is not None
+        held.detach().copy_(part)
+
+    @torch.no_grad()
+    def end_state(self, steps: int) -> None:
+        self.steps, optimizer = steps, self._engine.optimizer
+        set_optimizer_steps(self._adam, steps)
+        # weights and their fp32 masters: one of them came, and makes the other
+        if self._stage == 3:
+            for weights, masters in zip(optimizer.fp16_partitioned_groups_flat, self._stretches, strict=True):
+                weights.data.copy_(masters.data)
+            optimizer.checkpoint_event_epilogue()
+        elif self._sharded_bf16:
+            optimizer.update_lp_params()
+        elif self._stage:
+            optimizer.refresh_fp32_params()
+
     def memory_bytes(self) -> dict[str, int]:
         parameters, optimizer = list(self.module.parameters()), self._engine.optimizer
-        adam = getattr(optimizer, "optimizer", optimizer)
+        adam = self._adam
         held = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)])
         # The names under which DeepSpeed's four optimizers keep masters and gradients.
         masters = _attributes(

@@ -115,6 +115,9 @@ class Torch3DEngine(TorchEngine):
         for name, parameter in self._cut.held.items():
             yield name, parameter.detach()
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return self._cut.held
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {weight.name: weight.shape for weight in self._cut.weights}
 

@@ -11,16 +11,21 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
+    MOMENTS,
+    StateKind,
     StepReport,
     TrainingEngine,
     adamw,
     cpu_copy,
     load_trained_state,
+    make_moments,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
     require_passes,
+    set_optimizer_steps,
+    state_names,
     storage_bytes,
     trained_state,
     transformers_names,
@@ -149,6 +154,42 @@ class TorchEngine(TrainingEngine):
             # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
             self._optimizer.load_state_dict(cpu_copy(state["optimizer"]))
         self.steps = state["steps"]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by `state_names`."""
+        names = state_names(self.module)
+        return {names[name]: parameter for name, parameter in self.module.named_parameters()}
+
+    @property
+    def has_moments(self) -> bool:
+        return self._optimizer is not None and bool(self._optimizer.state)
+
+    def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters().items():
+            if kind in MOMENTS:
+                if self._optimizer is not None and parameter in self._optimizer.state:
+                    yield name, self._optimizer.state[parameter][kind]
+            elif parameter.requires_grad == (kind == "parameters"):
+                yield name, parameter.detach()
+
+    def begin_state(self, moments: bool) -> None:
+        if moments:
+            assert self._optimizer is not None
+            make_moments(self._optimizer, (p for p in self.module.parameters() if p.requires_grad))
+
+    @torch.no_grad()
+    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
+        parameter = self._parameters()[name]
+        if kind in MOMENTS:
+            assert self._optimizer is not None
+            self._optimizer.state[parameter][kind].copy_(part)
+        else:
+            parameter.copy_(part)
+
+    def end_state(self, steps: int) -> None:
+        self.steps = steps
+        if self._optimizer is not None:
+            set_optimizer_steps(self._optimizer, steps)
 
     def memory_bytes(self) -> dict[str, int]:
         parameters = list(self.module.parameters())

@@ -28,7 +28,15 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, infos: Sequence[HostInfo]) -> None:
-        """Start one host for each description; process groups are joined by the controller."""
+        """Start one host for each description, beside those that run; process groups are joined by the controller."""
+
+    @abstractmethod
+    def check_free(self, infos: Sequence[HostInfo]) -> None:
+        """Raise `BadInput` where these hosts cannot be started beside those that run."""
+
+    @abstractmethod
+    def end(self, infos: Sequence[HostInfo]) -> None:
+        """End all hosts of some pools, and free what they hold; those that have ended are no error."""
 
     @abstractmethod
     def attach(self, infos: Sequence[HostInfo]) -> None:

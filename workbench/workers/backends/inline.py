@@ -92,6 +92,18 @@ class InlineBackend(Backend):
         self._in_kernel = True
         self._hosts = {info.name: Host(info, self) for info in infos}
 
+    def check_free(self, infos: Sequence[HostInfo]) -> None:
+        if infos:
+            raise BadInput(
+                f"new processes for {', '.join(dict.fromkeys(info.pool for info in infos))} with backend='inline'",
+                "the inline backend has one process, the kernel",
+                "open the workbench with backend='ray', or keep the pool's name and its one device",
+            )
+
+    def end(self, infos: Sequence[HostInfo]) -> None:
+        for info in infos:
+            self._hosts.pop(info.name).close()
+
     def attach(self, infos: Sequence[HostInfo]) -> None:
         raise NotFound("an inline workbench", "it lived and died with its kernel", "open it anew")
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
@@ -114,19 +115,29 @@ def end_hosts(lab: str, address: str | None, hosts: Iterable[str], processes: It
     as far as they run on this machine. address: the cluster's; None: this user's own head."""
     with contextlib.suppress(NotFound):  # no head: they ended with it
         ray = connect(address, start=False)
-        from ray.util.placement_group import PlacementGroup
-
         for host in hosts:
             with contextlib.suppress(ValueError):  # ended before
                 ray.kill(ray.get_actor(_actor_name(lab, host), namespace=NAMESPACE))
-        for group, entry in ray.util.placement_group_table().items():
-            if entry["name"] == _group_name(lab) and entry["state"] != "REMOVED":
-                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+        _remove_groups(ray, _groups_prefix(lab))
     end(processes, grace_s=END_GRACE_S)
 
 
-def _group_name(lab: str) -> str:
-    return f"{lab}/devices"
+def _remove_groups(ray: Any, prefix: str) -> None:
+    """Give back the devices of the placement groups whose names begin like that."""
+    from ray.util.placement_group import PlacementGroup
+
+    for group, entry in ray.util.placement_group_table().items():
+        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+
+
+def _groups_prefix(lab: str) -> str:
+    return f"{lab}/devices/"
+
+
+def _group_name(info: HostInfo) -> str:
+    """Of the placement group of a host's pool."""
+    return f"{_groups_prefix(info.lab)}{info.pool}.{info.again}."
 
 
 def _gpus(info: HostInfo) -> float:
@@ -134,7 +145,7 @@ def _gpus(info: HostInfo) -> float:
 
 
 class RayBackend(Backend):
-    """One actor a device, in one detached placement group a workbench.
+    """One actor a device, in one detached placement group a pool: whose devices are given back when it ends.
 
     lab: the workbench's id, part of the names of all that it has on the cluster. note: called while waiting, with what
     is waited for. cluster: address of the cluster for other processes; None: this user's own head.
@@ -161,13 +172,29 @@ class RayBackend(Backend):
                 f"a placement of {wanted} GPUs", f"the cluster has {have}", "use fewer devices, or device='cpu'"
             )
 
+    def check_free(self, infos: Sequence[HostInfo]) -> None:
+        wanted, free = sum(map(_gpus, infos)), self._ray.available_resources().get("GPU", 0)
+        if wanted > free:
+            raise BadInput(
+                f"{wanted:g} new processes, each with a GPU", f"the cluster has {free:g} free, and those of the old "
+                "processes are free when these have ended", "keep pools (by name and number of devices), or open anew",
+            )  # fmt: skip
+
     def start(self, infos: Sequence[HostInfo]) -> None:
-        ray = self._ray
         self.check(infos)
+        for _, pool in groupby(infos, key=lambda info: info.pool):
+            self._start_pool(list(pool), alone=len(infos) == 1 and not self._actors)
+        asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
+        while not self.wait(list(asked.values()), POLL_S):
+            self._note("starting hosts")
+        self.processes |= {name: pending.result() for name, pending in asked.items()}
+
+    def _start_pool(self, infos: Sequence[HostInfo], *, alone: bool) -> None:
+        ray = self._ray
         group = self._devices(infos)
         actor_class = _actor_class(ray)
         # idle threads that spin take the cores from the other hosts: up to ten times slower
-        wait = {"OMP_WAIT_POLICY": "passive"} if len(infos) > 1 else {}
+        wait = {} if alone else {"OMP_WAIT_POLICY": "passive"}
         for index, info in enumerate(infos):
             threads = str(info.threads)
             self._actors[info.name] = actor_class.options(
@@ -190,18 +217,24 @@ class RayBackend(Backend):
                     group, placement_group_bundle_index=index
                 ),
             ).remote(info)
-        asked = {name: self._pending(name, actor.process.remote()) for name, actor in self._actors.items()}
-        while not self.wait(list(asked.values()), POLL_S):
-            self._note("starting hosts")
-        self.processes = {name: pending.result() for name, pending in asked.items()}
+
+    def end(self, infos: Sequence[HostInfo]) -> None:
+        gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
+        for info in infos:
+            actor = self._actors.pop(info.name, None)
+            if actor is not None:
+                self._ray.kill(actor)
+        for name in dict.fromkeys(map(_group_name, infos)):
+            _remove_groups(self._ray, name)
+        end(gone, grace_s=END_GRACE_S)
 
     def _devices(self, infos: Sequence[HostInfo]) -> Any:
-        """Reserve one device for each host: a placement group."""
+        """Reserve one device for each host of a pool: a placement group."""
         ray = self._ray
         group = ray.util.placement_group(
             [{"CPU": CPU_SHARE, **({"GPU": _gpus(info)} if _gpus(info) else {})} for info in infos],
             strategy="PACK",
-            name=_group_name(self._lab),
+            name=_group_name(infos[0]),
             lifetime="detached",
         )
         ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S

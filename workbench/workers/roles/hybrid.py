@@ -54,18 +54,33 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         assert spec.name and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        self._moved = False
+        if not context.waits:
+            self.begin()
+
+    def begin(self) -> None:
+        spec, context = self.spec, self.context
         if spec.generation is None:
             return
+        assert spec.name and spec.dtype
+        module: Any = self.engine.module
         self.generator = make_generation_engine(
             spec.name,
             spec.generation,
             tokenizer=self.tokenizer,
-            trainer=model if self._whole_weights() else None,
+            trainer=module.model if self._whole_weights() else None,
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
         )
+        if self._moved:
+            self.generator.weights_version = -1
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
+
+    def carry_on(self, carried: dict[str, Any]) -> None:
+        self._moved = True
+        if self.spec.generation is not None and not self.context.waits:
+            self.generator.weights_version = -1  # it has the weights that the model began with: the next call syncs
 
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""

@@ -100,6 +100,13 @@ class RewardWorker(ModelWorker):
             self._trainer.load_state(state)
             self._module.shift = state["shift"]
 
+    def carried(self) -> dict[str, Any]:
+        return {"shift": self._module.shift} if self._trainer else {}
+
+    def carry_on(self, carried: dict[str, Any]) -> None:
+        if self._trainer:
+            self._module.shift = carried["shift"]
+
     @property
     def _model(self) -> TrainingEngine:
         """What runs the model; `BadInput` where the role is a function."""

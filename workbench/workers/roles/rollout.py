@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,16 @@ class RolloutWorker(SamplingWorker):
         assert spec.name and spec.generation and spec.dtype
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
+        self._moved = False
+        self._layout = rollout_layout(spec, context.layout.size)
+        self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
+        self._unreported: Metrics = {}
+        if not context.waits:
+            self.begin()
+
+    def begin(self) -> None:
+        spec, context = self.spec, self.context
+        assert spec.name and spec.generation and spec.dtype
         self.generator = make_generation_engine(
             spec.name,
             spec.generation,
@@ -61,9 +72,13 @@ class RolloutWorker(SamplingWorker):
             device=context.device,
             threads=context.host.threads,
         )
-        self._layout = rollout_layout(spec, context.layout.size)
-        self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
-        self._unreported: Metrics = {}
+        if self._moved:
+            self.generator.weights_version = -1
+
+    def carry_on(self, carried: dict[str, Any]) -> None:
+        self._moved = True
+        if not self.context.waits:
+            self.generator.weights_version = -1  # those that the model began with
 
     def memory_bytes(self) -> dict[str, int]:
         return {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
@@ -74,7 +89,9 @@ class RolloutWorker(SamplingWorker):
     def before_rollouts(self) -> Metrics:
         if self.generator.weights_version < 0:
             raise SyncError(
-                "the rollout workers have no whole set of weights", "the last sync failed", "lab.actor.sync_weights()"
+                "the rollout workers have no whole set of weights",
+                "the last sync failed, or they were moved since",
+                "lab.actor.sync_weights()",
             )
         metrics, self._unreported = self._unreported, {}
         return metrics

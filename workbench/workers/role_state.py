@@ -1,0 +1,124 @@
+"""A role's state on its way to other processes: what its ranks publish of it, and what each new rank takes.
+
+Weights and moments go from host to host, each rank receives what its process lacks; step counts and the like, a few
+bytes, go by the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from workbench.engines.training import TrainingEngine
+from workbench.engines.training.base import MOMENTS, StateKind
+from workbench.errors import StageError
+from workbench.placement import Layout
+from workbench.placement.state import Part
+from workbench.resharding import boxes
+from workbench.workers.model_worker import random_state
+from workbench.workers.weight_exchange import Published, Snapshot, WeightExchange, WeightIntake, checksum
+from workbench.workers.worker import Worker
+
+KINDS: dict[str, tuple[StateKind, ...]] = {
+    "weights": ("weights",), "parameters": ("parameters",), "moments": MOMENTS
+}  # fmt: skip
+"""What an engine calls the tensors of a `Part`."""
+
+Standing = tuple[Layout, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMove:
+    """One role's way. key: of what is published, in part. parts: what travels, see `state_of`.
+
+    source, destination: its layout before and after, and by rank the numbers of its places among `hosts`.
+    """
+
+    role: str
+    key: str
+    hosts: tuple[str, ...]
+    parts: tuple[Part, ...]
+    source: Standing
+    destination: Standing
+
+    @property
+    def published(self) -> list[str]:
+        """The keys under which its ranks publish."""
+        return [self._key(kind) for part in self.parts for kind in KINDS[part.what]]
+
+    def _key(self, kind: StateKind) -> str:
+        return f"{self.key}-{self.role}-{kind}"
+
+    def of_kinds(self, *, moments: bool) -> Iterator[tuple[Part, StateKind, Published]]:
+        """What is published, one after the other. moments: whether there are any."""
+        for part in self.parts:
+            for kind in KINDS[part.what]:
+                if moments or kind not in MOMENTS:
+                    layout = self.source[0]
+                    yield part, kind, Published(key=self._key(kind), hosts=self.hosts, layout=layout, kind="move")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """What of one rank goes by the controller: optimizer steps, whether there are moments, where the generators of
+    random numbers of its process stand, and what its worker adds."""
+
+    steps: int
+    moments: bool
+    random: dict[str, Any] = field(repr=False)
+    more: dict[str, Any]
+
+
+def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> Carried:
+    """Let others take what this rank holds, without a copy: until it is released, it must not change."""
+    engine = _engine(worker)
+    carried = Carried(
+        steps=0 if engine is None else getattr(engine, "steps", 0),
+        moments=engine is not None and engine.has_moments,
+        random=random_state(),
+        more=worker.carried(),
+    )
+    for part, kind, published in move.of_kinds(moments=carried.moments):
+        assert engine is not None
+        distribution = part.distribution(*move.source)
+        shards = {w.name: distribution.shard(w, move.source[1][rank]) for w in part.weights}
+        slices = {}
+        for name, tensor in engine.held_state(kind):
+            shard = shards.get(name)
+            if shard is None or tensor.numel() != boxes.size(shard.boxes):
+                raise StageError(
+                    f"{move.role} holds {tensor.numel()} elements of {name} ({kind}) on rank {rank}",
+                    f"{0 if shard is None else boxes.size(shard.boxes)} were expected of {type(engine).__name__}",
+                )
+            slices[name] = tensor.view(shard.shape), shard
+        exchange.publish(published.key, Snapshot(contents=None, slices=slices))
+    return carried
+
+
+def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, carried: Carried) -> None:
+    """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
+    engine = _engine(worker)
+    if engine is not None:
+        engine.begin_state(carried.moments)
+        for part, kind, published in move.of_kinds(moments=carried.moments):
+            intake = WeightIntake(part.reshard(move.source, move.destination), rank, exchange)
+            for name, tensor in intake.shards(published):
+                engine.load_part(kind, name, tensor)
+            _verify(move, kind, intake.checksums(published), engine)
+        engine.end_state(carried.steps)
+    worker.carry_on(carried.more)
+
+
+def _verify(move: RoleMove, kind: StateKind, sent: dict[str, int], engine: TrainingEngine) -> None:
+    arrived = {name: checksum(tensor) for name, tensor in engine.held_state(kind)}
+    for name in arrived.keys() | sent.keys():
+        if arrived.get(name, 0) != sent.get(name, 0):
+            raise StageError(
+                f"{kind} of {move.role}: {name} is not what was sent", "the sums of their bits differ", "move again"
+            )
+
+
+def _engine(worker: Worker) -> TrainingEngine | None:
+    """Of a worker that has a model of its own."""
+    return cast("TrainingEngine | None", getattr(worker, "engine", None))
