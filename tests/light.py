@@ -23,8 +23,11 @@ from workbench.workers.host import Host
 class Together(InlineBackend):
     """Several hosts in this process, which pull from each other: for workers that meet in no collective."""
 
+    def check_free(self, infos: Sequence[HostInfo]) -> None:
+        """There is room for any."""
+
     def start(self, infos: Sequence[HostInfo]) -> None:
-        self._hosts = {info.name: Host(info, self) for info in infos}
+        self._hosts |= {info.name: Host(info, self) for info in infos}
 
 
 def describe(models: Mapping[str, type | None], placement: wb.Placement) -> Description:

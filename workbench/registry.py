@@ -4,8 +4,7 @@ A folder belongs to one opening, not to a name: who closes a workbench removes i
 when another workbench of that name has been opened in the meantime.
 
     labs/<id>/lab.json          name, processes, address: read by all
-    labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions, so only `attach`
-                                reads it
+    labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions: for `attach`
     labs/<id>/state.json        counters that a new kernel goes on from
 """
 

@@ -1,0 +1,169 @@
+"""Changes of placement among pools of one rank, all in this process: what moves, what goes on, what an error leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
+from tests.light import Together
+from workbench.controller import Workbench
+from workbench.description import Description
+from workbench.errors import BadInput, StageError
+from workbench.placement import ROLES
+from workbench.starting import load_roles
+from workbench.workers.model_worker import digest
+from workbench.workers.weight_exchange import Snapshot
+
+TRAINED = ("actor", "critic")
+TRAINING: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
+
+
+class OfOneRank(Together):
+    """Hosts in this process whose pools have one rank each, so that none needs a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, str]] = []
+
+    def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append((host, method))
+        if method == "join" or method == "open_store":
+            return self.ask(host, "status")
+        return self.ask(host, method, *args, **kwargs)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Workbench]:
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    description = Description.of(
+        "moving", models={"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels},
+        placement=wb.Placement.colocate(1), devices=4, device="cpu", backend="ray", prompts="arithmetic",
+        training=wb.Training(**TRAINING), generation=wb.Generation(engine="transformers", max_model_tokens=192),
+        dtype="float32", seed=0, address=None,
+    )  # fmt: skip
+    opened = Workbench(replace(description, backend="inline"), tmp_path)
+    # of one device, says the inline backend; here there is room for more, and no record of it
+    opened.description = description
+    opened._backend = OfOneRank()
+    opened._backend.start(opened._infos)
+    load_roles(opened._backend, opened._infos, description, lambda text: None)
+    yield opened
+    opened._backend.close()
+    torch.set_num_threads(threads)
+    torch.set_rng_state(random)
+
+
+def hosts(lab: Workbench) -> dict[str, Any]:
+    found: dict[str, Any] = lab._backend._hosts  # type: ignore[attr-defined]
+    return found
+
+
+def state(lab: Workbench) -> dict[str, Any]:
+    """What must not change: all weights, all moments, all counts."""
+    found: dict[str, Any] = {role: getattr(lab, role).weight_digests() for role in (*TRAINED, "reference")}
+    for role in TRAINED:
+        engine = hosts(lab)[getattr(lab, role).hosts[0]].workers[role].engine
+        kinds: Any = ("exp_avg", "exp_avg_sq")
+        found[f"{role} moments"] = {f"{k} {n}": digest(t) for k in kinds for n, t in engine.held_state(k)}
+        assert len(found[f"{role} moments"]) == 2 * len(found[role][0])
+        found[f"{role} steps"] = engine.steps
+    return {**found, "weights": dict(lab.weights), "iteration": lab.iteration, "drawn": lab.prompts.drawn}
+
+
+def test_walk(lab: Workbench, tmp_path: Path) -> None:
+    table, meta = rollouts(lab)
+    held = lab.actor.compute_log_prob(lab.put(table, meta=meta))
+    before: Any = held.fetch(["old_log_prob"])["old_log_prob"]
+    metrics = [train_on(lab, table, meta)]
+    steps = [
+        wb.Placement.split(2),
+        wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1),
+        wb.Placement.of({"critic": (1, ["critic", "reference"]), "rest": (1, ["actor", "reward"])}),
+        wb.Placement.colocate(1),
+    ]
+    for placement in steps:
+        here, names = state(lab), set(hosts(lab))
+        change = lab.move(placement)
+        assert lab.placement == change.new
+        assert state(lab) == here
+        assert set(hosts(lab)) == {info.name for info in lab._infos}
+        assert {n for n in hosts(lab) if n in names} == {f"{pool}-0" for pool in change.kept}
+        transfers = lab.transfers("move")
+        mine = transfers[transfers["run"] == transfers["run"].max()]
+        assert sorted(mine.groupby(["source", "destination"])["moved_bytes"].sum()) == sorted(
+            change.pairs()["moved_bytes"]
+        )
+        assert mine["moved_bytes"].sum() == change.total_bytes > 0
+        assert not any(host["published_bytes"] for host in lab._seen())
+        metrics.append(train_on(lab, table, meta))
+    after: Any = held.fetch(["old_log_prob"])["old_log_prob"]
+    assert torch.equal(after.values, before.values)
+    assert held.lengths("old_log_prob").tolist() == before.lengths.tolist()
+    assert lab.reward.compute_reward(held).rows == 8
+    assert [info.name for info in lab._infos] == ["shared-0.1"]
+    with tiny_lab("still", tmp_path / "still", backend="inline", devices=1) as still:
+        rollouts(still)
+        assert [train_on(still, table, meta) for _ in metrics] == metrics
+    drawn = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+    assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 4 * len(metrics)
+    assert lab.telemetry.events()["event"].to_list().count("move") == len(steps)
+
+
+def test_before_the_first_step_there_are_no_moments(lab: Workbench) -> None:
+    change = lab.move(wb.Placement.of({"other": (1, ROLES)}))
+    assert change.total_bytes == lab.transfers("move")["moved_bytes"].sum()
+    table, meta = rollouts(lab)
+    train_on(lab, table, meta)
+    assert lab.diff(wb.Placement.colocate(1)).total_bytes > 2 * change.total_bytes
+
+
+@pytest.mark.parametrize("where", ["load", "cut"])
+def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    train_on(lab, *rollouts(lab))
+    here, names, placement = state(lab), set(hosts(lab)), lab.placement
+    with monkeypatch.context() as patched:
+        if where == "cut":  # a flipped bit on the way
+            cut = Snapshot.cut
+
+            def flipped(self: Snapshot, wanted: Any) -> torch.Tensor:
+                flat = cut(self, wanted)
+                flat[0] += 1
+                return flat
+
+            patched.setattr(Snapshot, "cut", flipped)
+            error, message = StageError, "parameters of actor: .* is not what was sent.*goes on as it was"
+        else:
+
+            def full(self: Any, *args: Any) -> None:
+                raise MemoryError("no room")
+
+            patched.setattr("workbench.engines.training.torch_engine.TorchEngine.load_part", full)
+            error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
+        with pytest.raises(error, match=message):
+            lab.move(wb.Placement.split(2))
+    assert set(hosts(lab)) == names
+    assert lab.placement == placement
+    assert state(lab) == here
+    assert not any(host["published_bytes"] for host in lab._seen())
+    lab.move(wb.Placement.split(2))
+    assert state(lab) == here
+
+
+def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="takes a placement"):
+        lab.move("split")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="5 devices"):
+        lab.move(wb.Placement.colocate(5))
+    with lab.kept("actor"), pytest.raises(BadInput, match=r"inside lab.kept\(\)"):
+        lab.move(wb.Placement.split(2))
+    with tiny_lab("in", tmp_path / "in", backend="inline", models={"actor": TINY}) as inline:
+        assert inline.move(wb.Placement.colocate(1)).total_bytes == 0
+        with pytest.raises(BadInput, match=r"new processes for other.*backend='ray'"):
+            inline.move(wb.Placement.of({"other": (1, ["actor"])}))
