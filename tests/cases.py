@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import workbench as wb
-from workbench.dataflow.columns import Table
+from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.run import MetricValues
 
 TINY = "tiny-llama-tied"
@@ -38,6 +40,32 @@ def rollouts(lab: wb.Workbench, rows: int = 8) -> tuple[Table, dict[str, Any]]:
     """Stored rollouts: columns and meta of one generation."""
     batch = lab.actor.generate_sequences(lab.prompts.next(rows), max_new_tokens=12, temperature=0.8)
     return batch.fetch(), dict(batch.meta)
+
+
+def stored(rows: int = 4) -> Table:
+    """All that an update of actor and critic reads, made up: cheaper than what a dataflow makes."""
+    draws = torch.Generator().manual_seed(7)
+    lengths = [5 + row % 3 for row in range(rows)]
+
+    def numbers() -> Ragged:
+        return Ragged.of([torch.randn(n, generator=draws) for n in lengths], torch.float32)
+
+    def ids() -> Ragged:
+        return Ragged.of([torch.randint(8, 264, (n,), generator=draws) for n in lengths], torch.int64)
+
+    mask = Ragged.of([torch.ones(n, dtype=torch.bool) for n in lengths], torch.bool)
+    likely = {"old_log_prob": Ragged(-5 - numbers().values.abs(), mask.lengths)}
+    names = ("values", "returns", "advantages")
+    return {
+        "prompt_ids": ids(), "response_ids": ids(), "response_mask": mask, **likely, **{n: numbers() for n in names},
+    }  # fmt: skip
+
+
+def update_on(lab: wb.Workbench, table: Table) -> dict[str, float]:
+    """An update of the critic and one of the actor; all metrics."""
+    batch = lab.put(table)
+    found: dict[str, MetricValues] = {"critic": lab.critic.update_critic(batch), "actor": lab.actor.update_actor(batch)}
+    return {f"{role}/{name}": value for role, metrics in found.items() for name, value in metrics.items()}
 
 
 def train_on(lab: wb.Workbench, table: Table, meta: dict[str, Any]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
+from tests.cases import TINY, stored, tiny_lab, update_on, vowels
 from tests.light import Together
 from workbench.controller import Workbench
 from workbench.description import Description
@@ -22,7 +22,7 @@ from workbench.workers.model_worker import digest
 from workbench.workers.weight_exchange import Snapshot
 
 TRAINED = ("actor", "critic")
-TRAINING: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
+TRAINING: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 2}
 
 
 class OfOneRank(Together):
@@ -78,10 +78,10 @@ def state(lab: Workbench) -> dict[str, Any]:
 
 
 def test_walk(lab: Workbench, tmp_path: Path) -> None:
-    table, meta = rollouts(lab)
-    held = lab.actor.compute_log_prob(lab.put(table, meta=meta))
+    table = stored()
+    held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)
     before: Any = held.fetch(["old_log_prob"])["old_log_prob"]
-    metrics = [train_on(lab, table, meta)]
+    metrics = [update_on(lab, table)]
     steps = [
         wb.Placement.split(2),
         wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1),
@@ -102,31 +102,31 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
         )
         assert mine["moved_bytes"].sum() == change.total_bytes > 0
         assert not any(host["published_bytes"] for host in lab._seen())
-        metrics.append(train_on(lab, table, meta))
+        metrics.append(update_on(lab, table))
     after: Any = held.fetch(["old_log_prob"])["old_log_prob"]
     assert torch.equal(after.values, before.values)
     assert held.lengths("old_log_prob").tolist() == before.lengths.tolist()
-    assert lab.reward.compute_reward(held).rows == 8
+    assert lab.critic.compute_values(held).rows == 4
     assert [info.name for info in lab._infos] == ["shared-0.1"]
-    with tiny_lab("still", tmp_path / "still", backend="inline", devices=1) as still:
-        rollouts(still)
-        assert [train_on(still, table, meta) for _ in metrics] == metrics
-    drawn = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
-    assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 4 * len(metrics)
+    models = dict.fromkeys(TRAINED, TINY)
+    with tiny_lab("still", tmp_path / "still", models=models, training=TRAINING, backend="inline") as still:
+        assert [update_on(still, table) for _ in metrics] == metrics
+    drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2 * len(metrics)
+    assert lab.actor.check_sync()[0] < 1e-3
     assert lab.telemetry.events()["event"].to_list().count("move") == len(steps)
 
 
 def test_before_the_first_step_there_are_no_moments(lab: Workbench) -> None:
     change = lab.move(wb.Placement.of({"other": (1, ROLES)}))
     assert change.total_bytes == lab.transfers("move")["moved_bytes"].sum()
-    table, meta = rollouts(lab)
-    train_on(lab, table, meta)
+    update_on(lab, stored())
     assert lab.diff(wb.Placement.colocate(1)).total_bytes > 2 * change.total_bytes
 
 
 @pytest.mark.parametrize("where", ["load", "cut"])
 def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    train_on(lab, *rollouts(lab))
+    update_on(lab, stored())
     here, names, placement = state(lab), set(hosts(lab)), lab.placement
     with monkeypatch.context() as patched:
         if where == "cut":  # a flipped bit on the way
