@@ -170,7 +170,8 @@ def test_zero_moves_one_copy_of_the_moments() -> None:
     found = change(Placement.colocate(2), Placement.split(4), models)
     moved = {role.role: role.moved_bytes for role in found.roles}
     assert moved["actor"] == 2 * 4 * P + 8 * P  # a whole replica for each rank, the moments once
-    low = change(Placement.colocate(2), Placement.split(4), {"critic": role_of("zero3", dtype="bfloat16")})
+    old, new = (Placement.of({pool: (2, ["critic"])}) for pool in "ab")
+    low = change(old, new, {"critic": role_of("zero3", dtype="bfloat16")})
     assert low.total_bytes == 12 * P
 
 

@@ -36,9 +36,9 @@ LAYOUTS = {
     ],
     # an odd number of elements, so that ZeRO pads
     4: [
-        *(("zero" + stage, dtype, Layout(d=4), "scalar") for stage in "123" for dtype in (F32, BF16)),
+        *(("zero" + stage, F32, Layout(d=4), "scalar") for stage in "123"),
+        ("zero1", BF16, Layout(d=4), "scalar"),
         ("torch", F32, Layout(2, 2, 1)),
-        ("torch", F32, Layout(1, 2, 2), "scalar"),
     ],
 }
 
@@ -111,7 +111,7 @@ def test_longer_rows_and_bigger_micro_batches_need_more() -> None:
     def activations(**more: Any) -> int:
         return rank_memory(role_of("torch", F32, **more), Layout(), 0).activations
 
-    assert activations(tokens=1024) > 1.4 * activations(tokens=512)
+    assert activations(tokens=1024) > 1.3 * activations(tokens=512)
     # a single longer row goes alone
     long = Generation(engine="vllm", max_model_tokens=1024)
     assert activations(tokens=512, generation=long) == activations(tokens=1024)
@@ -156,13 +156,15 @@ def test_a_gpu_gives_vllm_its_fraction() -> None:
 def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
     models: dict[str, RoleModel | None] = {"actor": role_of("torch", F32), "reference": role_of("frozen", F32)}
     estimate = estimate_memory(Placement.split(2).restrict(models), models)
-    certain, peak = estimate.certain(0) + estimate.certain(1), estimate.peak(0) + estimate.peak(1)
+    certain, peak = estimate.certain(0, 1), estimate.peak(0) + estimate.peak(1)
     assert estimate.certain(1) == 0, "weights that are only read may be mapped from the file, and shared"
     with pytest.raises(BadInput, match=r"needs 3\.1 MB on this machine: .*actor optimizer 1\.6 MB.*2\.1 MB too little"):
         check_fit(estimate, has_bytes=1_000_000, models=models)
-    with pytest.raises(BadInput, match=r"use an adapter|use a smaller Training.micro_batch_tokens"):
+    with pytest.raises(BadInput, match=r"use an adapter"):
         check_fit(estimate, has_bytes=certain - 1, models=models)
-    assert "may run out of memory" in check_fit(estimate, has_bytes=peak - 1, models=models)
+    doubt = check_fit(estimate, has_bytes=peak - 1, models=models)
+    assert "may run out of memory" in doubt
+    assert "use a smaller Training.micro_batch_tokens" in doubt
     assert check_fit(estimate, has_bytes=peak, models=models) == ""
     gpus = estimate_memory(Placement.split(2).restrict(models), models, device="cuda", device_bytes=10**9)
     with pytest.raises(BadInput, match=r"on cuda:0"):
