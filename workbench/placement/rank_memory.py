@@ -165,7 +165,7 @@ def _generation(role: RoleModel, layout: Layout, stage: int, rank: int, device_b
 def kv_elements_per_token(role: RoleModel) -> int:
     """Elements of keys and values of one token, all layers together."""
     text = role.config.get_text_config()
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
     head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
     return 2 * int(text.num_hidden_layers) * int(getattr(text, "num_key_value_heads", None) or heads) * int(head_dim)
 
