@@ -155,7 +155,7 @@ def test_a_gpu_gives_vllm_its_fraction() -> None:
 
 def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
     models: dict[str, RoleModel | None] = {"actor": role_of("torch", F32), "reference": role_of("frozen", F32)}
-    estimate = estimate_memory(Placement.split(2).restrict(models), models)
+    estimate = estimate_memory(Placement.standalone(actor=1, reference=1), models)
     certain, peak = estimate.certain(0, 1), estimate.peak(0) + estimate.peak(1)
     assert estimate.certain(1) == 0, "weights that are only read may be mapped from the file, and shared"
     with pytest.raises(BadInput, match=r"needs 3\.1 MB on this machine: .*actor optimizer 1\.6 MB.*2\.1 MB too little"):
@@ -166,7 +166,7 @@ def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
     assert "may run out of memory" in doubt
     assert "use a smaller Training.micro_batch_tokens" in doubt
     assert check_fit(estimate, has_bytes=peak, models=models) == ""
-    gpus = estimate_memory(Placement.split(2).restrict(models), models, device="cuda", device_bytes=10**9)
+    gpus = estimate_memory(Placement.standalone(actor=1, reference=1), models, device="cuda", device_bytes=10**9)
     with pytest.raises(BadInput, match=r"on cuda:0"):
         check_fit(gpus, has_bytes=3_000_000, models=models)
     assert check_fit(gpus, has_bytes=max(gpus.peak(0), gpus.peak(1)), models=models) == "", "each device by itself"
