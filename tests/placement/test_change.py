@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def ppo(engine: str = "torch") -> dict[str, RoleModel | None]:
 VALUES = P + H + 1  # the critic's elements: a scalar head, and embeddings that are no output head
 
 
-def change(old: Placement, new: Placement, models: dict[str, RoleModel | None] | None = None, **more: Any) -> Any:
+def change(old: Placement, new: Placement, models: Mapping[str, RoleModel | None] | None = None, **more: Any) -> Any:
     models = ppo() if models is None else models
     return PlacementChange(old=old.restrict(models), new=new.restrict(models), models=models, **more)
 

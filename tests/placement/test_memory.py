@@ -23,7 +23,7 @@ from workbench.placement.rank_memory import rank_memory
 from workbench.placement.role_model import RoleModel
 
 F32, BF16 = torch.float32, torch.bfloat16
-LAYOUTS = {
+LAYOUTS: dict[int, list[tuple[Any, ...]]] = {
     2: [
         *((kind, dtype, Layout(d=2)) for kind in ("torch", "zero1", "zero2", "zero3") for dtype in (F32, BF16)),
         ("zero0", BF16, Layout(d=2)),
@@ -59,7 +59,7 @@ def role_of(kind: str, dtype: torch.dtype, head: Any = "lm", adapter: bool = Fal
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_engines_hold_what_is_estimated_to_the_byte(world_size: int) -> None:
     cases = LAYOUTS[world_size]
-    roles = [role_of(kind, dtype, *more) for kind, dtype, _, *more in cases]  # type: ignore[misc]
+    roles = [role_of(kind, dtype, *more) for kind, dtype, _, *more in cases]
     for rank, measured in enumerate(run_ranks(all_measured, world_size, cases)):
         for role, case, moments in zip(roles, cases, measured, strict=True):
             found = rank_memory(role, case[2], rank)
@@ -140,7 +140,7 @@ def test_colocated_roles_share_a_device() -> None:
     assert estimate.certain(0) == lasting - 2**29 + max(memory.gradients for memory in one.values())
     alone = estimate_memory(Placement.standalone(actor=1, critic=1, reward=1), models)
     assert [alone.peak(n) for n in (0, 1)] == [m.lasting + m.passing for m in (one["actor"], one["critic"])]
-    frame = alone.frame().set_index("role")
+    frame: Any = alone.frame().set_index("role")
     assert frame.loc["critic", ["pool", "device", "rank"]].tolist() == ["critic", "cpu:1", 0]
     assert alone.by_device()["peak_bytes"].tolist() == [alone.peak(0), alone.peak(1)]
     assert "critic, parameters" in alone._repr_html_()
@@ -192,7 +192,8 @@ def test_a_live_workbench_holds_what_it_is_estimated_to(tmp_path: Path) -> None:
         table, meta = rollouts(lab, 4)
         batch = lab.put(table, meta=meta)
         train_on(lab, table, meta)
-        estimated, live = lab.estimate().frame().set_index("role"), lab.topology().set_index("role")
+        estimated: Any = lab.estimate().frame().set_index("role")
+        live: Any = lab.topology().set_index("role")
         for use in ("parameters", "optimizer", "generation_weights", "generation_kv_cache"):
             column = f"{use}_bytes"
             assert live[column].to_dict() == estimated[column].to_dict(), use

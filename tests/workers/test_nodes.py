@@ -21,7 +21,7 @@ from workbench.workers.backends.nodes import nodes_of_pools
 )
 def test_pools_on_two_machines_of_four(pools: list[int], found: list[str] | None) -> None:
     placed = nodes_of_pools(pools, {"a": 4, "b": 4})
-    assert (placed and ["".join(nodes) for nodes in placed]) == found
+    assert (None if placed is None else ["".join(nodes) for nodes in placed]) == found
 
 
 def test_a_pool_goes_where_it_just_fits() -> None:
