@@ -165,11 +165,8 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
 
     has_bytes: of the memory of one GPU, or of what a CPU machine has left for all of its slots.
     """
-    if estimate.device == "cpu":
-        groups = [list(estimate.devices)]
-    else:
-        groups = [[n] for n in estimate.devices]
-    for devices in groups:
+    doubt = ""
+    for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
         certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
         if certain > has_bytes:
@@ -179,12 +176,12 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
                 f"it has {bytes_text(has_bytes)}, {bytes_text(certain - has_bytes)} too little",
                 remedy(estimate, devices, models, certain=True),
             )
-        if peak > has_bytes:
-            return (
+        if peak > has_bytes and not doubt:
+            doubt = (
                 f"{where} may run out of memory: up to {bytes_text(peak)} at the peak ({largest(estimate, devices)}), "
                 f"of {bytes_text(has_bytes)}; {remedy(estimate, devices, models)}"
             )
-    return ""
+    return doubt
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
