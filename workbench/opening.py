@@ -5,22 +5,23 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from workbench import registry
 from workbench.controller import Workbench
 from workbench.description import Description
 from workbench.display.progress import Progress
 from workbench.engines.settings import Generation, Training, one_of
-from workbench.errors import NameTaken, WorkbenchError
+from workbench.errors import BadInput, NameTaken, WorkbenchError
 from workbench.home import locked
 from workbench.machine import available_bytes, gpu_bytes
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
-from workbench.registry import Record
 from workbench.workers.backends import RayBackend
 from workbench.workers.backends.ray import end_hosts
 from workbench.workers.cluster import joined_address, stop_idle_head
@@ -95,7 +96,7 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
     if living is not None and if_exists == "attach":
         return attach(name)
     lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
-    _check_memory(description, replaced=None if living is None else registry.find(name))
+    _check_memory(description, replaced=[] if living is None else _processes(name))
     if living is not None:
         stop(name)
     try:
@@ -120,7 +121,15 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
     return lab
 
 
-def _check_memory(description: Description, replaced: Record | None) -> None:
+def _processes(name: str) -> list[psutil.Process]:
+    """The processes of this machine in which the workbench of that name lives; inline, this one."""
+    record = registry.find(name)
+    if record is None:
+        return [psutil.Process()]
+    return [here for process in record.hosts.values() if (here := process.here)]
+
+
+def _check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
     """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
     machines have is not known. replaced: whose memory will be free."""
     ray = sys.modules.get("ray")
@@ -129,12 +138,14 @@ def _check_memory(description: Description, replaced: Record | None) -> None:
     if description.device == "cuda":
         has = gpu_bytes()
     else:
-        processes = [process.here for process in replaced.hosts.values()] if replaced else []
-        has = available_bytes() + sum(process.memory_info().rss for process in processes if process)
+        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
     if has is None:
         return
     models, gpu = description.role_models(), has if description.device == "cuda" else None
-    estimate = estimate_memory(description.placement, models, device=description.device, device_bytes=gpu)
+    try:
+        estimate = estimate_memory(description.placement, models, device=description.device, device_bytes=gpu)
+    except BadInput:  # a model whose weights cannot be told from its configuration may well load
+        return
     if doubt := check_fit(estimate, has_bytes=has, models=models):
         warnings.warn(doubt, stacklevel=4)  # in the line that opens
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,7 +140,8 @@ class Whereabouts:
         `.fits`; `.require_fit()` raises.
         """
         description, seen = self.description.placed(placement), self._seen()
-        change = PlacementChange(
+        bandwidth, measured = self._bandwidth()
+        return PlacementChange(
             old=self.placement,
             new=description.placement,
             models=description.role_models(),
@@ -149,10 +149,10 @@ class Whereabouts:
             batch_bytes={f"{i.pool}-{i.rank}": s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
             fresh=[role for role, weights in self.weights.items() if not weights.steps],
             device=description.device,
+            has_bytes=self._room(seen),
+            bandwidth_bytes_s=bandwidth,
+            measured=measured,
         )
-        has = self._room(change, seen)
-        bandwidth, measured = self._bandwidth() if change.total_bytes else (None, "")
-        return dataclasses.replace(change, has_bytes=has, bandwidth_bytes_s=bandwidth, measured=measured)
 
     def _numbers(self) -> dict[str, list[int]]:
         """The device numbers of each pool's ranks."""
@@ -161,13 +161,13 @@ class Whereabouts:
             found.setdefault(info.pool, []).append(int(info.device.rpartition(":")[2]))
         return found
 
-    def _room(self, change: PlacementChange, seen: Sequence[dict[str, Any]]) -> int | None:
+    def _room(self, seen: Sequence[dict[str, Any]]) -> int | None:
         """`PlacementChange.has_bytes`; None where slots are on several machines."""
-        if change.device == "cuda":
+        if self.description.device == "cuda":
             return int(min(s["device_bytes"] for s in seen))
         if len({s["machine"] for s in seen}) > 1:
             return None
-        held = sum(t.memory.certain(on_cpu=True) for t in change.before.tenants)
+        held = sum(tenant.memory.certain(on_cpu=True) for tenant in self.estimate().tenants)
         return int(min(s["available_bytes"] for s in seen)) + held + sum(s["batch_bytes"] for s in seen)
 
     def _bandwidth(self) -> tuple[float | None, str]:

@@ -16,7 +16,7 @@ from workbench.placement import Layout
 
 # The embedding is above DeepSpeed's threshold of 100,000 elements, under which ZeRO-3 keeps weights whole, the rest
 # below it; no count of elements is a multiple of the ranks.
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 1601, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "attention_bias": True,
 }  # fmt: skip

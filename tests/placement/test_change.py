@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def ppo(engine: str = "torch") -> dict[str, RoleModel | None]:
 VALUES = P + H + 1  # the critic's elements: a scalar head, and embeddings that are no output head
 
 
-def change(old: Placement, new: Placement, models: dict[str, RoleModel | None] | None = None, **more: Any) -> Any:
+def change(old: Placement, new: Placement, models: Mapping[str, RoleModel | None] | None = None, **more: Any) -> Any:
     models = ppo() if models is None else models
     return PlacementChange(old=old.restrict(models), new=new.restrict(models), models=models, **more)
 
@@ -170,7 +171,8 @@ def test_zero_moves_one_copy_of_the_moments() -> None:
     found = change(Placement.colocate(2), Placement.split(4), models)
     moved = {role.role: role.moved_bytes for role in found.roles}
     assert moved["actor"] == 2 * 4 * P + 8 * P  # a whole replica for each rank, the moments once
-    low = change(Placement.colocate(2), Placement.split(4), {"critic": role_of("zero3", dtype="bfloat16")})
+    old, new = (Placement.of({pool: (2, ["critic"])}) for pool in "ab")
+    low = change(old, new, {"critic": role_of("zero3", dtype="bfloat16")})
     assert low.total_bytes == 12 * P
 
 

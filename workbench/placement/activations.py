@@ -23,7 +23,7 @@ def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
     """
     text, tokens = role.config.get_text_config(), role.tokens_bound
     _, stage, _ = layout.coordinates(rank)
-    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    hidden, heads = int(text.hidden_size), int(getattr(text, "num_attention_heads", None) or 1)
     head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
     queries = heads * head_dim
     keys = int(getattr(text, "num_key_value_heads", None) or heads) * head_dim

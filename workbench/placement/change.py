@@ -91,12 +91,13 @@ class PlacementChange(Moves):
         for devices in [self.devices] if self.device == "cpu" else [(n,) for n in self.devices]:
             where = "this machine" if self.device == "cpu" else f"cuda:{devices[0]}"
             moving = sum(self.during(n, certain=True) for n in devices)
-            afterwards = sum(self.after.certain(n) for n in devices)
+            afterwards = self.after.certain(*devices)
             for when, needs in (("while things move", moving), ("afterwards", afterwards)):
                 if needs > self.has_bytes:
                     return (
-                        f"needs {bytes_text(needs)} on {where} {when} ({largest(self.after, devices)}), which has "
-                        f"{bytes_text(self.has_bytes)}: {bytes_text(needs - self.has_bytes)} too little"
+                        f"needs {bytes_text(needs)} on {where} {when} "
+                        f"({largest(self.after, devices, certain=True)}), which has {bytes_text(self.has_bytes)}: "
+                        f"{bytes_text(needs - self.has_bytes)} too little"
                     )
         return ""
 
@@ -111,7 +112,7 @@ class PlacementChange(Moves):
             raise BadInput(
                 f"moving from {self.old} to {self.new}",
                 self.problem,
-                remedy(self.after, self.devices, self.models),
+                remedy(self.after, self.devices, self.models, certain=True),
             )
 
     def frame(self) -> pd.DataFrame:

@@ -63,12 +63,16 @@ class MemoryEstimate:
         """A bound of the most that is held on a device: what lasts, and the role that needs most while it computes."""
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
 
-    def certain(self, device: int) -> int:
-        """What a device cannot do without: without caches and files that are mapped (on a CPU) and activations, with
-        the gradients of the role that has most."""
-        held = self.on(device)
-        lasting = sum(tenant.memory.certain(on_cpu=self.device == "cpu") for tenant in held)
-        return lasting + max((tenant.memory.gradients for tenant in held), default=0)
+    def certain(self, *devices: int) -> int:
+        """What devices together cannot do without: without caches and files that are mapped (on a CPU) and activations,
+        with the gradients of the role that has most."""
+        gradients: dict[str, int] = {}
+        lasting = 0
+        for tenant in self.tenants:
+            if tenant.device in devices:
+                lasting += tenant.memory.certain(on_cpu=self.device == "cpu")
+                gradients[tenant.role] = gradients.get(tenant.role, 0) + tenant.memory.gradients
+        return lasting + max(gradients.values(), default=0)
 
     def frame(self) -> pd.DataFrame:
         """One row a role and rank: role, pool, rank, device, and bytes by use."""
@@ -161,48 +165,48 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
 
     has_bytes: of the memory of one GPU, or of what a CPU machine has left for all of its slots.
     """
-    if estimate.device == "cpu":
-        groups = [list(estimate.devices)]
-    else:
-        groups = [[n] for n in estimate.devices]
-    for devices in groups:
-        certain, peak = sum(map(estimate.certain, devices)), sum(map(estimate.peak, devices))
+    doubt = ""
+    for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
+        certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
         if certain > has_bytes:
             raise BadInput(
                 f"the placement {estimate.placement} needs {bytes_text(certain)} on {where}: "
-                f"{largest(estimate, devices)}",
+                f"{largest(estimate, devices, certain=True)}",
                 f"it has {bytes_text(has_bytes)}, {bytes_text(certain - has_bytes)} too little",
-                remedy(estimate, devices, models),
+                remedy(estimate, devices, models, certain=True),
             )
-        if peak > has_bytes:
-            return (
+        if peak > has_bytes and not doubt:
+            doubt = (
                 f"{where} may run out of memory: up to {bytes_text(peak)} at the peak ({largest(estimate, devices)}), "
-                f"of {bytes_text(has_bytes)}. {remedy(estimate, devices, models).capitalize()}."
+                f"of {bytes_text(has_bytes)}; {remedy(estimate, devices, models)}"
             )
-    return ""
+    return doubt
 
 
-def _items(estimate: MemoryEstimate, devices: Sequence[int]) -> list[tuple[int, str, str]]:
-    """(bytes, role, use) of those devices together, the most first."""
+def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
+    """(bytes, role, use) of those devices together, the most first; certain: only of what `certain` counts."""
+    unsure = {"generation_kv_cache"} if estimate.device == "cpu" else set()
     found: dict[tuple[str, str], int] = {}
     for tenant in estimate.tenants:
-        if tenant.device in devices:
-            for use in (*LASTING, *PASSING):
-                key = tenant.role, use.removeprefix("kept_")
-                found[key] = found.get(key, 0) + getattr(tenant.memory, use)
+        for use in (*LASTING, *PASSING) if tenant.device in devices else ():
+            if certain and use in {*unsure, "activations"}:
+                continue
+            mapped = tenant.memory.may_be_mapped if certain and unsure and use == "parameters" else 0
+            key = tenant.role, use.removeprefix("kept_")
+            found[key] = found.get(key, 0) + getattr(tenant.memory, use) - mapped
     return sorted(((n, *key) for key, n in found.items() if n), reverse=True)
 
 
-def largest(estimate: MemoryEstimate, devices: Sequence[int], count: int = 4) -> str:
+def largest(estimate: MemoryEstimate, devices: Sequence[int], *, certain: bool = False) -> str:
     """The largest items of some devices, in words."""
-    items = _items(estimate, devices)[:count]
+    items = _items(estimate, devices, certain)[:4]
     return ", ".join(f"{role} {use.replace('_', ' ')} {bytes_text(n)}" for n, role, use in items)
 
 
-def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models) -> str:
+def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models, *, certain: bool = False) -> str:
     """What would make the largest item smaller."""
-    items = _items(estimate, devices)
+    items = _items(estimate, devices, certain)
     if not items:
         return ""
     _, role, use = items[0]
@@ -219,7 +223,8 @@ def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models) -> 
         choices.append(f"Training(engine='deepspeed', zero_stage=3) for {role}")
     if role == "actor" and model.adapter is None and use in ("optimizer", "gradients"):
         choices.append("an adapter, wb.Model(..., adapter=wb.LoRA())")
-    if model.dtype == "float32" and use in ("parameters", "generation_weights"):
+    in_dtype = use == "generation_weights" or (use == "parameters" and model.engine not in ("torch", "zero0"))
+    if model.dtype == "float32" and in_dtype:
         choices.append("dtype='bfloat16'")
     if estimate.device == "cuda":
         choices.append(f"more devices: a pool of its own for {role}, or a layout (p, t, d) that cuts it")

@@ -13,6 +13,7 @@ from typing import Any
 from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
 from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
+from workbench.workers.backends.nodes import nodes_of_pools
 from workbench.workers.calls import Call, HostInfo
 from workbench.workers.cluster import NAMESPACE, connect, joined_address
 
@@ -22,6 +23,7 @@ END_GRACE_S = 10
 POLL_S = 0.2
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001
+NODE_LABEL = "ray.io/node-id"
 
 
 class RayPending(Pending):
@@ -182,16 +184,20 @@ class RayBackend(Backend):
 
     def start(self, infos: Sequence[HostInfo]) -> None:
         self.check(infos)
-        for _, pool in groupby(infos, key=lambda info: info.pool):
-            self._start_pool(list(pool), alone=len(infos) == 1 and not self._actors)
+        alone, nodes = len(infos) == 1 and not self._actors, self._nodes(infos)
+        first = 0
+        for _, ranks in groupby(infos, key=lambda info: info.pool):
+            pool = list(ranks)
+            self._start_pool(pool, nodes[first : first + len(pool)], alone=alone)
+            first += len(pool)
         asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
         while not self.wait(list(asked.values()), POLL_S):
             self._note("starting hosts")
         self.processes |= {name: pending.result() for name, pending in asked.items()}
 
-    def _start_pool(self, infos: Sequence[HostInfo], *, alone: bool) -> None:
+    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str], *, alone: bool) -> None:
         ray = self._ray
-        group = self._devices(infos)
+        group = self._devices(infos, nodes)
         actor_class = _actor_class(ray)
         # idle threads that spin take the cores from the other hosts: up to ten times slower
         wait = {} if alone else {"OMP_WAIT_POLICY": "passive"}
@@ -228,14 +234,16 @@ class RayBackend(Backend):
             _remove_groups(self._ray, name)
         end(gone, grace_s=END_GRACE_S)
 
-    def _devices(self, infos: Sequence[HostInfo]) -> Any:
-        """Reserve one device for each host of a pool: a placement group."""
+    def _devices(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> Any:
+        """Reserve one device for each host of a pool: a placement group. nodes: their machines; empty: any."""
         ray = self._ray
         group = ray.util.placement_group(
             [{"CPU": CPU_SHARE, **({"GPU": _gpus(info)} if _gpus(info) else {})} for info in infos],
             strategy="PACK",
             name=_group_name(infos[0]),
             lifetime="detached",
+            # alone, PACK fills machine after machine, across the borders of pools
+            **({"bundle_label_selector": [{NODE_LABEL: node} for node in nodes]} if nodes else {}),
         )
         ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
         while not ray.wait([ready], timeout=POLL_S)[0]:
@@ -247,6 +255,17 @@ class RayBackend(Backend):
                     "close other workbenches (`wb ls`), or use fewer devices",
                 )
         return group
+
+    def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
+        """The machine of each host, a pool's GPUs on one where they can be; empty where that makes no difference, or
+        devices are not free yet."""
+        totals = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]}
+        if len(totals) < 2 or not _gpus(infos[0]):
+            return []
+        available = self._ray._private.state.available_resources_per_node()
+        free = {node: int(available.get(node, {}).get("GPU", 0)) for node in totals}
+        pools = [len(list(ranks)) for _, ranks in groupby(infos, key=lambda info: info.pool)]
+        return [node for nodes in nodes_of_pools(pools, free) or [] for node in nodes]
 
     def attach(self, infos: Sequence[HostInfo]) -> None:
         for info in infos:
