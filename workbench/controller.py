@@ -217,6 +217,10 @@ class Workbench(HeldBatches):
         """
         return move(self, placement)
 
+    def resize(self, pool: str, devices: int) -> PlacementChange:
+        """Give a pool more or fewer devices: `lab.resize("policy", 4)`; see `move`."""
+        return self.move(self.placement.with_devices(pool, devices))
+
     # --- one stage --------------------------------------------------------------------------------------------------
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -45,6 +45,7 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
             f"move() inside lab.{where}", "it needs the roles as they are, and none at work", "move after it"
         )
     lab.scheduler.drain()
+    lab._release()  # what nobody refers to need not move
     change = lab.diff(placement)
     change.require_fit()
     with Progress(f"moving {lab.name}") as bar:

@@ -59,7 +59,7 @@ class Placement:
     Without such a pool the actor generates on its own ranks.
 
     A value: `==` compares, `repr` is the expression that makes it again, `str` a line to read. `with_role`,
-    `with_layout` and `without` give another one that differs in one thing.
+    `with_layout`, `with_devices` and `without` give another one that differs in one thing.
     """
 
     pools: tuple[Pool, ...]
@@ -204,6 +204,22 @@ class Placement:
         """This placement with another layout of one role: a `Layout`, or the numbers (p, t, d)."""
         self.pool_of(role)
         return Placement(self.pools, {**self.layouts, role: layout})
+
+    def with_devices(self, pool: str, devices: int) -> Placement:
+        """This placement with a pool of another size. Layouts keep their p and t, where these still divide it."""
+        known = {other.name: other for other in self.pools}
+        if pool not in known:
+            raise BadInput(
+                f"with_devices({pool!r}, {devices})", f"the pools are {', '.join(known)}", "name one of these"
+            )
+        whole("devices", devices, 1)
+        pools = tuple(replace(other, devices=devices) if other.name == pool else other for other in self.pools)
+        layouts = dict(self._layouts)
+        for role in known[pool].roles:
+            layout = layouts.get(role)
+            if layout is not None and devices % (layout.p * layout.t) == 0:
+                layouts[role] = replace(layout, d=devices // (layout.p * layout.t))
+        return Placement(pools, layouts)
 
     def without(self, role: str) -> Placement:
         """This placement without one role; a pool that is left without a role goes."""

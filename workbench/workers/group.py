@@ -11,7 +11,7 @@ from workbench.dataflow.run import Run
 from workbench.engines.settings import whole
 from workbench.fingerprint import fingerprint
 from workbench.models.spec import Model
-from workbench.placement import Layout, Pool
+from workbench.placement import Layout, Placement, Pool
 from workbench.workers.operation import Operation, checked_arguments, operations
 
 
@@ -23,6 +23,11 @@ class Caller(Protocol):
     def submit(
         self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Run: ...
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def move(self, placement: Placement) -> Any: ...
 
 
 class GroupOperation:
@@ -91,7 +96,7 @@ class WorkerGroup:
         caller: Caller,
         worker_role: str | None = None,
     ) -> None:
-        self.worker_role = worker_role or role
+        self.worker_role, self._caller = worker_role or role, caller
         self.role = role
         self.place(pool, hosts, layout)
         self.spec, self.worker_class = spec, worker_class
@@ -104,6 +109,15 @@ class WorkerGroup:
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
         """Say that its ranks stand elsewhere now."""
         self.pool, self.hosts, self.layout = pool, hosts, layout
+
+    def move(self, pool: str, devices: int | None = None) -> Any:
+        """Move this role to another pool, with all that it has learned: `lab.critic.move("scorers")`. devices: of the
+        pool, where there is none of that name yet. See `lab.move`."""
+        return self._caller.move(self._caller.placement.with_role(self.worker_role, pool, devices))
+
+    def relayout(self, layout: Layout | tuple[int, ...]) -> Any:
+        """Give this role another layout (p, t, d) in its pool: `lab.actor.relayout((1, 2, 1))`. See `lab.move`."""
+        return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))
 
     def delegate(self, name: str, operation: GroupOperation) -> None:
         """Let another group carry out an operation that this one is asked for."""
