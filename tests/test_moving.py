@@ -22,7 +22,7 @@ from workbench.workers.model_worker import digest
 from workbench.workers.weight_exchange import Snapshot
 
 TRAINED = ("actor", "critic")
-TRAINING: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 2}
+TRAINING: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
 
 
 class OfOneRank(Together):
@@ -40,7 +40,8 @@ class OfOneRank(Together):
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Workbench]:
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    monkeypatch.setattr("workbench.description.cores", lambda: 1)  # as many threads, whatever the placement
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     description = Description.of(
         "moving", models={"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels},

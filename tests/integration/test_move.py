@@ -7,11 +7,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import workbench as wb
-from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
+from tests.cases import TINY, stored, tiny_lab, update_on, vowels
 from workbench import registry
-from workbench.errors import BadInput, HostDied
+from workbench.errors import HostDied
 from workbench.placement import ROLES
 from workbench.placement.change import PlacementChange
 from workbench.workers.model_worker import digest
@@ -89,11 +90,10 @@ def moved(lab: wb.Workbench, placement: wb.Placement) -> PlacementChange:
 
 
 def test_ppo_walks_over_placements(lab: wb.Workbench, tmp_path: Any) -> None:
-    table, meta = rollouts(lab)
-    held = lab.put(table, meta=meta)
-    held = lab.actor.compute_log_prob(held)
-    before = held.fetch(["old_log_prob"])["old_log_prob"]
-    metrics = [train_on(lab, table, meta)]
+    table = stored()
+    held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)
+    before: Any = held.fetch(["old_log_prob"])["old_log_prob"]
+    metrics = [update_on(lab, table)]
     steps = [
         wb.Placement.of({"other": (2, ROLES)}),
         wb.Placement.split(2),
@@ -105,21 +105,22 @@ def test_ppo_walks_over_placements(lab: wb.Workbench, tmp_path: Any) -> None:
         change = moved(lab, placement)
         assert change.total_bytes > 0
         assert state(lab) == here
-        metrics.append(train_on(lab, table, meta))
+        metrics.append(update_on(lab, table))
     # batches of processes that have ended are where they can be reached, for the notebook and for stages
-    assert held.fetch(["old_log_prob"])["old_log_prob"].values.equal(before.values)  # type: ignore[union-attr]
-    assert held.lengths("old_log_prob").tolist() == before.lengths.tolist()  # type: ignore[union-attr]
-    assert lab.reward.compute_reward(held).rows == 8
+    after: Any = held.fetch(["old_log_prob"])["old_log_prob"]
+    assert torch.equal(after.values, before.values)
+    assert held.lengths("old_log_prob").tolist() == before.lengths.tolist()
+    assert lab.critic.compute_values(held).rows == 4
     with open_lab("still", tmp_path, wb.Placement.colocate(2)) as still:
-        expected = [train_on(still, table, meta) for _ in metrics]
+        expected = [update_on(still, table) for _ in metrics]
         assert metrics[:2] == expected[:2]  # the same layouts, in other processes
         for mine, theirs in zip(metrics, expected, strict=True):
             assert mine.keys() == theirs.keys()
             for name in mine:
                 assert mine[name] == pytest.approx(theirs[name], **TOLERANCE), name
-    drawn = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
-    assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 4 * len(metrics)
-    assert set(lab.check().df["verdict"]) <= {"ok", "not applicable"}
+    drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2 * len(metrics)
+    assert max(lab.actor.check_sync()) < 1e-3
 
 
 def test_a_role_changes_its_layout_and_goes_back(lab: wb.Workbench) -> None:
@@ -127,23 +128,15 @@ def test_a_role_changes_its_layout_and_goes_back(lab: wb.Workbench) -> None:
     processes = dict(lab._backend.processes)  # type: ignore[attr-defined]
     change = moved(lab, placement.with_layout("actor", (1, 2, 1)))
     assert change.total_bytes == 0  # each rank has all that it keeps
+    assert lab._backend.processes == processes  # type: ignore[attr-defined]
     assert lab.actor.layout.t == 2
     assert lab.actor.weight_digests() == [here["actor"]] * 2
-    assert lab._backend.processes == processes  # type: ignore[attr-defined]
-    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
-    assert lab.actor.compute_log_prob(batch).rows == 2
+    first, second = lab.actor.moment_digests()
+    assert first != second
+    lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2))
     assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-3
-    there = state_of_sliced(lab)
-    change = moved(lab, placement)
-    assert change.total_bytes > 0
-    assert {name: value for name, value in state(lab).items() if name != "drawn"} == {
-        name: value for name, value in here.items() if name != "drawn"
-    }
-    assert there != here["actor moments"]
-
-
-def state_of_sliced(lab: wb.Workbench) -> Any:
-    return lab.actor.moment_digests()[0]
+    assert moved(lab, placement).total_bytes > 0
+    assert state(lab) == {**here, "drawn": lab.prompts.drawn}
 
 
 def test_a_destination_that_dies_leaves_everything_as_it_was(
@@ -166,7 +159,7 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
     assert lab.placement == placement
     assert state(lab) == here
     assert all(host["published_bytes"] == 0 for host in lab._seen())
-    assert lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4).rows == 4
+    assert lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2).rows == 2
     moved(lab, wb.Placement.split(2))
 
 
@@ -180,16 +173,3 @@ def test_a_new_kernel_finds_it_where_it_went(lab: wb.Workbench) -> None:
         assert state(again) == here
     finally:
         registry.opened[lab.name] = lab
-
-
-def test_what_cannot_be_moved_is_refused(lab: wb.Workbench, tmp_path: Any) -> None:
-    with pytest.raises(BadInput, match="takes a placement"):
-        lab.move("split")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="5 devices"):
-        lab.move(wb.Placement.colocate(5))
-    with lab.kept("actor"), pytest.raises(BadInput, match=r"inside lab.kept\(\)"):
-        lab.move(wb.Placement.colocate(2))
-    with tiny_lab("in", tmp_path, backend="inline", models={"actor": TINY}) as inline:
-        assert inline.move(wb.Placement.colocate(1)).total_bytes == 0
-        with pytest.raises(BadInput, match=r"new processes for other.*backend='ray'"):
-            inline.move(wb.Placement.of({"other": (1, ["actor"])}))
