@@ -21,7 +21,7 @@ CASES = [
     Case(kind="torch", old=PIPELINE, new=DATA, head="scalar"),
     Case(kind="torch", old=DATA, new=DATA, adapter=True, dtype=BF16),
     Case(kind="torch", old=PIPELINE, new=PIPELINE, steps=0),
-    Case(kind="frozen", old=TENSOR, new=DATA, dtype=BF16),
+    Case(kind="frozen", old=TENSOR, new=DATA, dtype=BF16, steps=0),
     Case(kind="zero0", old=DATA, new=DATA),
     Case(kind="zero1", old=DATA, new=DATA),
     Case(kind="zero1", old=DATA, new=DATA, dtype=BF16, steps=0),

@@ -24,8 +24,11 @@ class Caller(Protocol):
         self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Run: ...
 
-    @property
-    def placement(self) -> Placement: ...
+
+class Placer(Caller, Protocol):
+    """Who, beside that, can place a group elsewhere."""
+
+    placement: Placement
 
     def move(self, placement: Placement) -> Any: ...
 
@@ -93,7 +96,7 @@ class WorkerGroup:
         layout: Layout,
         spec: Model,
         worker_class: type,
-        caller: Caller,
+        caller: Placer,
         worker_role: str | None = None,
     ) -> None:
         self.worker_role, self._caller = worker_role or role, caller
