@@ -215,11 +215,9 @@ class DeepSpeedEngine(TrainingEngine):
     @property
     def _stretches(self) -> list[Tensor]:
         """What Adam's state is kept for: parameters, or this rank's stretches of many of them end to end."""
-        optimizer = self._engine.optimizer
-        if self._stage == 0:
-            return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
-        return list(getattr(optimizer, name))
+        if self._stage == 3:  # which gives them to Adam one at a time
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [parameter for group in self._adam.param_groups for parameter in group["params"]]
 
     @property
     def has_moments(self) -> bool:
