@@ -125,6 +125,24 @@ def test_before_the_first_step_there_are_no_moments(lab: Workbench) -> None:
     assert lab.diff(wb.Placement.colocate(1)).total_bytes > 2 * change.total_bytes
 
 
+def test_one_role_goes_and_comes_back(lab: Workbench) -> None:
+    critic, shared = lab.critic, hosts(lab)["shared-0"]
+    update_on(lab, stored())
+    here = state(lab)
+    change = lab.critic.move("own", devices=1)
+    assert [role.role for role in change.roles if role.action != "stays"] == ["critic"]
+    assert lab.critic is critic
+    assert critic.hosts == ("own-0",)
+    assert hosts(lab)["shared-0"] is shared
+    assert set(shared.workers) == {"actor", "reference", "reward", "numeric"}
+    assert state(lab) == here
+    assert not lab.critic.relayout((1, 1, 1)).total_bytes
+    lab.critic.move("shared")
+    assert lab.placement.pool_of("critic").name == "shared"
+    assert set(hosts(lab)) == {"shared-0"}
+    assert state(lab) == here
+
+
 @pytest.mark.parametrize("where", ["load", "cut"])
 def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     update_on(lab, stored())

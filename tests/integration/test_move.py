@@ -137,7 +137,7 @@ def test_a_role_changes_its_layout_and_goes_back(lab: wb.Workbench) -> None:
     lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2))
     assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-3
     assert moved(lab, placement).total_bytes > 0
-    assert state(lab) == {**here, "drawn": lab.prompts.drawn}
+    assert state(lab) == {**here, "drawn": lab.prompts.drawn, "iteration": lab.iteration}
 
 
 def test_a_destination_that_dies_leaves_everything_as_it_was(

@@ -49,7 +49,7 @@ def moved(case: Case) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     first, second = _worker(case, case.old, seed=0), _worker(case, case.new, seed=1)
     for _ in range(case.steps):
-        _step(case, first.engine)
+        _step(case, first.engine, case.old)
     places = tuple(range(size)), tuple(range(size)) if case.same else tuple(range(size, 2 * size))
     hosts = [f"old-{n}" for n in range(size)] + ([] if case.same else [f"new-{n}" for n in range(size)])
     model = RoleModel(
@@ -92,7 +92,7 @@ def moved(case: Case) -> dict[str, Any]:
         "steps": getattr(second.engine, "steps", 0),
     }
     if case.kind != "frozen":
-        reports = [_step(case, worker.engine) for worker in (first, second)]
+        reports = [_step(case, worker.engine, layout) for worker, layout in ((first, case.old), (second, case.new))]
         found["norms"] = [report.grad_norm for report in reports]
         found["rates"] = [report.learning_rate for report in reports]
         found["further"] = [_weights(worker.engine) for worker in (first, second)]
@@ -118,9 +118,11 @@ def _worker(case: Case, layout: Layout, seed: int) -> Any:
     return worker
 
 
-def _step(case: Case, engine: TrainingEngine) -> Any:
+def _step(case: Case, engine: TrainingEngine, layout: Layout) -> Any:
+    """One step on four rows, which the replicas share."""
     loss = negative_log_likelihood if case.head == "lm" else squared_values
-    return engine.step([loss(sequences(0)[n : n + 2]) for n in (0, 2)])
+    passes = [loss(sequences(0)[n : n + 2]) for n in (0, 2)]
+    return engine.step(passes[layout.coordinates(dist.get_rank())[0] :: layout.d])
 
 
 def _digests(engine: TrainingEngine) -> dict[str, str]:
