@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,26 +40,33 @@ class OfOneRank(Together):
         return self.ask(host, method, *args, **kwargs)
 
 
-@pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
-    monkeypatch.setattr("workbench.description.cores", lambda: 1)  # as many threads, whatever the placement
+@contextmanager
+def opened(models: dict[str, Any], placement: wb.Placement, runs: Path) -> Iterator[Workbench]:
+    """A workbench whose hosts are all in this process."""
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     description = Description.of(
-        "moving", models={"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels},
-        placement=wb.Placement.colocate(1), devices=4, device="cpu", backend="ray", prompts="arithmetic",
+        "moving", models=models, placement=placement, devices=4, device="cpu", backend="ray", prompts="arithmetic",
         training=wb.Training(**TRAINING), generation=wb.Generation(engine="transformers", max_model_tokens=192),
         dtype="float32", seed=0, address=None,
     )  # fmt: skip
-    opened = Workbench(replace(description, backend="inline"), tmp_path)
+    lab = Workbench(replace(description, backend="inline"), runs)
     # of one device, says the inline backend; here there is room for more, and no record of it
-    opened.description = description
-    opened._backend = OfOneRank()
-    opened._backend.start(opened._infos)
-    load_roles(opened._backend, opened._infos, description, lambda text: None)
-    yield opened
-    opened._backend.close()
+    lab.description = description
+    lab._backend = OfOneRank()
+    lab._backend.start(lab._infos)
+    load_roles(lab._backend, lab._infos, description, lambda text: None)
+    yield lab
+    lab._backend.close()
     torch.set_num_threads(threads)
     torch.set_rng_state(random)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    monkeypatch.setattr("workbench.description.cores", lambda: 1)  # as many threads, whatever the placement
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+    with opened(models, wb.Placement.colocate(1), tmp_path) as found:
+        yield found
 
 
 def hosts(lab: Workbench) -> dict[str, Any]:
@@ -173,6 +181,19 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
     assert not any(host["published_bytes"] for host in lab._seen())
     lab.move(wb.Placement.split(2))
     assert state(lab) == here
+
+
+def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path) -> None:
+    before = wb.Placement.of({"policy": (1, ["actor"]), "engines": (1, ["rollout"])})
+    with opened({"actor": TINY}, before, tmp_path) as lab:
+        table = {name: column for name, column in stored().items() if name not in ("values", "returns")}
+        lab.actor.update_actor(lab.put(table))
+        for placement in (before.with_role("rollout", "others", devices=1), before.with_role("actor", "trainer", 1)):
+            change = lab.move(placement)
+            assert (change.total_bytes > 0) == (change.new.pool_of("actor").name == "trainer")
+            drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+            assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2
+            assert lab.actor.check_sync()[0] < 1e-3
 
 
 def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:
