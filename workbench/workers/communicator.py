@@ -47,6 +47,11 @@ class Communicator:
             with self._recorder.span("communication", bytes=nbytes):
                 yield
 
+    def end_group(self) -> None:
+        """End a group that was made for some ranks of a pool; none of them may use it any more."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         return self._reduce(tensor, dist.ReduceOp.SUM)

@@ -135,7 +135,7 @@ class Host:
         self._busy = f"loading {role}"
         try:
             # the process goes on drawing where it stood, whatever is loaded beside what it has
-            with torch.random.fork_rng(enabled=waits, devices=[]):
+            with torch.random.fork_rng(enabled=waits):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
         finally:
             self._busy = ""
@@ -357,11 +357,13 @@ class Host:
     def replace_roles(self, closed: Sequence[str], opened: Sequence[str]) -> None:
         """Close roles, and put those that were built beside in their places. All ranks of the pool do it."""
         for role in closed:
-            self.workers.pop(role).close()
+            worker = self.workers.pop(role)
+            worker.close()
+            worker.context.leave_groups()
         gc.collect()  # engines hold on to themselves in circles
         for role in opened:
             worker = self._incoming.pop(role)
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng():
                 worker.begin()
             self.workers[role] = worker
 

@@ -60,6 +60,12 @@ class Context:
         ranks see other rows. All ranks of the pool ask for it first at the same time, while the role is built."""
         return parallel_groups(self.layout, self.communicator, self.recorder, self.device.type)
 
+    def leave_groups(self) -> None:
+        """End the groups that were made for this layout; the pool's own stays."""
+        if "groups" in self.__dict__:
+            for communicator in {self.groups.data, self.groups.tensor, self.groups.pipeline}:
+                communicator.end_group()  # type: ignore[attr-defined]
+
 
 class Worker:
     """Base of all roles. Operations are methods marked with `@register(protocol)`."""
