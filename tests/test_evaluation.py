@@ -117,7 +117,7 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
             lab.evaluate(**{"data": "arithmetic", "n": 1, **options})  # type: ignore[arg-type]
 
 
-def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench) -> None:
+def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.refresh_reference()
     batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6))
     with lab.reuse():
@@ -136,11 +136,8 @@ def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench) -> None:
     assert lab.check("kl")["kl"].verdict == "ok"
     assert lab.reference.weight_digests() == lab.actor.weight_digests()
     before = lab.reference.weight_digests()
-    with (
-        pytest.raises(BadInput, match=r"weight 'another\.weight'.*of its own architecture"),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(TorchEngine, "weight_shapes", lambda engine: {"another.weight": (1,)})
+    monkeypatch.setattr(TorchEngine, "weight_shapes", lambda engine: {"another.weight": (1,)})
+    with pytest.raises(BadInput, match=r"weight 'another\.weight'.*of its own architecture"):
         lab.refresh_reference()
     assert lab.reference.weight_digests() == before
     assert lab.topology()["host_published_bytes"].max() == 0
