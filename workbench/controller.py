@@ -502,8 +502,7 @@ class Workbench(HeldBatches):
         """After a run that came to nothing."""
         self._record(run)
         role = run.group.role
-        # how far it came is not known: no other state is this one; of an engine after an error, not what it holds
-        if role in self.weights and (run.updates or role == ROLLOUT):
+        if run.updates and role in self.weights:  # how far it came is not known: no other state is this one
             self.weights[role] = Weights(steps=self.weights[role].steps, state=secrets.token_hex(4))
         if run.stuck:
             self._broken[run.group.pool.name] = f"run {run.number}, {run.name}"

@@ -42,9 +42,16 @@ class Publication:
     def _note(self) -> None:
         self.weights = self._lab.weights["actor"]
 
-    def release_after(self, taker: Run) -> None:
-        """Let the actor's hosts forget it when the taker has ended, however, and so has its own run."""
-        taker.when_over(lambda: self.run.when_over(self._release))
+    def taken_by(
+        self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any],
+        then: Callable[[], None] | None = None,
+    ) -> Run:  # fmt: skip
+        """Publish, and prepare the run of who takes it. The actor's hosts forget it when that has ended, however."""
+        run = self._lab.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then)
+        run.updates = True  # the role's later stages wait for it, and are not run where it fails
+        run.when_over(lambda: self.run.when_over(self._release))
+        self._lab.send(self.run)
+        return run
 
     def _release(self) -> None:
         for host in self.where.hosts:
@@ -68,25 +75,19 @@ class WeightSync:
             return later or (publication.run.done and publication.weights != lab.weights["actor"])
         return bool(updates) or lab.weights[self._role] != lab.weights["actor"]
 
-    def start(self, *, probe: bool) -> Sequence[Run]:
-        """Send it off; its runs. probe: whether what the trainer makes of the probe goes along."""
+    def start(self, *, probe: bool) -> Run:
+        """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along."""
         lab = self._lab
         publication = Publication(lab, probe=probe)
-        lab.send(publication.run)
 
         def taken() -> None:
             lab.weights[self._role] = publication.weights
             lab._save_state()
 
-        take = lab.prepare(
-            lab.groups[self._role], self._operation, (publication.where,),
-            first=lambda: [publication.run], then=taken,
-        )  # fmt: skip
-        take.updates = True  # the role's later stages wait for it, and are not run where it fails
-        publication.release_after(take)
+        take = publication.taken_by(lab.groups[self._role], self._operation, (publication.where,), {}, then=taken)
         self._last = publication, take
         lab.send(take)
-        return publication.run, take
+        return take
 
 
 class RolloutCaller:
@@ -114,30 +115,25 @@ class RolloutCaller:
 
     def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Run:
         lab, name = self._lab, operation.name
-        rollout = lab.groups[ROLLOUT]
+        rollout, generation = lab.groups[ROLLOUT], lab.description.generation
+        assert generation is not None
 
         def synced() -> Sequence[Run]:
-            generation = lab.description.generation
-            assert generation is not None
-            return waited(self._sync.start(probe=generation.check_sync)) if self._sync.due() else ()
+            if not self._sync.due():
+                return ()
+            sync = self._sync.start(probe=generation.check_sync)
+            if wait:
+                sync.result()
+            return (sync,)
 
-        def waited(runs: Sequence[Run]) -> Sequence[Run]:
-            for run in runs if wait else ():
-                run.result()
-            return runs
-
-        first: Callable[[], Sequence[Run]] = synced
         if name in ("generate_sequences", "sync_weights"):
-            return lab.prepare(rollout, name, args, kwargs, first=first)
+            return lab.prepare(rollout, name, args, kwargs, first=synced)
         # these two look at the trainer's side as well
+        rollout.operations[name].arguments(args, kwargs)
         if name == "compare_weights":
             synced()
         publication = Publication(lab, weights=name == "compare_weights")
-        lab.send(publication.run)
-        kwargs = {**kwargs, "published": publication.where}
-        run = lab.prepare(rollout, name, args, kwargs, first=lambda: waited([publication.run]))
-        publication.release_after(run)
-        return run
+        return publication.taken_by(rollout, name, args, {**kwargs, "published": publication.where})
 
 
 def refresh_reference(lab: Workbench) -> None:
@@ -154,5 +150,4 @@ def refresh_reference(lab: Workbench) -> None:
                 "open it with a reference, and with workers derived from workbench's own",
             )  # fmt: skip
     with aside(lab, "refresh_reference"):
-        for run in WeightSync(lab, "reference", "take_weights").start(probe=False):
-            run.result()
+        WeightSync(lab, "reference", "take_weights").start(probe=False).result()
