@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 import workbench as wb
-from workbench.dataflow.columns import Ragged
+from workbench.dataflow.columns import Ragged, Table
 from workbench.moving import Move
 
 BLOCK = 64 * 2**20
@@ -52,7 +52,7 @@ def plain_copy(nbytes: int) -> float:
     return took
 
 
-def table() -> dict[str, Ragged]:
+def table() -> Table:
     """What an update of the actor reads, of two short rows."""
     rows = [torch.arange(8) + 5, torch.arange(8) + 40]
     numbers = [torch.linspace(-1, 1, 8), torch.linspace(1, -1, 8)]

@@ -65,7 +65,7 @@ class PlacementChange(Moves):
     def during(self, device: int, *, certain: bool = False) -> int:
         """Bytes on a device at the most while things move: what stays, the state of what moves and of what is built
         from it, batches, and buffers. certain: without what may be less, see `RankMemory.certain`."""
-        stays = {change.role for change in self.roles if change.action == "stays"}
+        stays, rebuilt = ({c.role for c in self.roles if c.action == action} for action in ("stays", "rebuilt"))
 
         def held(tenants: Iterable[Tenant]) -> int:
             memories = [tenant.memory for tenant in tenants]
@@ -73,7 +73,7 @@ class PlacementChange(Moves):
 
         total = held(self.before.on(device)) + held(t for t in self.after.on(device) if t.role not in stays)
         for tenant in self.before.on(device):
-            if tenant.role not in stays:  # its generation engine is closed first
+            if tenant.role in rebuilt:  # its new generation engine is started when the old one is closed
                 cache = tenant.memory.generation_kv_cache if not (certain and self.device == "cpu") else 0
                 total -= tenant.memory.generation_weights + cache
         moved = self.matrix.sum(axis=0) + self.matrix.sum(axis=1)

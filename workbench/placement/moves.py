@@ -8,7 +8,8 @@ Pure: nothing is touched. What a move does, and what is counted here:
 - Every other pool gets new processes, on the lowest device numbers that no kept pool uses; then the old pools that are
   not kept end.
 - A role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank receives
-  exactly what its process lacks. Generation engines are closed first, and synced from the new trainer ranks.
+  exactly what its process lacks. Generation engines are made anew (of a role that is rebuilt, when the old one is
+  closed; else beside it), and synced from the new trainer ranks.
 - Shards of batches on a process that ends go to another: dealt out in order over the new ones, else over all.
 """
 
