@@ -183,6 +183,16 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
     assert state(lab) == here
 
 
+def test_a_pool_of_another_size_keeps_p_and_t_where_they_divide_it() -> None:
+    placement = wb.Placement.of({"a": (2, ["actor"]), "b": (1, ["critic"])}, {"actor": (1, 2, 1)})
+    larger = placement.with_devices("a", 4)
+    assert larger == wb.Placement.of({"a": (4, ["actor"]), "b": (1, ["critic"])}, {"actor": (1, 2, 2)})
+    assert larger.with_devices("a", 2) == placement
+    for pool, devices, message in (("a", 3, "p.t.d is 2"), ("a", 0, "devices"), ("c", 1, "the pools are a, b")):
+        with pytest.raises(BadInput, match=message):
+            placement.with_devices(pool, devices)
+
+
 def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path) -> None:
     before = wb.Placement.of({"policy": (1, ["actor"]), "engines": (1, ["rollout"])})
     with opened({"actor": TINY}, before, tmp_path) as lab:
