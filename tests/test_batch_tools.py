@@ -177,8 +177,8 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
     hosts: dict[str, Host] = {}
 
     class Neighbours:
-        def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
-            return hosts[shard.host].fetch(shard.key, columns, positions)
+        def call(self, host: str, method: str, *args: Any) -> Any:
+            return getattr(hosts[host], method)(*args)
 
     for rank in range(2):
         info = HostInfo(lab="", pool="p", rank=rank, world_size=2, device="cpu", threads=1, log_path=None)

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import numbers
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,11 +36,11 @@ from workbench.dataflow.branch import Comparison, compare, kept
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch
 from workbench.dataflow.references import Column, ShardCounts
-from workbench.dataflow.refresh import refresh_reference
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.sources import Source
 from workbench.dataflow.store import Origin, Store, Weights
+from workbench.dataflow.weight_sync import RolloutCaller, refresh_reference
 from workbench.description import Description
 from workbench.engines.settings import Sampling
 from workbench.errors import BadInput, StageInterrupted
@@ -49,7 +49,7 @@ from workbench.example_stream import ExampleStream
 from workbench.held_batches import HeldBatches
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.placement import Layout
+from workbench.placement import ROLLOUT, Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
@@ -71,7 +71,8 @@ if TYPE_CHECKING:
 class Workbench(HeldBatches):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
-    lab.actor, lab.critic, ...: worker groups. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
+    lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
+    them. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
     lab.spans(), lab.transfers(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
     """
 
@@ -89,7 +90,8 @@ class Workbench(HeldBatches):
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
         self._stage_name = ""
-        changing = [role for role, model in description.models.items() if model.trained or role == "reference"]
+        following = ("reference", ROLLOUT)
+        changing = [role for role, model in description.models.items() if model.trained or role in following]
         self.weights = {role: Weights(steps=0, state="") for role in changing}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
@@ -103,6 +105,8 @@ class Workbench(HeldBatches):
         if description.actor_is_reference:
             spec = replace(description.models["actor"], adapter=None, worker=None)
             self._add_group("reference", spec, self.placement.pool_of("actor").name, worker_role="actor")
+        if ROLLOUT in self.groups:
+            RolloutCaller(self)
         self.lead = self.groups[description.lead]  # whose tokenizer makes the tokens, and to whom tables are put
         numeric = self._add_group("numeric", self.lead.spec, self.lead.pool.name)
         self.compute_advantages: GroupOperation = numeric.operations["compute_advantages"]
@@ -122,6 +126,8 @@ class Workbench(HeldBatches):
         return group
 
     def __getattr__(self, name: str) -> WorkerGroup:
+        if name == ROLLOUT:
+            raise AttributeError("this workbench has no rollout workers: the actor generates. Name 'rollout' in a pool")
         if name in ROLE_WORKERS:
             raise AttributeError(
                 f"this workbench has no {name}; it has {', '.join(self.groups)}. Declare it in models="
@@ -176,11 +182,13 @@ class Workbench(HeldBatches):
         Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
         at once: a batch that waits when it is read, or the `Run`.
         """
+        return self.carry_out(self._run(group, operation, args, kwargs))
+
+    def carry_out(self, run: Run) -> Any:
+        """Run what was prepared, as `call` says."""
         self.store.trim(lambda batch, path: batch.save(path))
-        run = self._run(group, operation, args, kwargs)
         if self._overlapping:
-            self._overlapped.append(run)
-            self._submit(run)
+            self.send(run)
             return run if run.batch is None else run.batch
         with run.progress() as bar:
             return run.start(self.scheduler, bar)
@@ -190,6 +198,33 @@ class Workbench(HeldBatches):
         run = self._run(group, operation, args, kwargs)
         self._submit(run)
         return run
+
+    def prepare(
+        self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
+        *, first: Callable[[], Sequence[Run]] = tuple, then: Callable[[], None] | None = None,
+    ) -> Run:  # fmt: skip
+        """The run of a call, checked and not yet sent.
+
+        first: called once it is checked, gives runs that come before it. then: called when it has succeeded, before who
+        waits for it hears of it.
+        """
+        return self._run(group, group.operations[operation].operation, args, dict(kwargs or {}), first, then)
+
+    def send(self, run: Run) -> None:
+        """Run what was prepared in the background; inside `overlap()` it is waited for at the end."""
+        if self._overlapping:
+            self._overlapped.append(run)
+        self._submit(run)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether calls return at once, see `overlap`."""
+        return self._overlapping > 0
+
+    def open_runs(self) -> Sequence[Run]:
+        """What was called and has not ended, in call order."""
+        runs = (*self.scheduler.open_runs(), *self._overlapped)
+        return [run for run in dict.fromkeys(runs) if not run.done]
 
     def _submit(self, run: Run) -> None:
         try:
@@ -295,8 +330,8 @@ class Workbench(HeldBatches):
 
     def refresh_reference(self) -> None:
         """Give the reference the actor's weights, as iterative DPO and TR-DPO (arXiv:2404.09656) do: the KL to it is 0
-        until the actor's next step. They go from host to host; while they do, the actor's ranks hold one copy of them
-        together, in host memory, and each rank of the reference one more."""
+        until the actor's next step. They go from host to host, to each rank what it holds of them; meanwhile the
+        actor's ranks keep one copy of them together, in host memory."""
         refresh_reference(self)
 
     def batches(self) -> pd.DataFrame:
@@ -332,8 +367,11 @@ class Workbench(HeldBatches):
         self.telemetry.append_metrics(stage, self._run_number, self.iteration, values)
         self.last_metrics[stage] = values
 
-    def _run(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """The run of a call, checked as far as it can be before its inputs are there."""
+    def _run(
+        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any],
+        first: Callable[[], Sequence[Run]] = tuple, then: Callable[[], None] | None = None,
+    ) -> Run:  # fmt: skip
+        """The run of a call, checked as far as it can be before its inputs are there; see `prepare`."""
         self._check_alive(group)
         where = f"{group.role}.{operation.name}"
         batch, args = self._batch_argument(where, operation, args, kwargs)
@@ -344,6 +382,7 @@ class Workbench(HeldBatches):
         operation = operation.given(arguments)
         if batch is not None:
             batch.need(operation.needed(arguments), where)
+        before = first()
 
         # a role's stages come after its updates, and are not run when one of these failed
         updates = [r for r in (*self.scheduler.open_runs(), *self._overlapped) if r.updates and r.group is group]
@@ -368,13 +407,15 @@ class Workbench(HeldBatches):
         def finish(run: Run) -> Any:
             result = self._result(operation, batch, run)
             self._report(run, reported_as, metrics)
+            if then is not None:
+                then()
             return result
 
         run = Run(
             number=self._next_run(),
             stage=operation.name,
             group=group,
-            inputs=list(dict.fromkeys([*updates, *awaited])),
+            inputs=list(dict.fromkeys([*before, *updates, *awaited])),
             plan=plan,
             finish=finish,
             clean=self._clean_up,
@@ -413,9 +454,9 @@ class Workbench(HeldBatches):
     def _clean_up(self, run: Run) -> None:
         """After a run that came to nothing."""
         self._record(run)
-        if run.updates and run.group.role in self.weights:  # how far it came is not known: no other state is this one
-            steps = self.weights[run.group.role].steps
-            self.weights[run.group.role] = Weights(steps=steps, state=secrets.token_hex(4))
+        role = run.group.role
+        if run.updates and role in self.weights:  # how far it came is not known: no other state is this one
+            self.weights[role] = Weights(steps=self.weights[role].steps, state=secrets.token_hex(4))
         if run.stuck:
             self._broken[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._drop(run.group.hosts, run.calls[0].key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from workbench.engines.settings import Generation, Training, one_of, whole
@@ -15,9 +15,11 @@ from workbench.fingerprint import fingerprint
 from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model, check_settings
-from workbench.placement import ROLES, Layout, Placement, check_role
+from workbench.placement import ROLES, ROLLOUT, Layout, Placement, check_role
+from workbench.resharding.weights import model_weights
 from workbench.workers.calls import HostInfo
-from workbench.workers.roles import ROLE_WORKERS
+from workbench.workers.roles import ROLE_WORKERS, ActorWorker
+from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.worker import Worker
 
 BACKENDS = ("ray", "inline")
@@ -77,12 +79,20 @@ class Description:
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
             check_role(role)
+        if ROLLOUT in models:
+            raise BadInput(
+                f"models={{{ROLLOUT!r}: ...}}",
+                "rollout workers have the actor's model, dtype and generation settings",
+                "leave it out, and name 'rollout' in a pool of the placement",
+            )
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
         check_settings("training", training, Training)
         check_settings("generation", generation, Generation)
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
         filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
+        if placement is not None and placement.has_rollout:
+            filled = _with_rollout(filled)
         if all(model.name is None for model in filled.values()):
             raise BadInput(
                 f"models={{{', '.join(filled)}}}, all of them functions",
@@ -124,6 +134,13 @@ class Description:
         return "actor" if "actor" in self.models else next(r for r, model in self.models.items() if model.name)
 
     @property
+    def generation(self) -> Generation | None:
+        """The settings of the engine that generates for the actor, on its ranks or on rollout workers; None: there is
+        no actor."""
+        generating = self.models.get(ROLLOUT) or self.models.get("actor")
+        return None if generating is None else generating.generation
+
+    @property
     def actor_is_reference(self) -> bool:
         """Whether the reference is the actor without its adapter: it has one, and no other reference is declared."""
         actor = self.models.get("actor")
@@ -147,6 +164,7 @@ class Description:
                 "use Placement.colocate(devices=1), or backend='ray'",
             )
         self._check_workers()
+        self._check_rollout()
         self._check_layouts()
         self._check_installed()
         self._check_models()
@@ -154,11 +172,12 @@ class Description:
 
     def layout_of(self, role: str) -> Layout:
         """The layout of a role over the devices of its pool. An actor that is cut over ranks generates on them too: in
-        replicas of one stage and `Generation.tensor_parallel_size` tensor ranks."""
+        replicas of one stage and `Generation.tensor_parallel_size` tensor ranks (but where rollout workers do)."""
         layout, model = self.placement.layout_of(role), self.models.get(role)
         if role != "actor" or model is None or layout.p * layout.t == 1 or not self._is_ours(role):
             return layout
-        assert model.generation is not None
+        if model.generation is None:
+            return layout
         where, t_g = f"layouts['actor']={layout}", model.generation.tensor_parallel_size
         if layout.p_g not in (None, 1):
             raise BadInput(
@@ -180,10 +199,11 @@ class Description:
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
 
     def _check_tensor_groups(self) -> None:
-        if "actor" not in self.models:
+        generation = self.generation
+        if generation is None:
             return
-        generation, ranks = self.models["actor"].generation, self.placement.pool_of("actor").devices
-        if generation and ranks % generation.tensor_parallel_size:
+        ranks = self.placement.pool_of(ROLLOUT if ROLLOUT in self.models else "actor").devices
+        if ranks % generation.tensor_parallel_size:
             raise BadInput(
                 f"Generation.tensor_parallel_size={generation.tensor_parallel_size} on a pool of {ranks} devices",
                 "the pool's ranks are cut into tensor groups of that size",
@@ -219,8 +239,8 @@ class Description:
     def _check_installed(self) -> None:
         actor = self.models.get("actor")
         wanted = {str(m.training.engine) for m in self.models.values() if m.training and m.trained} - {"torch"}
-        if actor and actor.generation and actor.generation.engine != "transformers":
-            wanted.add(actor.generation.engine)
+        if self.generation and self.generation.engine != "transformers":
+            wanted.add(self.generation.engine)
         if actor and actor.adapter:
             wanted.add("peft")
         if self.backend == "ray":
@@ -232,6 +252,24 @@ class Description:
                     "this workbench asks for it",
                     f"pip install '{INSTALL[package]}', or use {INSTEAD[package]}",
                 )
+
+    def _check_rollout(self) -> None:
+        """What the actor is asked for and rollout workers do must be theirs to do, on a model that they can cut."""
+        if ROLLOUT not in self.models:
+            return
+        worker, own = self.models["actor"].worker or ActorWorker, ActorWorker
+        changed = [n for n in DELEGATED if getattr(worker, n, None) is not getattr(own, n)]
+        if changed:
+            raise BadInput(
+                f"models['actor'] with worker={worker.__name__}, which has a {changed[0]} of its own",
+                "rollout workers, for which the placement has a pool, carry that out",
+                "leave 'rollout' out of the placement: then the actor generates itself",
+            )
+        model = self.models[ROLLOUT]
+        assert model.name and model.generation
+        size = model.generation.tensor_parallel_size
+        if size > 1:
+            model_weights(load_config(model.name)).check(1, size)
 
     def _check_workers(self) -> None:
         """A role's worker is one of its own kind: a subclass of its class, or one that is of no role."""
@@ -270,7 +308,7 @@ class Description:
                         "use a model of the same family"
                         + (", or score with a function" if role in ("reward", "cost") else ""),
                     )
-        generation = lead.generation if self.lead == "actor" else None
+        generation = self.generation
         longest = getattr(load_config(lead.name), "max_position_embeddings", None)
         if generation and longest and generation.max_model_tokens > longest:
             raise BadInput(
@@ -305,6 +343,17 @@ class Description:
         """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
         fields = {field: value for field, value in vars(self).items() if field != "id"}
         return fingerprint(fields)[:16]
+
+
+def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
+    """The models with the rollout workers' own, which has the actor's generation settings in its stead."""
+    actor = models.get("actor")
+    if actor is None:
+        raise BadInput(
+            "a pool for 'rollout' without an actor", "rollout workers generate with the actor's weights",
+            "declare an actor in models=, or leave 'rollout' out of the placement",
+        )  # fmt: skip
+    return {**models, "actor": actor.without_generation(), ROLLOUT: replace(actor, adapter=None, worker=None)}
 
 
 def _local_device() -> str:

@@ -118,7 +118,7 @@ def _rows(lab: Workbench, source: Any, n: int | None) -> list[PromptRow]:
     """The first n rows of a source, in its order; all: None."""
     options = dict(source) if isinstance(source, Mapping) else {"source": source}
     prompts = Prompts(**{"shuffle": False, "seed": lab.seed, **options}, tokenizer=lab._tokenizer)
-    check_room(prompts, lab.description.models["actor"].generation)
+    check_room(prompts, lab.description.generation)
     if n is not None:
         whole("n", n, 1)
     return prompts.next(len(prompts) if n is None else min(n, len(prompts)))

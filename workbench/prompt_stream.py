@@ -29,7 +29,7 @@ class PromptStream:
             options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
             options.setdefault("seed", lab.seed)
             self.source = Prompts(**options, tokenizer=lab._tokenizer)
-            check_room(self.source, lab.lead.spec.generation if lab.lead.role == "actor" else None)
+            check_room(self.source, lab.description.generation)
 
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.

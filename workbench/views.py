@@ -62,6 +62,7 @@ class Views:
                     "process": seen["process"],
                     "host_resident_bytes": seen["resident_bytes"],
                     "host_batch_bytes": seen["batch_bytes"],
+                    "host_published_bytes": seen["published_bytes"],
                 }
                 uses = {f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known}
                 rows.append({**row, **uses})
@@ -101,20 +102,25 @@ class Views:
                     f"stage {stage!r}", f"bytes moved for {', '.join(known) or 'none'}", "choose one of these"
                 )
             moved = moved[moved["stage"] == stage]
+        syncs = moved[moved["stage"] != "take_weights"]  # which is the reference's
         what = {"batch": "rows", "weights": "weights", None: "rows and weights"}[kind]
         return traffic(
             moved,
             names=[info.name for info in self._infos],
             what=f"{what} for {stage}" if stage else what,
-            minimum_bytes=self._least_sync_bytes() * moved["run"].nunique() if kind == "weights" else None,
+            minimum_bytes=self._least_sync_bytes() * syncs["run"].nunique() if kind == "weights" else None,
         )
 
     def _least_sync_bytes(self) -> int:
-        """What a weight sync of the actor moves between its ranks at least."""
+        """What a weight sync of the actor moves at least: between its ranks, or to the rollout workers."""
         from workbench.models import load_config
+        from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
         from workbench.workers.weight_transition import plan_of
 
-        actor = self.groups.get("actor")
+        actor, rollout = self.groups.get("actor"), self.groups.get("rollout")
+        if actor is not None and rollout is not None:
+            taker = rollout_layout(rollout.spec, len(rollout.hosts))
+            return int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
         if actor is None or actor.layout.p * actor.layout.t == 1:
             return 0
         spec, layout = actor.spec, actor.layout
@@ -166,8 +172,8 @@ class Views:
                     continue
                 spec = group.spec
                 engine: str = spec.training.engine if spec.training and spec.trained else ""
-                if role == "actor" and spec.generation:
-                    engine += f" + {spec.generation.engine}"
+                if role in ("actor", "rollout") and spec.generation:
+                    engine = " + ".join(filter(None, (engine, spec.generation.engine)))
                 rows.append(
                     {
                         "role": role,

@@ -20,6 +20,7 @@ from workbench.workers.calls import HostInfo, Shard
 from workbench.workers.communicator import Communicator
 from workbench.workers.roles import actor
 from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.weight_exchange import WeightExchange
 from workbench.workers.worker import Context
 
 ROWS = 8
@@ -68,6 +69,7 @@ def context_here(folder: str = ".") -> Context:
     return Context(
         host=host, layout=Layout(p=1, t=1, d=size), communicator=Communicator(rank, size, recorder), recorder=recorder,
         progress=lambda done, total, tokens: None, seed=0, tokenizer_name="tiny-llama", folder=folder,
+        exchange=WeightExchange(host.name, recorder, lambda host, method, *args: None),
     )  # fmt: skip
 
 

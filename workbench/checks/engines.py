@@ -24,7 +24,8 @@ def check_rollout(subject: Subject) -> Finding:
 def check_weights(subject: Subject) -> Finding:
     """After a sync the generation engine has the trainer's weights, its output head among them."""
     subject.need_actor("compare_weights")
-    ranks = subject.lab.actor.compare_weights()
+    compare = subject.lab.actor.operations["compare_weights"]
+    role, ranks = compare.group.role, compare()
     limit = subject.by_dtype("actor", *ENGINES)
     figures, culprit = [], ""
     for rank, seen in enumerate(ranks):
@@ -33,11 +34,11 @@ def check_weights(subject: Subject) -> Finding:
         gap = max(seen.gap, seen.moved_gap or 0.0)
         figures.append(gap if not differ else max(gap, 2 * limit))
         if differ:
-            culprit = culprit or f"actor, rank {rank}: {and_more(differ)}"
+            culprit = culprit or f"{role}, rank {rank}: {and_more(differ)}"
         elif not seen.gap <= limit:
-            culprit = culprit or f"actor, rank {rank}: a weight that cannot be read in the engine"
+            culprit = culprit or f"{role}, rank {rank}: a weight that cannot be read in the engine"
         elif not gap <= limit:
-            culprit = culprit or f"actor, rank {rank}: output head, which does not follow the embeddings in a sync"
+            culprit = culprit or f"{role}, rank {rank}: output head, which does not follow the embeddings in a sync"
     read = min(seen.read for seen in ranks)
     return subject.finding(
         max(figures), limit, culprit, f"gap on a probe, nats; {read} weights compared bit for bit in the engine"

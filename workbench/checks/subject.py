@@ -92,7 +92,7 @@ class Subject:
         self.need_actor("generate_sequences")
         # at least two rows a rank and minibatch, so that there are neighbours
         unit = math.lcm(*(self.unit(role) for role in lab.groups))
-        generation = lab.groups["actor"].spec.generation
+        generation = lab.description.generation
         assert generation is not None
         new = min(NEW_TOKENS, generation.max_model_tokens // 2)
         prompts = []

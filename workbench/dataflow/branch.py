@@ -13,6 +13,7 @@ import numpy as np
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.graph import Graph
 from workbench.errors import BadInput, WorkbenchError
+from workbench.placement import ROLLOUT
 from workbench.starting import Step, settle
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
             raise BadInput(f"role {role!r}", f"this workbench has {', '.join(lab.groups)}")
     lab.scheduler.drain()
     key, draws = f"kept-{secrets.token_hex(4)}", dict(lab._draws)
-    weights = {role: lab.weights[role] for role in roles if role in lab.weights}
+    # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
+    weights = {role: lab.weights[role] for role in roles if role in lab.weights and role != ROLLOUT}
     own = [role for role in roles if lab.groups[role].worker_role == role]  # others hold nothing that could change
     here = [(info, [role for role in own if lab.groups[role].pool.name == info.pool]) for info in lab._infos]
     here = [(info, mine) for info, mine in here if mine]

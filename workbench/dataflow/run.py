@@ -129,6 +129,10 @@ class Run:
         except CancelledError:
             raise self._not_run() from None
 
+    def when_over(self, act: Callable[[], object]) -> None:
+        """Call `act` once it has ended, however; now, if it has."""
+        self._future.add_done_callback(lambda _: act())
+
     def join(self) -> None:
         """Wait until it has ended, however."""
         wait([self._future])

@@ -90,12 +90,12 @@ class Training(NamedFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(NamedFields):
-    """Settings of the generation engine of the actor.
+    """Settings of the generation engine of the actor: on its own ranks, or on rollout workers (see `Placement`).
 
     engine: "vllm" or "transformers" (needs nothing more than transformers).
-    tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the actor's pool,
-        whose size it must divide, as it must divide t of the actor's layout (p, t, d) where p*t > 1. The transformers
-        engine knows only 1.
+    tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the pool that
+        generates, whose size it must divide. Where that is the actor's it must also divide t of the actor's layout
+        (p, t, d) with p*t > 1. The transformers engine knows only 1.
     strategy: how an actor cut over p*t > 1 ranks gets its weights to the engine: "hybridflow", each rank receives what
         it lacks; "v", the whole model over the ranks of a training replica; "full", over all ranks.
     max_model_tokens: longest prompt + response.

@@ -93,3 +93,9 @@ class Model(NamedFields):
         asked = role in ("reward", "cost") and self.name is not None and self.training is not None
         object.__setattr__(model, "trained", role in TRAINED_ROLES or asked)
         return model
+
+    def without_generation(self) -> Model:
+        """A filled model whose role does not generate, as trained as this one."""
+        model = replace(self, generation=None)
+        object.__setattr__(model, "trained", self.trained)
+        return model

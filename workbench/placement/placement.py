@@ -10,13 +10,15 @@ from workbench.errors import BadInput
 from workbench.placement.layout import Layout
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+# has no model of its own: it generates for the actor, where a placement names it
+ROLLOUT = "rollout"
 TRAINED_ROLES = ("actor", "critic", "cost_critic")
 
 
 def check_role(role: str) -> str:
     """Return `role`, or raise `BadInput` naming the roles there are."""
-    if role not in ROLES:
-        raise BadInput(f"unknown role {role!r}", f"a role is one of {', '.join(ROLES)}")
+    if role not in (*ROLES, ROLLOUT):
+        raise BadInput(f"unknown role {role!r}", f"a role is one of {', '.join((*ROLES, ROLLOUT))}")
     return role
 
 
@@ -47,6 +49,10 @@ class Placement:
     layouts: of the roles that are not purely data parallel, as `Layout(p, t, d)` or as the numbers (p, t, d). The ranks
     of a role are the devices of its pool, so p * t * d must equal them; a role without a layout has (1, 1, devices).
     A trained role with p * t > 1 needs `Training(engine="torch")`.
+
+    A pool with the role "rollout", apart from the actor's, generates for the actor: its ranks are rollout workers,
+    which hold the generation engine in groups of `Generation.tensor_parallel_size`, and are sent the actor's weights.
+    Without such a pool the actor generates on its own ranks.
     """
 
     pools: tuple[Pool, ...]
@@ -61,6 +67,18 @@ class Placement:
             twice = sorted({name for name in seen if seen.count(name) > 1})
             if twice:
                 raise BadInput(f"{what} {twice[0]!r} twice in one placement", f"each {what} stands in it once")
+        if any({"actor", ROLLOUT} <= set(pool.roles) for pool in self.pools):
+            raise BadInput(
+                "roles 'actor' and 'rollout' in one pool",
+                "on its own ranks the actor generates itself",
+                "leave 'rollout' out, or give it a pool of its own",
+            )
+        if ROLLOUT in self.layouts:
+            raise BadInput(
+                f"layouts={{{ROLLOUT!r}: {self.layouts[ROLLOUT]!r}}}",
+                "rollout workers generate in groups of Generation.tensor_parallel_size",
+                "set that, and leave this layout out",
+            )
         layouts = {role: _layout(role, given, self.pool_of(role)) for role, given in self.layouts.items()}
         # a default that was spelled out is the same placement as one that was left out
         changed = {role: layout for role, layout in layouts.items() if layout.p * layout.t > 1}
@@ -125,6 +143,11 @@ class Placement:
         layout = self.layouts.get(role) or Layout(d=self.pool_of(role).devices)
         assert isinstance(layout, Layout)
         return layout
+
+    @property
+    def has_rollout(self) -> bool:
+        """Whether rollout workers generate for the actor."""
+        return any(ROLLOUT in pool.roles for pool in self.pools)
 
     def restrict(self, roles: Iterable[str]) -> Placement:
         """This placement with only those roles. Every role needs a pool; a pool left without a role is an error."""

@@ -180,12 +180,13 @@ class ModelWeights:
 
 
 def model_weights(
-    config: PreTrainedConfig, *, head: Literal["lm", "scalar"] = "lm", dtype: str | None = None
+    config: PreTrainedConfig, *, head: Literal["lm", "scalar"] = "lm", dtype: str | None = None, cut: bool = True
 ) -> ModelWeights:
     """The weights of the model that a transformers config describes, built on the meta device: no memory, no files.
 
     head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
-    dtype: such as "bfloat16"; None: the config's, else float32.
+    dtype: such as "bfloat16"; None: the config's, else float32. cut: whether they are to be cut; if not, every weight
+    is whole on all tensor ranks, whatever the model's layers are.
     Raises `BadInput` for a config that makes no language model, and one that names the layers whose cut is not known.
     """
     import torch
@@ -214,7 +215,7 @@ def model_weights(
         raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
     if head == "scalar":
         shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
-    cutter = _Cutter(text, base)
+    cutter = _Cutter(text, base, cut)
     weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
     if cutter.unknown:
         raise BadInput(
@@ -239,7 +240,8 @@ def _dtype(value: Any) -> Any:
 class _Cutter:
     """Knows the parts of each layer from its name; collects in `unknown` the layers that it does not know."""
 
-    def __init__(self, text: Any, base: str) -> None:
+    def __init__(self, text: Any, base: str, cut: bool) -> None:
+        self._cuts = cut
         heads = int(getattr(text, "num_attention_heads", 1))
         key_value = int(getattr(text, "num_key_value_heads", None) or heads)
         self._heads, self._key_value, self._base = heads, key_value, base
@@ -251,7 +253,7 @@ class _Cutter:
         steps = module.removeprefix(f"{self._base}.").split(".")
         numbers = [int(step) for step in steps if step.isdigit()]
         pattern = ".".join("*" if step.isdigit() else step for step in steps)
-        axis, parts = self._cut(pattern, steps[-1], kind, shape)
+        axis, parts = self._cut(pattern, steps[-1], kind, shape) if self._cuts else (None, ())
         layers: tuple[int, ...] = (numbers[0],) if numbers else (count - 1,)
         if steps[-1] == "embed_tokens":
             layers = (0, count - 1) if tied else (0,)

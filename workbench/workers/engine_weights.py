@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,36 +31,49 @@ class EngineWeights:
     moved_differ: tuple[str, ...] = ()
 
 
-def compare_weights(trainer: TrainingEngine, generator: GenerationEngine, device: torch.device) -> EngineWeights:
+@dataclass(frozen=True, kw_only=True)
+class TrainerWeights:
+    """What an engine is held against: the trainer's weights, here or from another pool.
+
+    named_weights: gives them anew, whole, by transformers' names; every rank iterates to the end. log_probs: what the
+    trainer gives probe_ids[1:], nats. aliases, vocabulary: of its module, see `PackedModule`. live: addresses of the
+    tensors that it trains, where they are in this process.
+    """
+
+    named_weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    probe_ids: Tensor
+    log_probs: Tensor
+    aliases: Mapping[str, list[str]]
+    vocabulary: Collection[str]
+    live: Collection[int] = ()
+
+
+def probe_gap(trainer: TrainerWeights, generator: GenerationEngine, moved: int = 0) -> float:
+    """Mean gap in nats between trainer and engine on the probe, the engine being asked for tokens i + moved."""
+    return float((trainer.log_probs - generator.log_probs((trainer.probe_ids + moved).tolist()).cpu()).abs().mean())
+
+
+def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> EngineWeights:
     """Compare weights as they are, and after a sync that moves embeddings and output head far. Every rank calls it.
 
     A sync after a small step says little about weights that cannot be read. So the rows of the vocabulary matrices are
     moved on by one and synced: the engine must then give token i + 1 what the trainer gives token i. A head that stays
     behind its embeddings does not. Afterwards the engine is given the trainer's weights again.
     """
-    module: Any = trainer.module
-    names, vocabulary = module.aliases, module.vocabulary
-    ids = probe_ids(trainer)
-    trained = trainer_log_probs(trainer, ids, device)
-
-    def gap(moved: int) -> float:
-        return float((trained - generator.log_probs((ids + moved).tolist()).cpu()).abs().mean())
-
     weights = generator.readable_weights()
-    read, differ = _differing(trainer.named_weights(), weights, names)
-    live = {tensor.data_ptr() for tensor in trainer.module.parameters()}
-    if weights and all(tensor.data_ptr() in live for tensor in weights.values()):
-        return EngineWeights(read=read, differ=differ, gap=gap(0))
+    read, differ = _differing(trainer.named_weights(), weights, trainer.aliases)
+    if weights and all(tensor.data_ptr() in trainer.live for tensor in weights.values()):
+        return EngineWeights(read=read, differ=differ, gap=probe_gap(trainer, generator))
 
     def moved() -> Iterator[tuple[str, Tensor]]:
         for name, weight in trainer.named_weights():
-            yield name, weight.roll(1, 0) if name in vocabulary else weight
+            yield name, weight.roll(1, 0) if name in trainer.vocabulary else weight
 
-    before, version = gap(0), generator.weights_version
+    before, version = probe_gap(trainer, generator), generator.weights_version
     try:
         generator.update_weights(moved(), version)
-        moved_gap = gap(1)
-        _, moved_differ = _differing(moved(), generator.readable_weights(), names)
+        moved_gap = probe_gap(trainer, generator, 1)
+        _, moved_differ = _differing(moved(), generator.readable_weights(), trainer.aliases)
     finally:
         generator.update_weights(trainer.named_weights(), version)
     return EngineWeights(read=read, differ=differ, gap=before, moved_gap=moved_gap, moved_differ=moved_differ)
@@ -85,7 +98,7 @@ def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device
 
 
 def _differing(
-    trained: Iterator[tuple[str, Tensor]], held: Any, names: dict[str, list[str]]
+    trained: Iterator[tuple[str, Tensor]], held: Any, names: Mapping[str, list[str]]
 ) -> tuple[int, tuple[str, ...]]:
     """How many weights could be compared, and the names of those that differ."""
     read, differ = 0, []

@@ -100,6 +100,11 @@ class WorkerGroup:
         for name, operation in self.operations.items():
             setattr(self, name, operation)
 
+    def delegate(self, name: str, operation: GroupOperation) -> None:
+        """Let another group carry out an operation that this one is asked for."""
+        self.operations[name] = operation
+        setattr(self, name, operation)
+
     def __getattr__(self, name: str) -> GroupOperation:
         raise AttributeError(f"{self.role!r} has no operation {name!r}; it has {', '.join(self.operations)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,13 +26,14 @@ from workbench.dataflow.carrier import (
     under_names,
 )
 from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.location import Pull, ShardId
+from workbench.dataflow.location import Pull
 from workbench.errors import BadInput, NotFound, StageError
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
+from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class Peers(Protocol):
-    """Other hosts, as seen from one: their shards can be cut on request."""
+    """Other hosts, as seen from one: they answer while they compute, and cut what they keep on request."""
 
-    def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]: ...
+    def call(self, host: str, method: str, *args: Any) -> Any: ...
 
 
 class Host:
@@ -53,6 +54,7 @@ class Host:
     def __init__(self, info: HostInfo, peers: Peers) -> None:
         self.info, self._peers = info, peers
         self.recorder = Recorder()
+        self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
         self._shards: dict[str, TensorDict] = {}
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
@@ -119,6 +121,7 @@ class Host:
             seed=seed,
             tokenizer_name=tokenizer_name,
             folder=folder,
+            exchange=self._exchange,
         )
         self._busy = f"loading {role}"
         try:
@@ -237,7 +240,8 @@ class Host:
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
-            part = from_wire(self._peers.fetch(pull.shard, pull.kept(names), pull.positions))
+            asked = (pull.shard.key, pull.kept(names), pull.positions)
+            part = from_wire(self._peers.call(pull.shard.host, "fetch", *asked))
             moved.bytes = carried_bytes(part)
         return under_names(pull, part, names)
 
@@ -266,11 +270,22 @@ class Host:
         with self._lock:
             self._shards[key] = from_wire(wire)
 
-    def release(self, keys: Iterable[str]) -> None:
-        """Forget shards that no handle refers to any more."""
+    def release(self, keys: Collection[str]) -> None:
+        """Forget shards that no handle refers to any more, and published weights that have been taken."""
+        self._exchange.release(keys)
         with self._lock:
             for key in keys:
                 self._shards.pop(key, None)
+
+    # --- published weights -------------------------------------------------------------------------------------------
+
+    def published_contents(self, key: str) -> Contents:
+        """What a role of this host has published under a key."""
+        return self._exchange.snapshot(key).contents
+
+    def cut_weights(self, key: str, wanted: Sequence[Slice]) -> dict[str, Any]:
+        """Cut slices of published weights for another process."""
+        return self._exchange.served(key, wanted)
 
     # --- going back --------------------------------------------------------------------------------------------------
 
@@ -312,6 +327,7 @@ class Host:
             "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": batches,
             "shards": shards,
+            "published_bytes": self._exchange.held_bytes,
             "roles": {role: {**w.describe(), **w.memory_bytes()} for role, w in self.workers.items()},
         }
 

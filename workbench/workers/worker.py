@@ -16,6 +16,7 @@ from workbench.telemetry import Recorder
 from workbench.workers.calls import HostInfo
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
+from workbench.workers.weight_exchange import WeightExchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Context:
     progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
     seed: the workbench's seed. tokenizer_name: the model whose tokenizer made the tokens.
     folder: where relative paths start from: the working folder of who opened the workbench.
+    exchange: where weights are published for other roles, and taken from theirs.
     """
 
     host: HostInfo
@@ -37,6 +39,7 @@ class Context:
     seed: int
     tokenizer_name: str
     folder: str
+    exchange: WeightExchange
 
     @property
     def device(self) -> torch.device:

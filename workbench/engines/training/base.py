@@ -130,12 +130,6 @@ class TrainingEngine(ABC):
         """The full shape of every weight, by transformers' names."""
         return {name: tuple(weight.shape) for name, weight in self.local_weights()}
 
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over full weights, by transformers' names: all of the model's, of a module that is not trained."""
-        for name, weight in self.local_weights():
-            weight.copy_(weights[name])
-
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the module's adapter by peft's names, as `named_weights` gives those of the model; in the
         dtype that they are kept in."""

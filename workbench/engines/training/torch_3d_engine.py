@@ -118,13 +118,6 @@ class Torch3DEngine(TorchEngine):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {weight.name: weight.shape for weight in self._cut.weights}
 
-    @torch.no_grad()
-    def load_weights(self, weights: Any) -> None:
-        t, j = self._groups.layout.t, self._groups.tensor.rank
-        for weight in self._cut.weights:
-            if weight.name in self._cut.held:
-                self._cut.held[weight.name].copy_(weight.cut(weights[weight.name], j, t))
-
     @property
     def _stored(self) -> torch.dtype:
         return next(iter(self._cut.held.values())).dtype

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.dataflow.location import ShardId
 from workbench.errors import BadInput, NotFound
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, HostInfo
@@ -96,9 +95,9 @@ class InlineBackend(Backend):
     def attach(self, infos: Sequence[HostInfo]) -> None:
         raise NotFound("an inline workbench", "it lived and died with its kernel", "open it anew")
 
-    def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
+    def call(self, host: str, method: str, *args: Any) -> Any:
         """A host's view of its peers."""
-        return self._hosts[shard.host].fetch(shard.key, columns, positions)
+        return getattr(self._hosts[host], method)(*args)
 
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
         self._hosts[host].on_progress = progress

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from workbench.dataflow.location import ShardId
 from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
 from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
@@ -64,16 +63,16 @@ class _Peers:
         self._lab = lab
         self._handles: dict[str, Any] = {}
 
-    def fetch(self, shard: ShardId, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
+    def call(self, host: str, method: str, *args: Any) -> Any:
         import ray
 
-        if shard.host not in self._handles:
-            self._handles[shard.host] = ray.get_actor(_actor_name(self._lab, shard.host), namespace=NAMESPACE)
+        if host not in self._handles:
+            try:
+                self._handles[host] = ray.get_actor(_actor_name(self._lab, host), namespace=NAMESPACE)
+            except ValueError as error:
+                raise HostDied(f"host {host} is gone", "its process ended before") from error
         # in a group of its own, so that hosts that pull from each other do not wait for each other's stages
-        handle = self._handles[shard.host]
-        ref = handle.data.remote("fetch", shard.key, columns, positions)
-        wire: dict[str, Any] = RayPending(ray, ref, shard.host).result()
-        return wire
+        return RayPending(ray, self._handles[host].data.remote(method, *args), host).result()
 
 
 def _actor_class(ray: Any) -> Any:

@@ -5,6 +5,7 @@ from workbench.workers.roles.critic import CostCriticWorker, CriticWorker
 from workbench.workers.roles.numeric import NumericWorker
 from workbench.workers.roles.reference import ReferenceWorker
 from workbench.workers.roles.reward import CostWorker, RewardWorker
+from workbench.workers.roles.rollout import RolloutWorker
 
 ROLE_WORKERS = {
     "actor": ActorWorker,
@@ -13,6 +14,7 @@ ROLE_WORKERS = {
     "reward": RewardWorker,
     "cost": CostWorker,
     "cost_critic": CostCriticWorker,
+    "rollout": RolloutWorker,
     "numeric": NumericWorker,
 }
 
@@ -25,4 +27,5 @@ __all__ = [
     "NumericWorker",
     "ReferenceWorker",
     "RewardWorker",
+    "RolloutWorker",
 ]

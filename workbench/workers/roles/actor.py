@@ -36,8 +36,8 @@ from workbench.workers.micro_batches import MicroBatch, Scatter
 from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import token_log_probs_and_entropies
+from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.reference import ReferencePolicy
-from workbench.workers.roles.rollouts import RolloutWorker
 from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.roles.trained import Term, check_update
 from workbench.workers.rollout_weights import rollout_weights
@@ -75,8 +75,9 @@ def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
     return frozenset(torch.where(valid, advantages.pad(), 0.0).eq(0).all(-1).nonzero()[:, 0].tolist())
 
 
-class ActorWorker(RolloutWorker, SupervisedWorker, ReferencePolicy):
-    """A causal language model with an optimizer and, in the same process, a generation engine.
+class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
+    """A causal language model with an optimizer and, in the same process, a generation engine (but where the placement
+    has a pool for the role `rollout`, whose workers have it then).
 
     With an adapter only that is trained: the engine gets the sum of model and adapter, and `compute_ref_log_prob` is
     that of the model alone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from workbench.errors import BadInput
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
+from workbench.resharding.views import view_of
 from workbench.workers.calls import Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.model_worker import ModelWorker
@@ -21,6 +21,7 @@ from workbench.workers.operation import register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
+from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking
 from workbench.workers.worker import Context, Worker
 
 
@@ -107,21 +108,26 @@ class ReferenceWorker(FrozenWorker, ReferencePolicy):
         for name, weight in self.engine.local_weights():
             weight.copy_(state[name])
 
-    @register(ONE_TO_ALL, reads=("parameter", "weights"))
-    def take_weights(self, batch: Shard) -> None:
-        """Take over weights that the actor has shared (`share_weights`), each rank all of them.
+    @register(ONE_TO_ALL)
+    @torch.no_grad()
+    def take_weights(self, published: Published) -> None:
+        """Take over the weights that the actor has published: each rank what it holds of them.
 
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """
-        mine = self.engine.weight_shapes()
-        names = batch.columns["parameter"]
-        assert isinstance(names, list)
-        given = dict(zip(names, batch.ragged("weights").rows(), strict=True))
-        wrong = [name for name in mine.keys() | given.keys() if name not in mine or name not in given]
-        wrong += [name for name in mine.keys() & given.keys() if math.prod(mine[name]) != given[name].numel()]
+        mine, given = self.engine.weight_shapes(), self.context.exchange.contents(published).shapes
+        wrong = [name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name)]
         if wrong:
             raise BadInput(
                 f"weight {min(wrong)!r}", "the reference takes over weights of its own architecture alone",
                 "open the workbench with the actor's model as reference",
             )  # fmt: skip
-        self.engine.load_weights({name: given[name].view(shape) for name, shape in mine.items()})
+        module: Any = self.engine.module
+        config, rank = module.get_backbone().config, self.context.communicator.rank
+        plan = plan_of_taking(config, str(self.spec.dtype), published.layout, self.context.layout)
+        shards = {weight.name: plan.destination.shard(weight, plan.destination.ranks[rank]) for weight in plan.weights}
+        live = dict(self.engine.local_weights())
+        for name, box, part in WeightIntake(plan, rank, self.context.exchange).slices(published):
+            shard = shards[name]
+            assert shard is not None
+            view_of(live[name], shard, box).copy_(part)

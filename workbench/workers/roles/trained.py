@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
-from workbench.dataflow.columns import Ragged
 from workbench.engines.settings import whole
 from workbench.engines.training import Pass, TrainingEngine, make_training_engine
 from workbench.errors import BadInput
@@ -22,7 +21,7 @@ from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
 from workbench.workers.model_worker import ModelWorker, random_state, set_random_state
 from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, VALUES_OF_RANKS
+from workbench.workers.protocols import ONE_TO_ALL, VALUES_OF_RANKS
 from workbench.workers.saving import save_model
 from workbench.workers.worker import Context
 
@@ -135,26 +134,6 @@ class TrainedWorker(ModelWorker):
             self.engine, self.training = engine, training
         metrics = {name: metric.value for name, metric in output.metrics.items()}
         return GradientReport(counts=counts, metrics=metrics, minibatches=tuple(probe.minibatches))
-
-    @register(THREE_D_PROTO, reads=("parameter",), writes=("weights",))
-    def share_weights(self, batch: Shard) -> Output:
-        """Column `weights` [rows, elements]: the weights named in the rows of `parameter`, flattened, for other hosts
-        to pull. The rows are dealt out, so that each replica keeps its part of one copy."""
-        names = batch.columns["parameter"]
-        assert isinstance(names, list)
-        wanted = {name: row for row, name in enumerate(names)}
-        # every rank goes through all of them: a weight that is sharded is gathered by all
-        found = {wanted[n]: w.flatten().to("cpu", copy=True) for n, w in self.engine.named_weights() if n in wanted}
-        return Output(
-            columns={
-                "weights": Ragged.of([found[row] for row in range(len(wanted))], getattr(torch, str(self.spec.dtype)))
-            }
-        )
-
-    @register(ONE_TO_ALL)
-    def weight_names(self) -> list[str]:
-        """The weights that `share_weights` knows, by transformers' names."""
-        return [name for name, _ in self.engine.named_weights()]
 
     def update(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
         """One optimizer step a minibatch and epoch, on the sum of the terms.

@@ -1,4 +1,4 @@
-"""What the actor samples with: a generation engine beside the trained model, and the syncs between them."""
+"""What every worker with a generation engine does: draw responses."""
 
 from __future__ import annotations
 
@@ -11,26 +11,20 @@ from torch import Tensor
 
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.seeds import sample_seed
-from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import SYNC_STRATEGIES, Generation, Sampling, one_of
+from workbench.engines.generation import GenerationEngine
+from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput, SyncError
-from workbench.models import load_tokenizer
-from workbench.models.heads import TokenLogProbs
-from workbench.models.spec import Model
 from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
-from workbench.workers.engine_weights import EngineWeights, compare_weights, probe_ids, trainer_log_probs
 from workbench.workers.environment import Environments
 from workbench.workers.operation import ALL_TEXT, register
-from workbench.workers.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP
-from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.protocols import THREE_D_ALL_MICRO_DP
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.tensor_group import shared_by_group
-from workbench.workers.weight_transition import WeightTransitions
-from workbench.workers.worker import Context
+from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase
 
 # Largest mean gap, in nats, between engine and trainer on the same tokens right after a sync. The probe's tokens are
 # random, some 15 nats unlikely, of which bfloat16 rounds away up to 1 %; a stale output head shows as several tenths.
@@ -55,10 +49,6 @@ def _check_length(sampling: Sampling, generation: Generation | None) -> None:
         )
 
 
-def _strategy(arguments: Mapping[str, Any]) -> None:
-    one_of("strategy", arguments["strategy"], (None, *SYNC_STRATEGIES))
-
-
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return ("prompt_ids", "prompt_uid", *(["prompt"] if arguments["environment"] else []))
 
@@ -68,43 +58,15 @@ def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return (*columns, *(["turns", "environment_rewards"] if arguments["environment"] else []))
 
 
-class RolloutWorker(TrainedWorker):
-    """A trained causal language model with, in the same process, a generation engine.
+class SamplingWorker(Worker):
+    """A worker with a generation engine, whose weights are those of an actor: here, or in another pool."""
 
-    The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps
-    taken is the weights version stamped on every rollout.
-    """
+    generator: GenerationEngine
+    tokenizer: PreTrainedTokenizerBase
 
-    def __init__(self, spec: Model, context: Context, model: PreTrainedModel) -> None:
-        assert spec.name and spec.generation and spec.training and spec.dtype
-        self.tokenizer = load_tokenizer(spec.name)
-        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
-        self.generator = make_generation_engine(
-            spec.name,
-            spec.generation,
-            tokenizer=self.tokenizer,
-            trainer=model if self._whole_weights() else None,
-            dtype=getattr(torch, spec.dtype),
-            device=context.device,
-            threads=context.host.threads,
-        )
-        self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
-
-    def _whole_weights(self) -> bool:
-        """Whether the module that is trained holds whole weights on this rank."""
-        sharded = self.training.engine == "deepspeed" and self.training.zero_stage == 3
-        return not sharded and not self.context.groups.model_parallel
-
-    def memory_bytes(self) -> dict[str, int]:
-        generation = {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
-        return {**self.engine.memory_bytes(), **generation}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        super().load_state(state)
-        self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
-
-    def close(self) -> None:
-        self.generator.close()
+    def before_rollouts(self) -> Metrics:
+        """See to it that the engine has the weights to sample with; what that took. Every rank calls it."""
+        raise NotImplementedError
 
     @register(
         THREE_D_ALL_MICRO_DP,
@@ -140,6 +102,10 @@ class RolloutWorker(TrainedWorker):
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
 
+        With rollout workers in a pool of their own they draw them: `lab.actor.generate_sequences` brings them up to the
+        actor's weights first, `lab.rollout.generate_sequences` takes the weights that they have. The batch's meta says
+        which in `weights_version`, optimizer steps of the actor.
+
         samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
         stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
         environment, max_turns: responses of several turns with tool output in between, see
@@ -170,7 +136,7 @@ class RolloutWorker(TrainedWorker):
             timeout_s=timeout_s,
         )
         _check_length(sampling, self.spec.generation)
-        metrics = self._sync()
+        metrics = self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
             if environment is None:
@@ -260,59 +226,18 @@ class RolloutWorker(TrainedWorker):
         """Whether what this rank generates counts: where a tensor group has the same rows, the first rank's does."""
         return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
 
-    @register(ONE_TO_ALL, check=_strategy)
-    def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
-        """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
-
-        strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
-        layout has p*t > 1. Gives `sync_gap/mean`, the gap on the probe in nats; with p*t > 1 also `sync/received_bytes`
-        and, what ranks kept beside what they generate with, `sync/kept_twice_bytes`, both of all ranks together.
-        """
-        if strategy is not None and not self.context.groups.model_parallel:
-            raise BadInput(
-                f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
-                "strategies differ in how slices of the model meet: with p*t = 1 there are none",
-                "call sync_weights(), or give the actor a layout with p*t > 1",
-            )
-        return {name: metric.value for name, metric in self._sync(strategy).items()}
-
-    @register(ONE_TO_ALL)
-    def check_sync(self) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
-        return self._probe_gap()
-
-    def _sync(self, strategy: str | None = None) -> Metrics:
-        if strategy is None and self.generator.weights_version == self.engine.steps:
-            return {}
-        assert self.spec.generation is not None and self.spec.dtype is not None
-        metrics: Metrics = {}
-        with self.context.recorder.span("weight_sync") as counted:
-            if self.context.groups.model_parallel:
-                counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
-            else:
-                counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
-            if not self.spec.generation.check_sync:
-                return metrics
-            gap = self._probe_gap()
+    def require_small(self, gap: float, version: int) -> Metrics:
+        """The gap on the probe right after a sync to `version` as a metric; `SyncError`, on every rank, where it is
+        more than rounding on one of them. Every rank calls it."""
+        assert self.spec.dtype is not None
         # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
         known = torch.tensor([gap], dtype=torch.float64).nan_to_num(nan=torch.inf)
         worst = self.context.communicator.all_reduce_max(known).item()
         if worst > SYNC_TOLERANCE[self.spec.dtype]:
             self.generator.weights_version = -1  # not in sync: the next call tries again, and samples nothing till then
             raise SyncError(
-                f"after the sync to weights version {self.engine.steps} engine and trainer differ by {worst:.3g} nats",
+                f"after the sync to weights version {version} engine and trainer differ by {worst:.3g} nats",
                 f"at most {SYNC_TOLERANCE[self.spec.dtype]} is rounding in {self.spec.dtype}",
                 "some weight did not arrive; Generation(check_sync=False) goes on all the same",
             )
-        return {"sync_gap/mean": Mean(total=gap, count=1), **metrics}
-
-    @register(ONE_TO_ALL)
-    def compare_weights(self) -> EngineWeights:
-        """The weights of the generation engine against the trainer's, after a sync if one is due."""
-        self._sync()
-        return compare_weights(self.engine, self.generator, self.context.device)
-
-    def _probe_gap(self) -> float:
-        ids = probe_ids(self.engine)
-        trained = trainer_log_probs(self.engine, ids, self.context.device)
-        return float((trained - self.generator.log_probs(ids.tolist()).cpu()).abs().mean())
+        return {"sync_gap/mean": Mean(total=gap, count=1)}

@@ -1,0 +1,272 @@
+"""Rollout workers beside an actor of another pool, all in this process: versions, errors, what asks the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from tests.light import Together
+from workbench.controller import Workbench
+from workbench.dataflow.columns import Ragged
+from workbench.description import Description
+from workbench.errors import BadInput, NotFound, StageError, SyncError
+from workbench.starting import load_roles
+from workbench.workers.roles.actor import ActorWorker
+
+POOLS: dict[str, Any] = {"train": (1, ["actor", "reference", "reward"]), "rollout": (1, ["rollout"])}
+MODELS: dict[str, Any] = {"actor": TINY, "reference": TINY, "reward": vowels}
+TRAINING = wb.Training(engine="torch", learning_rate=1e-2, minibatches=2, micro_batch_tokens=256)
+
+
+def described(models: dict[str, Any], pools: dict[str, Any], **options: Any) -> Description:
+    placement = wb.Placement.of(pools)
+    given: dict[str, Any] = {
+        "training": TRAINING, "generation": wb.Generation(engine="transformers", max_model_tokens=192),
+        "prompts": "arithmetic", "dtype": "float32", "seed": 0, "address": None, "device": "cpu", "backend": "ray",
+    }  # fmt: skip
+    return Description.of(
+        "apart", models=models, placement=placement, devices=placement.devices, **{**given, **options}
+    )
+
+
+@contextmanager
+def apart(runs: Path, models: dict[str, Any]) -> Iterator[Any]:
+    """A workbench of two pools of one rank each, whose hosts are in this process."""
+    threads = torch.get_num_threads()
+    lab = Workbench(replace(described(models, POOLS), backend="inline"), runs)
+    lab._backend = Together()
+    lab._backend.start(lab._infos)
+    load_roles(lab._backend, lab._infos, lab.description, lambda text: None)
+    torch.set_num_threads(threads)
+    with lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def lab(runs: Path) -> Iterator[Any]:
+    with apart(runs, MODELS) as lab:
+        yield lab
+
+
+def worker(lab: Any, role: str) -> Any:
+    return next(host.workers[role] for host in lab._backend._hosts.values() if role in host.workers)
+
+
+def published(lab: Any) -> int:
+    return int(lab.topology()["host_published_bytes"].max())
+
+
+def train(lab: Any, batch: wb.Batch) -> None:
+    batch = lab.reward.compute_reward(lab.actor.compute_log_prob(batch))
+    lab.actor.update_actor(lab.compute_advantages(batch, estimator="rloo"))
+
+
+def responses(batch: wb.Batch) -> list[list[int]]:
+    column = batch.fetch(["response_ids"])["response_ids"]
+    assert isinstance(column, Ragged)
+    return [row.tolist() for row in column.rows()]
+
+
+def drawn(lab: Any) -> list[list[list[int]]]:
+    """The responses of three iterations, each after an update of the one before."""
+    found = []
+    for iteration in range(3):
+        batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=10, temperature=0.9)
+        assert batch.meta["weights_version"] == lab.weights["actor"].steps == 2 * iteration
+        greedy = lab.actor.generate_sequences(batch.select("prompt_ids", "prompt_uid"), temperature=0, max_new_tokens=6)
+        lab.actor.compute_log_prob(greedy)
+        assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-4
+        found += [responses(batch), responses(greedy)]
+        train(lab, batch)
+    return found
+
+
+def test_the_responses_are_those_of_an_actor_that_generates_itself(runs: Path) -> None:
+    """Equal seeds and weights: also after updates, and with an algorithm's own lines."""
+    options = {"training": {"learning_rate": 1e-2}, "models": MODELS}
+    with tiny_lab("together", runs, backend="inline", **options) as together, apart(runs, MODELS) as lab:
+        expected = drawn(together)
+        assert drawn(lab) == expected
+        assert len({str(one) for one in expected}) == len(expected)
+        assert lab.last_metrics["generate_sequences"]  # reported as ever
+        both = [
+            wb.GRPO(one, prompts=2, samples=2, sampling=wb.Sampling(max_new_tokens=6)).run(2) for one in (together, lab)
+        ]
+        mine, theirs = (frame["update_actor/grad_norm"].tolist() for frame in both)
+        assert theirs == pytest.approx(mine, rel=1e-4)
+        assert published(lab) == 0
+
+
+def test_rollout_workers_of_their_own_take_the_weights_as_they_are(lab: Any) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=8)
+    version = lab.weights["actor"].steps
+    train(lab, batch)
+    stale = lab.rollout.generate_sequences(lab.prompts.next(4), max_new_tokens=8)
+    assert (stale.meta["weights_version"], lab.weights["actor"].steps) == (version, version + 2)
+    assert lab.actor.check_sync()[0] > 1e-3  # shows it, and mends nothing
+    (synced,) = lab.actor.sync_weights()
+    assert synced["sync_gap/mean"] < 1e-5
+    assert (
+        synced["sync/received_bytes"]
+        == lab.traffic("weights").minimum_bytes / lab.transfers("weights")["run"].nunique()
+    )
+    assert lab.rollout.sync_weights() == [{}]
+    assert lab.weights["rollout"] == lab.weights["actor"]
+    assert (
+        lab.rollout.generate_sequences(stale.select("prompt_ids", "prompt_uid")).meta["weights_version"] == version + 2
+    )
+    assert lab.actor.check_sync()[0] < 1e-5
+    before = len(lab.transfers("weights"))
+    lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+    assert len(lab.transfers("weights")) == before  # nothing to send
+    with pytest.raises(BadInput, match=r"strategy='v'.*with rollout workers.*call sync_weights\(\)"):
+        lab.actor.sync_weights(strategy="v")
+
+
+def test_calls_ahead_of_an_update_are_of_its_version(lab: Any) -> None:
+    """Submitted lines are carried out as the same lines one by one would be."""
+    first = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=8)
+    version = first.meta["weights_version"]
+    with lab.overlap():
+        ahead = lab.rollout.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+        train(lab, first)
+        after = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+        again = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+        train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
+        last = lab.actor.generate_sequences.submit(lab.prompts.next(4), max_new_tokens=4)
+    versions = [batch.meta["weights_version"] for batch in (ahead, after, again, last.result())]
+    assert versions == [version, version + 2, version + 2, version + 4]
+    assert published(lab) == 0
+
+
+def test_what_goes_back_is_sent_again(lab: Any) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=8, seed=3)
+    digests = lab.actor.weight_digests()
+    with lab.kept("actor"):
+        train(lab, batch)
+        lab.actor.sync_weights()
+    assert lab.weights["rollout"] != lab.weights["actor"]
+    again = lab.actor.generate_sequences(batch.select("prompt_ids", "prompt_uid"), max_new_tokens=8, seed=3)
+    assert again.meta["weights_version"] == batch.meta["weights_version"]
+    assert responses(again) == responses(batch)
+    assert lab.actor.weight_digests() == digests
+    with lab.reuse():
+        kept = lab.actor.generate_sequences(batch.select("prompt_ids", "prompt_uid"), max_new_tokens=8, seed=3)
+        train(lab, batch)
+        new = lab.actor.generate_sequences(batch.select("prompt_ids", "prompt_uid"), max_new_tokens=8, seed=3)
+    assert responses(kept) == responses(again) != responses(new)
+    arms = lab.compare(new, {"a": wb.GRPO(lab, prompts=4, samples=2), "b": wb.RLOO(lab, prompts=4, samples=2)})
+    assert all(arm.metrics["update_actor/grad_norm"] >= 0 for arm in arms.arms)
+
+
+def test_what_looks_at_the_engine_looks_at_theirs(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        def step(self, response: str) -> tuple[str, float, bool]:
+            return "ab", 1.0, False
+
+    talk = lab.actor.generate_sequences(lab.prompts.next(2), environment=Counting, max_turns=2, max_new_tokens=12)
+    assert talk.fetch(["turns"])["turns"].max() > 0
+    assert lab.evaluate("arithmetic/test", n=2, samples=1)["samples"].tolist() == [1]
+    lab.refresh_reference()
+    assert lab.reference.weight_digests() == lab.actor.weight_digests()
+    report = lab.check()
+    report.raise_if_failed()
+    assert report["weights"].verdict == "ok"
+    assert "21 weights compared" in report["weights"].about
+    topology = lab.topology().set_index("role")
+    assert topology.loc["rollout", "generation_weights_bytes"] > 0 == topology.loc["actor", "generation_weights_bytes"]
+    assert wb.GRPO(lab).graph()["generate_sequences"].role == "rollout"
+    # a weight that is not what it was on the way
+    exchange = worker(lab, "actor").context.exchange
+    served = exchange.served
+
+    def corrupted(key: str, wanted: Any) -> Any:
+        wire = served(key, wanted)
+        return {name: (kind, (dtype, -array)) for name, (kind, (dtype, array)) in wire.items()}
+
+    train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
+    monkeypatch.setattr(exchange, "served", corrupted)
+    with pytest.raises(SyncError, match="differ by"):
+        lab.actor.generate_sequences(lab.prompts.next(4))
+    monkeypatch.undo()
+    assert lab.check("weights", "rollout")["weights"].verdict == "ok"  # synced anew
+
+
+def test_a_sync_that_fails_leaves_the_actor_alone_and_is_mended(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
+    exchange = worker(lab, "actor").context.exchange
+    served, asked = exchange.served, []
+
+    def fails_halfway(key: str, wanted: Any) -> Any:
+        asked.append(wanted)
+        if len(asked) > 2:
+            exchange.release([key])
+        return served(key, wanted)
+
+    monkeypatch.setattr(exchange, "served", fails_halfway)
+    with pytest.raises((NotFound, StageError), match=r"rollout.receive_weights failed on rank 0.*were released"):
+        lab.actor.generate_sequences(lab.prompts.next(4))
+    monkeypatch.undo()
+    with pytest.raises(SyncError, match=r"no whole set of weights.*lab.actor.sync_weights\(\)"):
+        lab.rollout.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
+    assert published(lab) == 0
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4)
+    assert batch.meta["weights_version"] == lab.weights["actor"].steps
+    train(lab, batch)
+
+
+def test_an_adapter_arrives_merged(runs: Path) -> None:
+    pytest.importorskip("peft")
+    with apart(runs, {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=4)), "reward": vowels}) as lab:
+        for _ in range(2):
+            batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=6)
+            lab.actor.compute_log_prob(lab.reference.compute_ref_log_prob(batch))
+            assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-4
+            train(lab, batch)
+        assert lab.actor.check_sync()[0] > 1e-4
+
+
+class OwnSampling(ActorWorker):
+    def check_sync(self) -> float:  # type: ignore[override]
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: wb.Placement.of({"a": (2, ["actor", "rollout"])}),
+            r"'actor' and 'rollout' in one pool.*leave 'rollout'",
+        ),
+        (
+            lambda: wb.Placement.of({"a": (1, ["actor"]), "b": (2, ["rollout"])}, layouts={"rollout": (1, 2, 1)}),
+            "tensor_parallel_size",
+        ),
+        (lambda: described({**MODELS, "rollout": TINY}, POOLS), r"models=\{'rollout'.*the actor's model.*placement"),
+        (
+            lambda: described({"critic": TINY}, {"a": (1, ["critic"]), "b": (1, ["rollout"])}),
+            r"'rollout' without an actor.*declare an actor",
+        ),
+        (
+            lambda: described(MODELS, POOLS, generation=wb.Generation(engine="vllm", tensor_parallel_size=2)),
+            r"tensor_parallel_size=2 on a pool of 1 devices",
+        ),
+        (lambda: described({**MODELS, "actor": wb.Model(TINY, worker=OwnSampling)}, POOLS), r"check_sync of its own"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(make: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()

@@ -1,0 +1,173 @@
+"""Weights published on some hosts and taken by others: each rank receives its slices, each element once, by plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from workbench.errors import NotFound
+from workbench.models import load_causal_lm, load_config
+from workbench.placement import Layout
+from workbench.resharding.distribution import Distribution, WeightShard
+from workbench.resharding.plan import Reshard
+from workbench.resharding.views import fill
+from workbench.telemetry import Recorder
+from workbench.workers.weight_exchange import (
+    Contents,
+    Published,
+    WeightExchange,
+    WeightIntake,
+    plan_of_taking,
+    published_parts,
+    take_snapshot,
+    weights_of,
+)
+
+MODELS = ("tiny-llama-tied-4kv", "tiny-qwen2")
+CONTENTS = Contents(
+    version=3, shapes={}, probe_ids=torch.zeros(0), log_probs=torch.zeros(0), aliases={}, vocabulary=frozenset()
+)
+
+
+def held_by(name: str, layout: Layout, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """What a rank trains in a layout, cut out of the model's whole weights."""
+    weights = weights_of(load_config(name), "float32", layout)
+    held = Distribution(weights, layout, tuple(range(layout.size)))
+    module = dict(load_causal_lm(name, dtype=torch.float32).named_parameters())
+    for weight in weights:
+        shard = held.shard(weight, rank)
+        if shard is not None:
+            tensor = torch.empty(shard.shape)
+            fill(tensor, shard, module[weight.name].detach(), _whole(weight))
+            yield weight.name, tensor
+
+
+def _whole(weight: Any) -> WeightShard:
+    rows, columns = weight.matrix
+    return WeightShard(((0, rows, 0, columns),), weight.shape)
+
+
+@dataclass
+class Hosts:
+    """The hosts of a publisher and of a taker in this process, and what was asked of whom."""
+
+    name: str
+    publisher: Layout
+    taker: Layout
+    dtype: str = "float32"
+    asked: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder()
+        everyone = [f"train-{rank}" for rank in range(self.publisher.size)]
+        self.exchanges = {
+            host: WeightExchange(host, self.recorder, self.ask)
+            for host in (*everyone, *(f"rollout-{rank}" for rank in range(self.taker.size)))
+        }
+        self.published = Published(key="k", hosts=tuple(everyone), layout=self.publisher)
+        weights = weights_of(load_config(self.name), self.dtype, self.publisher)
+        for rank, host in enumerate(everyone):
+            held = held_by(self.name, self.publisher, rank)
+            dtype = getattr(torch, self.dtype)
+            self.exchanges[host].publish("k", take_snapshot(held, weights, self.publisher, rank, dtype, CONTENTS))
+
+    def ask(self, host: str, method: str, *args: Any) -> Any:
+        self.asked.append(host)
+        if method == "cut_weights":
+            return self.exchanges[host].served(*args)
+        return self.exchanges[host].snapshot(*args).contents
+
+    def plan(self) -> Reshard:
+        return plan_of_taking(load_config(self.name), self.dtype, self.publisher, self.taker, vocabulary_multiple=64)
+
+    def intake(self, rank: int) -> WeightIntake:
+        return WeightIntake(self.plan(), rank, self.exchanges[f"rollout-{rank}"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("publisher", "taker"),
+    [
+        pytest.param(publisher, taker, id=f"{publisher}-{taker}".replace(" ", ""))
+        for publisher in (Layout(), Layout(d=3), Layout(1, 2, 1), Layout(2, 1, 2), Layout(2, 2, 2))
+        for taker in (Layout(), Layout(d=2), Layout(t=2), Layout(t=4, d=2))
+    ],
+)
+def test_each_rank_receives_its_slices_by_the_plan(name: str, publisher: Layout, taker: Layout) -> None:
+    hosts = Hosts(name, publisher, taker)
+    plan, module = hosts.plan(), dict(load_causal_lm(name, dtype=torch.float32).named_parameters())
+    for rank in range(taker.size):
+        intake, seen = hosts.intake(rank), []
+        for weight, (given, tensor) in zip(
+            plan.weights, intake.weights(hosts.published, torch.device("cpu")), strict=True
+        ):
+            shard = plan.destination.shard(weight, plan.destination.ranks[rank])
+            assert shard is not None
+            assert given == weight.name
+            mine, expected = torch.empty(shard.shape), torch.empty(shard.shape)
+            fill(mine, shard, tensor, _whole(weight))
+            fill(expected, shard, module[weight.name].detach(), _whole(weight))
+            assert torch.equal(mine, expected)
+            seen.append(mine.nbytes)
+        assert intake.received_bytes == sum(seen)  # each element once
+    figures, transfers = plan.figures(), hosts.recorder.drain()[1]
+    assert {transfer.kind for transfer in transfers} == {"weights"}
+    matrix = np.zeros_like(figures.matrix)
+    for transfer in transfers:
+        (source, j), (_, k) = transfer.source.split("-"), transfer.destination.split("-")
+        assert source == "train"
+        matrix[int(j), publisher.size + int(k)] += transfer.bytes
+    assert (matrix == figures.matrix).all()
+    sent = figures.sent[: publisher.size].reshape(publisher.d, -1).sum(1)
+    assert sent.max() < 1.1 * sent.mean()  # the replicas share the work
+
+
+def test_the_ranks_of_an_actor_publish_one_copy_between_them() -> None:
+    for layout in (Layout(d=3), Layout(2, 2, 2)):
+        hosts = Hosts(MODELS[1], layout, Layout())
+        weights = weights_of(load_config(MODELS[1]), "float32", layout)
+        held = [hosts.exchanges[f"train-{rank}"].held_bytes for rank in range(layout.size)]
+        # what every tensor rank holds whole, such as norms, each of them publishes
+        copies = sum(w.nbytes * (layout.t if w.axis is None else 1) * len(weights.stages(w, layout.p)) for w in weights)
+        assert sum(held) == copies < 1.05 * weights.nbytes
+        assert max(held) < 1.3 * weights.nbytes / layout.size
+        parts = published_parts(weights, layout)
+        assert parts.sharding == "fsdp"
+
+
+def test_a_layer_is_pulled_when_it_is_asked_for() -> None:
+    hosts = Hosts(MODELS[0], Layout(d=2), Layout(), dtype="bfloat16")
+    layers = {weight.group for weight in hosts.plan().weights}
+    pulled = hosts.intake(0).weights(hosts.published, torch.device("cpu"))
+    name, tensor = next(pulled)
+    assert len(hosts.asked) == 2  # one message a host and layer
+    module = dict(load_causal_lm(MODELS[0], dtype=torch.float32).named_parameters())
+    assert torch.equal(tensor, module[name].to(torch.bfloat16))
+    for name, tensor in pulled:
+        assert torch.equal(tensor, module[name].to(torch.bfloat16))
+    assert sorted(set(hosts.asked)) == ["train-0", "train-1"]
+    assert len(hosts.asked) <= 2 * len(layers)
+
+
+def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:
+    weights = weights_of(load_config(MODELS[0]), "float32", Layout())
+    live = [(name, tensor.clone()) for name, tensor in held_by(MODELS[0], Layout(), 0)]
+    exchange = WeightExchange("train-0", Recorder(), lambda *asked: pytest.fail("nobody else is asked"))
+    exchange.publish("k", take_snapshot(live, weights, Layout(), 0, torch.float32, CONTENTS))
+    before = live[0][1].clone()
+    live[0][1].add_(1)
+    here = Published(key="k", hosts=("train-0",), layout=Layout())
+    intake = WeightIntake(plan_of_taking(load_config(MODELS[0]), "float32", Layout(), Layout()), 0, exchange)
+    name, _, part = next(intake.slices(here))
+    assert (name, torch.equal(part, before)) == (live[0][0], True)
+    assert exchange.contents(here).version == 3
+    exchange.release(["k", "another"])
+    assert exchange.held_bytes == 0
+    with pytest.raises(NotFound, match=r"published weights k on host train-0.*released"):
+        exchange.contents(here)

@@ -1,0 +1,174 @@
+"""The actor as trainer and generation engine: on the same ranks with syncs between them, or as the publisher of weights
+that rollout workers in another pool sample with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.engines.generation import make_generation_engine
+from workbench.engines.settings import SYNC_STRATEGIES, one_of
+from workbench.errors import BadInput
+from workbench.models import load_tokenizer
+from workbench.models.heads import TokenLogProbs
+from workbench.models.spec import Model
+from workbench.workers.calls import Metrics
+from workbench.workers.engine_weights import (
+    EngineWeights,
+    TrainerWeights,
+    compare_weights,
+    probe_gap,
+    probe_ids,
+    trainer_log_probs,
+)
+from workbench.workers.operation import register
+from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.roles.sampling import SamplingWorker
+from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of
+from workbench.workers.weight_transition import WeightTransitions
+from workbench.workers.worker import Context
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def check_strategy(arguments: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for a strategy that there is none of."""
+    one_of("strategy", arguments["strategy"], (None, *SYNC_STRATEGIES))
+
+
+class HybridWorker(TrainedWorker, SamplingWorker):
+    """A trained causal language model with, in the same process, a generation engine.
+
+    The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps
+    taken is the weights version stamped on every rollout.
+
+    Without `spec.generation` there is no engine: rollout workers generate, see `workbench.workers.roles.rollout`.
+    """
+
+    def __init__(self, spec: Model, context: Context, model: PreTrainedModel) -> None:
+        assert spec.name and spec.training and spec.dtype
+        self.tokenizer = load_tokenizer(spec.name)
+        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        if spec.generation is None:
+            return
+        self.generator = make_generation_engine(
+            spec.name,
+            spec.generation,
+            tokenizer=self.tokenizer,
+            trainer=model if self._whole_weights() else None,
+            dtype=getattr(torch, spec.dtype),
+            device=context.device,
+            threads=context.host.threads,
+        )
+        self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
+
+    def _whole_weights(self) -> bool:
+        """Whether the module that is trained holds whole weights on this rank."""
+        sharded = self.training.engine == "deepspeed" and self.training.zero_stage == 3
+        return not sharded and not self.context.groups.model_parallel
+
+    def memory_bytes(self) -> dict[str, int]:
+        held = self.engine.memory_bytes()
+        if self.spec.generation is not None:
+            held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
+        return held
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if self.spec.generation is not None:
+            self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
+
+    def close(self) -> None:
+        if self.spec.generation is not None:
+            self.generator.close()
+
+    def before_rollouts(self) -> Metrics:
+        return self._sync()
+
+    @register(ONE_TO_ALL, check=check_strategy)
+    def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
+        """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
+
+        strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
+        layout has p*t > 1. Gives `sync_gap/mean`, the gap on the probe in nats; with p*t > 1 also `sync/received_bytes`
+        and, what ranks kept beside what they generate with, `sync/kept_twice_bytes`, both of all ranks together.
+        """
+        if strategy is not None and not self.context.groups.model_parallel:
+            raise BadInput(
+                f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
+                "strategies differ in how slices of the model meet: with p*t = 1 there are none",
+                "call sync_weights(), or give the actor a layout with p*t > 1",
+            )
+        return {name: metric.value for name, metric in self._sync(strategy).items()}
+
+    @register(ONE_TO_ALL)
+    def check_sync(self) -> float:
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
+        return probe_gap(self._trainer_weights(), self.generator)
+
+    def _sync(self, strategy: str | None = None) -> Metrics:
+        if strategy is None and self.generator.weights_version == self.engine.steps:
+            return {}
+        assert self.spec.generation is not None
+        metrics: Metrics = {}
+        with self.context.recorder.span("weight_sync") as counted:
+            if self.context.groups.model_parallel:
+                counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
+            else:
+                counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            if not self.spec.generation.check_sync:
+                return metrics
+            gap = probe_gap(self._trainer_weights(), self.generator)
+        return {**self.require_small(gap, self.engine.steps), **metrics}
+
+    @register(ONE_TO_ALL)
+    def compare_weights(self) -> EngineWeights:
+        """The weights of the generation engine against the trainer's, after a sync if one is due."""
+        self._sync()
+        return compare_weights(self._trainer_weights(), self.generator)
+
+    def _trainer_weights(self) -> TrainerWeights:
+        module: Any = self.engine.module
+        ids = probe_ids(self.engine)
+        return TrainerWeights(
+            named_weights=self.engine.named_weights,
+            probe_ids=ids,
+            log_probs=trainer_log_probs(self.engine, ids, self.context.device),
+            aliases=module.aliases,
+            vocabulary=module.vocabulary,
+            live=frozenset(parameter.data_ptr() for parameter in module.parameters()),
+        )
+
+    @register(ONE_TO_ALL)
+    def publish_weights(self, key: str, *, weights: bool = True, probe: bool = True) -> None:
+        """Keep a copy of the weights as they are now, in the role's dtype, for workers of other roles to take slices
+        of. Together the ranks keep one copy, in host memory, until it is released; what they train goes on.
+
+        key: its name. weights, probe: whether to publish the weights, and the trainer's log-probabilities of the probe.
+        For `lab.actor.sync_weights`, `lab.refresh_reference` and their like, which also release it.
+        """
+        assert self.spec.dtype is not None
+        module: Any = self.engine.module
+        layout, empty = self.context.layout, torch.zeros(0)
+        model = weights_of(module.get_backbone().config, self.spec.dtype, layout)
+        ids = probe_ids(self.engine) if probe else empty
+        contents = Contents(
+            version=self.engine.steps,
+            shapes={weight.name: weight.shape for weight in model} if weights else {},
+            probe_ids=ids,
+            log_probs=trainer_log_probs(self.engine, ids, self.context.device) if probe else empty,
+            aliases=module.aliases,
+            vocabulary=module.vocabulary,
+        )
+        # an adapter, and what it changes, are whole on every rank: what is published is their sum
+        held = self.engine.local_weights if self.context.groups.model_parallel else self.engine.named_weights
+        dtype = getattr(torch, self.spec.dtype)
+        snapshot = take_snapshot(
+            held() if weights else (), model, layout, self.context.communicator.rank, dtype, contents
+        )
+        self.context.exchange.publish(key, snapshot)

@@ -1,0 +1,158 @@
+"""Rollout workers: the actor's generation engine in a pool of its own, and weights that come from the actor's hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from workbench.engines.generation import VOCABULARY_MULTIPLE, make_generation_engine
+from workbench.errors import BadInput, SyncError
+from workbench.models import load_config, load_tokenizer
+from workbench.models.spec import Model
+from workbench.placement import Layout
+from workbench.resharding.plan import Reshard
+from workbench.workers.calls import Mean, Metrics
+from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
+from workbench.workers.operation import register
+from workbench.workers.protocols import ONE_TO_ALL
+from workbench.workers.roles.hybrid import check_strategy
+from workbench.workers.roles.sampling import SamplingWorker
+from workbench.workers.tensor_group import shared_by_group
+from workbench.workers.weight_exchange import Contents, Published, WeightIntake, plan_of_taking
+from workbench.workers.worker import Context
+
+# what the actor is asked for, and rollout workers carry out where there are any
+DELEGATED = ("generate_sequences", "sync_weights", "check_sync", "compare_weights")
+
+
+def rollout_layout(spec: Model, ranks: int) -> Layout:
+    """How the weights lie on the ranks of a rollout pool: whole, or cut over each tensor group of the engine."""
+    assert spec.generation is not None
+    size = spec.generation.tensor_parallel_size
+    return Layout(t=size, d=ranks // size)
+
+
+def plan_of_rollout(spec: Model, publisher: Layout, taker: Layout) -> Reshard:
+    """The plan of a sync from an actor in a layout to rollout workers in theirs; the actor's ranks come first."""
+    assert spec.name and spec.generation and spec.dtype
+    multiple = VOCABULARY_MULTIPLE[spec.generation.engine]
+    return plan_of_taking(load_config(spec.name), spec.dtype, publisher, taker, vocabulary_multiple=multiple)
+
+
+class RolloutWorker(SamplingWorker):
+    """A generation engine and no trainer. It starts with the weights that the actor starts with, and changes them when
+    the actor's are taken (`receive_weights`).
+
+    Each rank receives the slices that it generates with, each element once, a layer at a time.
+    """
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.name and spec.generation and spec.dtype
+        super().__init__(spec, context)
+        self.tokenizer = load_tokenizer(spec.name)
+        self.generator = make_generation_engine(
+            spec.name,
+            spec.generation,
+            tokenizer=self.tokenizer,
+            trainer=None,
+            dtype=getattr(torch, spec.dtype),
+            device=context.device,
+            threads=context.host.threads,
+        )
+        self._layout = rollout_layout(spec, context.layout.size)
+        self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
+        self._unreported: Metrics = {}
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
+
+    def close(self) -> None:
+        self.generator.close()
+
+    def before_rollouts(self) -> Metrics:
+        if self.generator.weights_version < 0:
+            raise SyncError(
+                "the rollout workers have no whole set of weights", "the last sync failed", "lab.actor.sync_weights()"
+            )
+        metrics, self._unreported = self._unreported, {}
+        return metrics
+
+    @register(ONE_TO_ALL)
+    def receive_weights(self, published: Published) -> None:
+        """Take over the weights that the actor has published: what `sync_weights` does where it is needed. On an error
+        no rank has weights to generate with, until the next one succeeds."""
+        assert self.spec.generation is not None
+        communicator, found = self.context.communicator, list[Contents]()
+
+        def take() -> list[int]:
+            found.append(self.context.exchange.contents(published))
+            intake = self._intake(published.layout, self._layout)
+            before = intake.received_bytes
+            self.generator.update_weights(intake.weights(published, self.context.device), found[0].version)
+            return [intake.received_bytes - before]
+
+        with self.context.recorder.span("weight_sync") as counted:
+            try:
+                received = shared_by_group(communicator, communicator.world_size, take)
+                counted.bytes = received[communicator.rank]
+                metrics: Metrics = {"sync/received_bytes": Mean(total=sum(received), count=1)}
+                if self.spec.generation.check_sync:
+                    gap = probe_gap(self._trainer_weights(published, found[0]), self.generator)
+                    metrics |= self.require_small(gap, found[0].version)
+            except BaseException:
+                self.generator.weights_version = -1
+                raise
+        self._unreported = metrics
+
+    @register(ONE_TO_ALL, check=check_strategy)
+    def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
+        """Give the rollout workers the actor's weights now, if they lack them; what that took, by rank.
+
+        Gives `sync_gap/mean`, the gap on the probe in nats, and `sync/received_bytes`, of all ranks together. strategy:
+        only for an actor that generates on its own ranks.
+        """
+        if strategy is not None:
+            raise BadInput(
+                f"sync_weights(strategy={strategy!r}) with rollout workers",
+                "strategies differ in how slices meet on the actor's ranks; each rank of a pool is sent what it needs",
+                "call sync_weights(), or leave the role rollout out of the placement",
+            )
+        return {name: metric.value for name, metric in self.before_rollouts().items()}
+
+    @register(ONE_TO_ALL)
+    def check_sync(self, *, published: Published | None = None) -> float:
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens, with the
+        weights that both have now. published: the controller says it."""
+        assert published is not None
+        return probe_gap(self._trainer_weights(published), self.generator)
+
+    @register(ONE_TO_ALL)
+    def compare_weights(self, *, published: Published | None = None) -> EngineWeights:
+        """The weights of the generation engine against the trainer's, after a sync if one is due. published: the
+        controller says it."""
+        assert published is not None
+        return compare_weights(self._trainer_weights(published), self.generator)
+
+    def _trainer_weights(self, published: Published, contents: Contents | None = None) -> TrainerWeights:
+        contents = contents or self.context.exchange.contents(published)
+        whole = Layout(d=self.context.layout.size)
+
+        def named_weights() -> Iterator[tuple[str, Tensor]]:
+            return self._intake(published.layout, whole).weights(published, self.context.device)
+
+        return TrainerWeights(
+            named_weights=named_weights,
+            probe_ids=contents.probe_ids,
+            log_probs=contents.log_probs,
+            aliases=contents.aliases,
+            vocabulary=contents.vocabulary,
+        )
+
+    def _intake(self, publisher: Layout, mine: Layout) -> WeightIntake:
+        """What this rank takes of an actor in a layout, to hold as `mine` says."""
+        if (publisher, mine) not in self._intakes:
+            plan = plan_of_rollout(self.spec, publisher, mine)
+            self._intakes[publisher, mine] = WeightIntake(plan, self.context.host.rank, self.context.exchange)
+        return self._intakes[publisher, mine]

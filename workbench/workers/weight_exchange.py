@@ -1,0 +1,239 @@
+"""Weights that one role publishes on its hosts, and of which others take the slices that they need, host to host.
+
+Slices travel as rows of batches do: a host cuts them on request, and whoever asked notes the transfer. So the two roles
+need no process group in common, the pools may be on different machines, one that dies leaves the other's collectives
+alone, and publisher and taker need not step together: an update may run while what it replaces is still being taken.
+vLLM's own engines for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.dataflow.carrier import carry, columns_of, from_wire, to_wire
+from workbench.errors import NotFound
+from workbench.placement import Layout
+from workbench.resharding import boxes
+from workbench.resharding.boxes import Box
+from workbench.resharding.distribution import Distribution, WeightShard
+from workbench.resharding.plan import Reshard
+from workbench.resharding.views import fill, view_of
+from workbench.resharding.weights import ModelWeights, Weight, model_weights
+from workbench.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Slice = tuple[str, Box]
+Ask = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Where weights are published: under which key, on which hosts, by the layout's rank."""
+
+    key: str
+    hosts: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What is published, beside the weights. version: optimizer steps that they have seen.
+
+    shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and what the
+    publisher gives ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see `PackedModule`.
+    """
+
+    version: int
+    shapes: Mapping[str, tuple[int, ...]]
+    probe_ids: Tensor
+    log_probs: Tensor
+    aliases: Mapping[str, list[str]]
+    vocabulary: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank's part of published weights, in host memory: by name its tensor, and which elements that holds."""
+
+    contents: Contents
+    slices: Mapping[str, tuple[Tensor, WeightShard]]
+
+    def cut(self, wanted: Iterable[Slice]) -> Tensor:
+        """These boxes of weights, row by row, end to end [elements]."""
+        return torch.cat([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
+
+
+def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
+    """The weights of a model for these layouts; how its layers are cut must be known only where one of them does."""
+    return model_weights(config, dtype=dtype, cut=any(layout.p * layout.t > 1 for layout in layouts))
+
+
+def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
+    """Which rank publishes what: the d holders of a slice a stretch of its rows each. So together they keep one copy,
+    and all of them serve it."""
+    return Distribution(weights, layout, tuple(range(layout.size)), "fsdp")
+
+
+def plan_of_taking(
+    config: PreTrainedConfig, dtype: str, publisher: Layout, taker: Layout, *, vocabulary_multiple: int = 1
+) -> Reshard:
+    """Who sends which slice to whom. The publisher's ranks come first, then the taker's.
+
+    dtype: that of the published weights. vocabulary_multiple: of the taker, see `Distribution`.
+    """
+    weights = weights_of(config, dtype, publisher, taker)
+    ranks = tuple(range(publisher.size, publisher.size + taker.size))
+    needed = Distribution(weights, taker, ranks, vocabulary_multiple=vocabulary_multiple)
+    return Reshard(published_parts(weights, publisher), needed)
+
+
+@torch.no_grad()
+def take_snapshot(
+    held: Iterable[tuple[str, Tensor]],
+    weights: ModelWeights,
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype,
+    contents: Contents,
+) -> Snapshot:
+    """What a rank publishes of the weights that it holds: copies, in `dtype`.
+
+    held: what the rank holds in the layout, to the end: where they are gathered, every rank takes part.
+    """
+    by_name = {weight.name: weight for weight in weights}
+    whole, parts = Distribution(weights, layout, tuple(range(layout.size))), published_parts(weights, layout)
+    slices = {}
+    for name, tensor in held:
+        mine, part = whole.shard(by_name[name], rank), parts.shard(by_name[name], rank)
+        assert mine is not None
+        assert part is not None
+        copy = torch.empty(part.shape, dtype=dtype)
+        fill(copy, part, tensor, mine)
+        slices[name] = copy, part
+    return Snapshot(contents=contents, slices=slices)
+
+
+class WeightExchange:
+    """One host's side: what its roles have published, and the way to what others have.
+
+    ask: calls a method of another host by its name: `ask(host, method, *arguments)`.
+    """
+
+    def __init__(self, host: str, recorder: Recorder, ask: Ask) -> None:
+        self._host, self._recorder, self._ask = host, recorder, ask
+        self._snapshots: dict[str, Snapshot] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, key: str, snapshot: Snapshot) -> None:
+        """Keep a snapshot for others until it is released."""
+        with self._lock:
+            self._snapshots[key] = snapshot
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Forget snapshots; keys of other things are no error."""
+        with self._lock:
+            for key in keys:
+                self._snapshots.pop(key, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all snapshots."""
+        with self._lock:
+            return sum(tensor.nbytes for kept in self._snapshots.values() for tensor, _ in kept.slices.values())
+
+    def snapshot(self, key: str) -> Snapshot:
+        """One of this host's own."""
+        with self._lock:
+            found = self._snapshots.get(key)
+        if found is None:
+            raise NotFound(f"published weights {key} on host {self._host}", "they were released", "sync again")
+        return found
+
+    def served(self, key: str, wanted: Sequence[Slice]) -> dict[str, Any]:
+        """Slices of a snapshot, for another process."""
+        return to_wire(carry({"weights": self.snapshot(key).cut(wanted)}))
+
+    def contents(self, published: Published) -> Contents:
+        """What is published, as its first rank says it."""
+        host = published.hosts[0]
+        if host == self._host:
+            return self.snapshot(published.key).contents
+        found: Contents = self._ask(host, "published_contents", published.key)
+        return found
+
+    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], what: str) -> Tensor:
+        """Slices that rank `rank` of the publisher keeps, end to end. what: their name in the record of transfers."""
+        host = published.hosts[rank]
+        if host == self._host:
+            return self.snapshot(published.key).cut(wanted)
+        with self._recorder.transfer(host, self._host, columns=what, kind="weights") as moved:
+            wire = self._ask(host, "cut_weights", published.key, wanted)
+            flat = columns_of(from_wire(wire))["weights"]
+            assert isinstance(flat, Tensor)
+            moved.bytes = flat.nbytes
+        return flat
+
+
+class WeightIntake:
+    """One rank's part of a plan of taking, again and again, a layer at a time.
+
+    rank: in the taker's layout. received_bytes: that it received so far. Beside what the taker makes of a layer, memory
+    is needed for what one host sends of it.
+    """
+
+    def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange) -> None:
+        self._exchange, self.received_bytes = exchange, 0
+        self._layers: list[_Layer] = []
+        me = plan.destination.ranks[rank]
+        for group, weights in groupby(plan.weights, key=lambda weight: weight.group):
+            layer = _Layer(group, [w for w in weights if plan.destination.shard(w, me) is not None])
+            for weight in layer.weights:
+                for movement in plan.movements(weight):
+                    if me in movement.destinations:
+                        wanted = layer.sources.setdefault(movement.source, [])
+                        wanted.extend((weight.name, box) for box in movement.boxes)
+            self._layers.append(layer)
+
+    def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
+        this rank's slices written."""
+        for layer in self._layers:
+            matrices: dict[str, Tensor] = {}
+            by_name = {weight.name: weight for weight in layer.weights}
+            for name, (r0, r1, c0, c1), part in self._pulled(published, layer):
+                if name not in matrices:
+                    matrices[name] = torch.empty(by_name[name].matrix, dtype=part.dtype, device=device)
+                matrices[name][r0:r1, c0:c1].copy_(part)
+            for weight in layer.weights:
+                yield weight.name, matrices.pop(weight.name).view(weight.shape)
+
+    def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
+        """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns]."""
+        for layer in self._layers:
+            yield from self._pulled(published, layer)
+
+    def _pulled(self, published: Published, layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
+        for rank, wanted in layer.sources.items():
+            flat = self._exchange.pull(published, rank, wanted, layer.group)
+            self.received_bytes += flat.nbytes
+            parts = flat.split([boxes.size((box,)) for _, box in wanted])
+            for (name, box), part in zip(wanted, parts, strict=True):
+                yield name, box, part.view(box[1] - box[0], box[3] - box[2])
+
+
+@dataclass
+class _Layer:
+    """What moves together: the weights of a layer that a rank needs, and which slices of them come from which rank."""
+
+    group: str
+    weights: list[Weight]
+    sources: dict[int, list[Slice]] = field(default_factory=dict)
