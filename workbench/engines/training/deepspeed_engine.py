@@ -73,12 +73,16 @@ class DeepSpeedEngine(TrainingEngine):
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
         self.module = place(module, self._start_device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        _forget_ended_group()
+        self._prepare_groups()
         if settings.activation_checkpointing:
             recompute_activations(module)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
         )
+
+    def _prepare_groups(self) -> None:
+        """Before DeepSpeed takes the process groups that it computes in."""
+        _forget_ended_group()
 
     @property
     def _start_device(self) -> torch.device:

@@ -45,7 +45,8 @@ class DeepSpeedTensorEngine(CutEngine, DeepSpeedEngine):
         self._cut = cut_vocabulary(module, groups)
         for weight in self._cut.weights:  # Megatron's mark, by which DeepSpeed counts them on each rank in the norm
             self._cut.held[weight.name].tensor_model_parallel = weight.axis is not None  # type: ignore[attr-defined]
-        self._partial = [own for own, p in module.named_parameters() if _among(p, self._cut.held, self._cut.partial)]
+        for name in sorted(self._cut.partial):
+            self._cut.held[name].register_hook(lambda gradient: groups.tensor.all_reduce(gradient.clone()))
         super().__init__(module, settings, groups.data, device=device, dtype=dtype)
         _count_bytes(module, groups.tensor)
         for weight in self._cut.weights:
@@ -59,19 +60,24 @@ class DeepSpeedTensorEngine(CutEngine, DeepSpeedEngine):
         with torch.no_grad():
             trial.require_same(module.hidden_states(**trial.inputs()), groups)
 
+    def _prepare_groups(self) -> None:
+        """DeepSpeed would make groups once a process, with the tensor ranks in the pool's order, which is not the
+        layout's where an engine generates in smaller tensor groups: let it take the layout's."""
+        from deepspeed.utils import groups
+
+        super()._prepare_groups()
+        groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = self._groups.tensor.process_group
+        groups._DATA_PARALLEL_GROUP = self._groups.data.process_group or dist.new_subgroups(1)[0]
+
     @property
     def _start_device(self) -> torch.device:
         return next(iter(self._cut.held.values())).device  # AutoTP moves slices to the device: it need not hold a whole
 
     def _config(self) -> dict[str, Any]:
-        _share_groups(self._groups)
         layers = [
             {"patterns": [rf".*\.{name}\.weight$" for name in INTO_BLOCKS], "partition_type": "column"},
             {"patterns": [rf".*\.{name}\.weight$" for name in BLOCKS.values()], "partition_type": "row"},
         ]
-        if self._partial:
-            names = [name.replace(".", r"\.") + "$" for name in self._partial]
-            layers.append({"patterns": names, "partition_type": "skip", "grad_allreduce": True})
         partition = {"use_default_specs": False, "layer_specs": layers}
         return super()._config() | {
             "tensor_parallel": {"autotp_size": self._groups.layout.t, "partition_config": partition}
@@ -95,29 +101,16 @@ def check_deepspeed_layout(layout: Layout, settings: Training) -> None:
     """Raise `BadInput` for a layout that DeepSpeed does not train in."""
     if layout.p > 1:
         raise BadInput(
-            f"layout {layout} with Training(engine='deepspeed')",
-            "DeepSpeed's engine here is tensor and data parallel: p must be 1",
+            f"p={layout.p} with Training(engine='deepspeed')",
+            "DeepSpeed's engine here is tensor and data parallel, without pipeline stages",
             "use Training(engine='torch'), or p=1",
         )
     if layout.t > 1 and settings.zero_stage == 3:
         raise BadInput(
-            f"layout {layout} with Training(engine='deepspeed', zero_stage=3)",
-            "with t > 1 each rank keeps its slices of the weights whole: zero_stage is 0, 1 or 2",
+            f"t={layout.t} with Training(engine='deepspeed', zero_stage=3)",
+            "with t > 1 each rank keeps its slices of the weights: zero_stage is 0, 1 or 2",
             "use zero_stage=2, or t=1",
         )
-
-
-def _among(parameter: nn.Parameter, held: dict[str, nn.Parameter], names: frozenset[str]) -> bool:
-    return any(held[name] is parameter for name in names)
-
-
-def _share_groups(groups: ParallelGroups) -> None:
-    """Let DeepSpeed compute in the layout's groups. It would make its own once a process, with the tensor ranks in the
-    pool's order, which is not the layout's where an engine generates in smaller tensor groups."""
-    from deepspeed.utils import groups as its
-
-    its._TENSOR_MODEL_PARALLEL_GROUP = its._MODEL_PARALLEL_GROUP = groups.tensor.process_group
-    its._DATA_PARALLEL_GROUP = groups.data.process_group or dist.new_subgroups(1)[0]
 
 
 class _CountedGradient(torch.autograd.Function):
