@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import Phi3Config
 
-from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, model_of, outcome, outcomes
+from tests.engines.layout_checks import check_numbers, check_slices
+from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, outcome, outcomes
 from tests.engines.training_ranks import run_ranks
 from workbench.engines.training.cut import check_cut
 from workbench.errors import BadInput
 from workbench.placement import Layout
-from workbench.resharding.weights import model_weights
 
 TRIED = [(layout, case) for layout in (Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2)) for case in CASES]
 TRIED += [(Layout(2, 2, 1), case) for case in CASES]
