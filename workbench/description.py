@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from workbench.engines.settings import Generation, Training, one_of, whole
 from workbench.engines.training.cut import check_cut
+from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.errors import BadInput, MissingDependency
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
@@ -166,6 +167,7 @@ class Description:
         self._check_workers()
         self._check_rollout()
         self._check_layouts()
+        self._check_tensor_sizes()
         self._check_installed()
         self._check_models()
         self._check_tensor_groups()
@@ -217,12 +219,6 @@ class Description:
                 continue
             assert model.training is not None
             assert model.name is not None
-            if model.trained and model.training.engine == "deepspeed":
-                raise BadInput(
-                    f"layouts[{role!r}]={layout} with Training(engine='deepspeed')",
-                    "DeepSpeed's engine here is data parallel: p*t must be 1",
-                    f"use Training(engine='torch') for this role, or leave the layout out, for {Layout(d=layout.size)}",
-                )
             if model.adapter is not None:
                 raise BadInput(
                     f"layouts[{role!r}]={layout} with {model.adapter}",
@@ -231,10 +227,27 @@ class Description:
                 )
             head: Literal["lm", "scalar"] = "lm" if role in ("actor", "reference") else "scalar"
             try:
+                if model.trained and model.training.engine == "deepspeed":
+                    check_deepspeed_layout(layout, model.training)
                 check_cut(load_config(model.name), layout, head)
             except BadInput as error:
                 raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
             self.layout_of(role)
+
+    def _check_tensor_sizes(self) -> None:
+        """DeepSpeed knows one tensor group a process, and so one t."""
+        first: dict[str, str] = {}
+        for role, model in self.models.items():
+            if not (self._is_ours(role) and model.trained and model.training and model.training.engine == "deepspeed"):
+                continue
+            other = first.setdefault(self.placement.pool_of(role).name, role)
+            t, of_other = self.placement.layout_of(role).t, self.placement.layout_of(other).t
+            if t != of_other:
+                raise BadInput(
+                    f"t={of_other} for {other!r} and t={t} for {role!r} with Training(engine='deepspeed')",
+                    "roles that DeepSpeed trains on the same devices have the same t",
+                    "give them layouts with the same t, or use Training(engine='torch') for one of them",
+                )
 
     def _check_installed(self) -> None:
         actor = self.models.get("actor")

@@ -46,14 +46,14 @@ class Counting:
         return "ab", float(self.number), self.turns == 2
 
 
-def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation) -> wb.Workbench:
+def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation, engine: Any = "torch") -> wb.Workbench:
     return wb.open(
         "cut",
         models={"actor": TINY},
         prompts="arithmetic",
         placement=wb.Placement.colocate(layout.size, layouts={"actor": layout}),
         devices=layout.size,
-        training=wb.Training(engine="torch", learning_rate=1e-2),
+        training=wb.Training(engine=engine, learning_rate=1e-2),
         generation=generation,
         runs=runs,
     )

@@ -42,8 +42,8 @@ def whole(name: str, value: int, least: int = 1) -> None:
 class Training(NamedFields):
     """Settings of a trained role.
 
-    engine: "deepspeed", or "torch" (needs nothing more than torch; takes layouts (p, t, d) too).
-    zero_stage: DeepSpeed's ZeRO stage, 0 to 3; ignored by the torch engine.
+    engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
+    zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
     learning_rate, betas, eps, weight_decay: AdamW's.
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.

@@ -36,6 +36,11 @@ class Communicator:
         self.sent_bytes: Counter[int] = Counter()
         self._recorder, self._group, self._inner = recorder, group, inner
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's group of these ranks; None for the whole pool, and for a rank alone."""
+        return self._group
+
     @contextmanager
     def _counted(self, nbytes: int = 0) -> Iterator[None]:
         self.moved_bytes += nbytes

@@ -71,14 +71,23 @@ class DeepSpeedEngine(TrainingEngine):
         deepspeed = _quiet_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
-        self.module = place(module, device, trained=stored, frozen=dtype)
+        self.module = place(module, self._start_device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        _forget_ended_group()
+        self._prepare_groups()
         if settings.activation_checkpointing:
             recompute_activations(module)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
         )
+
+    def _prepare_groups(self) -> None:
+        """Before DeepSpeed takes the process groups that it computes in."""
+        _forget_ended_group()
+
+    @property
+    def _start_device(self) -> torch.device:
+        """Where DeepSpeed is given the module."""
+        return self._device
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -145,12 +154,17 @@ class DeepSpeedEngine(TrainingEngine):
         return float(self._engine.get_global_grad_norm())
 
     def _step_without_zero(self) -> float:
-        limit = self.settings.max_grad_norm or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit))
-        if norm < float("inf"):
+        norm = self._norm()
+        if torch.isfinite(norm):
+            if self.settings.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
             self._engine.step()
         release_gradients(self.module)
-        return norm
+        return float(norm)
+
+    def _norm(self) -> Tensor:
+        """The global norm of the gradients in the parameters."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def _drop_gradients(self) -> None:
         """Forget what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
