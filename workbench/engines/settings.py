@@ -15,6 +15,8 @@ TRAINING_ENGINES = ("torch", "deepspeed")
 GENERATION_ENGINES = ("transformers", "vllm")
 SYNC_STRATEGIES = ("hybridflow", "v", "full")
 DTYPES = ("float32", "bfloat16")
+ShareMemory = bool | Literal["always"]
+SHARE_MEMORY = (False, True, "always")
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -58,6 +58,7 @@ class Torch3DEngine(TorchEngine):
                 "outputs are on the last stage, and their gradients come from its losses",
                 "give step() the losses, or call it under torch.no_grad()",
             )
+        self.load("parameters")
         return self._pipeline.forward(inputs)
 
     def everywhere(self, output: Tensor) -> Tensor:

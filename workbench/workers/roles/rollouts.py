@@ -79,6 +79,9 @@ class RolloutWorker(TrainedWorker):
         assert spec.name and spec.generation and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        # whether the engine samples from weights of its own, not from the trainer's
+        self._own_weights = spec.generation.engine != "transformers" or not self._whole_weights()
+        self._leave_to_generator()  # vLLM starts only where there is room for all that it will use
         self.generator = make_generation_engine(
             spec.name,
             spec.generation,
@@ -87,6 +90,7 @@ class RolloutWorker(TrainedWorker):
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
+            sleeps=context.host.offloads and context.device.type == "cuda",
         )
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
 
@@ -97,7 +101,27 @@ class RolloutWorker(TrainedWorker):
 
     def memory_bytes(self) -> dict[str, int]:
         generation = {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
-        return {**self.engine.memory_bytes(), **generation}
+        return {**super().memory_bytes(), **generation}
+
+    def offload(self) -> None:
+        self.generator.sleep()
+        super().offload()
+
+    def load(self, *, generates: bool = False) -> None:
+        """Trainer and engine take turns too: the engine sleeps unless the operation generates; if so, gradients and
+        optimizer leave, and of an engine with weights of its own a sync brings the trainer's parameters when one is
+        due."""
+        if not generates:
+            self.generator.sleep()
+        else:
+            self.engine.offload("gradients", "optimizer")
+        if not (generates and self._own_weights):
+            self.engine.load("parameters")
+
+    def _leave_to_generator(self) -> None:
+        """Make room for the engine: the trainer's part of generating, the sync, is over."""
+        if self.context.host.offloads and self._own_weights:
+            self.engine.offload()
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
@@ -113,6 +137,7 @@ class RolloutWorker(TrainedWorker):
         writes=_rollout_writes,
         minibatched=True,
         samples=True,
+        generates=True,
         check=_sampling,
     )
     def generate_sequences(
@@ -171,6 +196,7 @@ class RolloutWorker(TrainedWorker):
         )
         _check_length(sampling, self.spec.generation)
         metrics = self._sync()
+        self._leave_to_generator()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
             if environment is None:
@@ -260,7 +286,7 @@ class RolloutWorker(TrainedWorker):
         """Whether what this rank generates counts: where a tensor group has the same rows, the first rank's does."""
         return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
 
-    @register(ONE_TO_ALL, check=_strategy)
+    @register(ONE_TO_ALL, generates=True, check=_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
         """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
 
@@ -276,16 +302,20 @@ class RolloutWorker(TrainedWorker):
             )
         return {name: metric.value for name, metric in self._sync(strategy).items()}
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, generates=True)
     def check_sync(self) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
-        return self._probe_gap()
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens; of an
+        engine that sleeps, after a sync."""
+        if self.generator.lacks_weights:
+            self._sync()
+        return self._gap(self._trained_log_probs())
 
     def _sync(self, strategy: str | None = None) -> Metrics:
         if strategy is None and self.generator.weights_version == self.engine.steps:
             return {}
         assert self.spec.generation is not None and self.spec.dtype is not None
         metrics: Metrics = {}
+        self.engine.load("parameters")
         with self.context.recorder.span("weight_sync") as counted:
             if self.context.groups.model_parallel:
                 counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
@@ -293,7 +323,9 @@ class RolloutWorker(TrainedWorker):
                 counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
             if not self.spec.generation.check_sync:
                 return metrics
-            gap = self._probe_gap()
+            trained = self._trained_log_probs()
+            self._leave_to_generator()  # before the engine's key-value cache comes back
+            gap = self._gap(trained)
         # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
         known = torch.tensor([gap], dtype=torch.float64).nan_to_num(nan=torch.inf)
         worst = self.context.communicator.all_reduce_max(known).item()
@@ -306,13 +338,17 @@ class RolloutWorker(TrainedWorker):
             )
         return {"sync_gap/mean": Mean(total=gap, count=1), **metrics}
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, generates=True)
     def compare_weights(self) -> EngineWeights:
         """The weights of the generation engine against the trainer's, after a sync if one is due."""
         self._sync()
+        self.engine.load("parameters")
         return compare_weights(self.engine, self.generator, self.context.device)
 
-    def _probe_gap(self) -> float:
-        ids = probe_ids(self.engine)
-        trained = trainer_log_probs(self.engine, ids, self.context.device)
-        return float((trained - self.generator.log_probs(ids.tolist()).cpu()).abs().mean())
+    def _trained_log_probs(self) -> Tensor:
+        """The trainer's log-probabilities of the probe."""
+        return trainer_log_probs(self.engine, probe_ids(self.engine), self.context.device)
+
+    def _gap(self, trained: Tensor) -> float:
+        """The mean gap, in nats, of the engine's log-probabilities to those of the trainer, on the probe."""
+        return float((trained - self.generator.log_probs(probe_ids(self.engine).tolist()).cpu()).abs().mean())
