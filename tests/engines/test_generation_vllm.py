@@ -18,6 +18,7 @@ from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
+from workbench.telemetry import Recorder
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
