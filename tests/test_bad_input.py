@@ -39,6 +39,7 @@ FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "rewar
         ({"placement": wb.Placement.standalone(actor=1)}, BadInput, "'critic' has no pool"),
         ({"backend": "slurm"}, BadInput, "must be one of 'ray', 'inline'"),
         ({"if_exists": "keep"}, BadInput, "must be one of 'attach', 'replace', 'error'"),
+        ({"share_memory": "sometimes"}, BadInput, "must be one of False, True, 'always'"),
         ({"prompts": "arithmetics"}, WorkbenchError, "arithmetic"),
         ({"prompts": []}, BadInput, "at least one row"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from workbench.engines.settings import Generation, Training, one_of, whole
+from workbench.engines.settings import SHARE_MEMORY, Generation, ShareMemory, Training, one_of, whole
 from workbench.engines.training.cut import check_cut
 from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.errors import BadInput, MissingDependency
@@ -44,6 +44,7 @@ class Description:
     """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
 
     id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
+    share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Description:
     devices: int
     seed: int
     address: str | None
+    share_memory: ShareMemory = False
 
     @classmethod
     def of(
@@ -73,9 +75,11 @@ class Description:
         devices: int | None,
         seed: int,
         address: str | None,
+        share_memory: ShareMemory = False,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
         one_of("backend", backend, BACKENDS)
+        one_of("share_memory", share_memory, SHARE_MEMORY)
         if not isinstance(models, Mapping):
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -125,6 +129,7 @@ class Description:
             devices=devices or (_device_count(device) if address is None else placement.devices),
             seed=seed,
             address=address,
+            share_memory=share_memory,
         )
         description._check()
         return description
@@ -347,6 +352,7 @@ class Description:
                         log_path=None
                         if self.backend == "inline"
                         else str(run_folder / "logs" / f"{pool.name}-{rank}.log"),
+                        share_memory=self.share_memory,
                     )
                 )
         return infos

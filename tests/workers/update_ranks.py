@@ -49,10 +49,10 @@ def sync_with_gaps(gaps: list[float]) -> list[str]:
     worker = _worker(Case())
     worker.spec = replace(worker.spec, generation=Generation(engine="transformers"))
     worker.generator.weights_version = -1  # as after an update
-    probe = worker._probe_gap
+    measured = worker._gap
     said = []
     for broken in (True, True, False):
-        worker._probe_gap = (lambda: gaps[dist.get_rank()]) if broken else probe
+        worker._gap = (lambda trained: gaps[dist.get_rank()]) if broken else measured
         try:
             worker.sync_weights()
             said.append("")

@@ -15,6 +15,8 @@ TRAINING_ENGINES = ("torch", "deepspeed")
 GENERATION_ENGINES = ("transformers", "vllm")
 SYNC_STRATEGIES = ("hybridflow", "v", "full")
 DTYPES = ("float32", "bfloat16")
+ShareMemory = bool | Literal["always"]
+SHARE_MEMORY = (False, True, "always")
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -99,7 +101,8 @@ class Generation(NamedFields):
     strategy: how an actor cut over p*t > 1 ranks gets its weights to the engine: "hybridflow", each rank receives what
         it lacks; "v", the whole model over the ranks of a training replica; "full", over all ranks.
     max_model_tokens: longest prompt + response.
-    kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead.
+    kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
+        its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
     max_rows: most sequences decoded at the same time by one engine.
     check_sync: after each weight sync compare log-probabilities of engine and trainer; `SyncError` when they differ.
     """

@@ -15,12 +15,16 @@ from workbench.algorithms.correction import effective_sample_size
 from workbench.dataflow.columns import Column, Ragged, Table
 from workbench.dataflow.location import Pull
 from workbench.dataflow.row_numbers import pack
+from workbench.engines.settings import ShareMemory
 from workbench.errors import StageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """Who a host is: one process on one device, rank `rank` of its pool's process group. lab: the workbench's id."""
+    """Who a host is: one process on one device, rank `rank` of its pool's process group.
+
+    lab: the workbench's id. share_memory: see `workbench.open`.
+    """
 
     lab: str
     pool: str
@@ -29,11 +33,17 @@ class HostInfo:
     device: str
     threads: int
     log_path: str | None
+    share_memory: ShareMemory = False
 
     @property
     def name(self) -> str:
         """Unique in its workbench."""
         return f"{self.pool}-{self.rank}"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether roles that are not at work leave the device's memory."""
+        return self.share_memory == "always" or (bool(self.share_memory) and self.device.startswith("cuda"))
 
 
 @dataclass(frozen=True, kw_only=True)

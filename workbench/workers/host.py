@@ -33,6 +33,7 @@ from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
+from workbench.workers.shared_device import SharedDevice
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -56,6 +57,7 @@ class Host:
         self.recorder = Recorder()
         self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
+        self._device = SharedDevice(info, self.recorder, self.workers)
         self._shards: dict[str, TensorDict] = {}
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
@@ -125,6 +127,7 @@ class Host:
         )
         self._busy = f"loading {role}"
         try:
+            self._device.clear_for(role)
             self.workers[role] = worker_class(spec, context)
         finally:
             self._busy = ""
@@ -152,6 +155,7 @@ class Host:
                     )
                     arguments = (shard, *arguments)
                 with recorder.span("compute"):
+                    self._device.turn_to(call.role, call.method)
                     # looked up by name at call time, so that reloaded code takes effect with state kept
                     result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
                 output = result if isinstance(result, Output) else Output(value=result)
@@ -291,13 +295,17 @@ class Host:
 
     def snapshot(self, key: str, roles: Iterable[str]) -> int:
         """Keep the state of roles under a key; its bytes."""
-        self._snapshots[key] = {role: self.workers[role].state() for role in roles}
+        self._snapshots[key] = {}
+        for role in roles:
+            self._device.turn_to(role)
+            self._snapshots[key][role] = self.workers[role].state()
         tensors = torch.utils._pytree.tree_leaves(self._snapshots[key])
         return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
 
     def restore(self, key: str) -> None:
         """Put roles back as they were at `snapshot`."""
         for role, state in self._snapshots[key].items():
+            self._device.turn_to(role)
             self.workers[role].load_state(state)
 
     def drop_snapshot(self, key: str) -> None:

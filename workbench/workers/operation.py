@@ -39,6 +39,7 @@ class Operation:
     writes: columns that it adds, or such a function.
     minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
     updates: takes optimizer steps, so its minibatches must be equally large.
+    generates: asks something of the generation engine, which other operations send to sleep where roles share memory.
     samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
     range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
     """
@@ -51,6 +52,7 @@ class Operation:
     minibatched: bool = False
     updates: bool = False
     samples: bool = False
+    generates: bool = False
     check: Check | None = None
     signature: inspect.Signature
     choices: Mapping[str, tuple[Any, ...]]
@@ -96,6 +98,7 @@ def register(
     minibatched: bool = False,
     updates: bool = False,
     samples: bool = False,
+    generates: bool = False,
     check: Check | None = None,
 ) -> Callable[[F], F]:
     """Bind a protocol, itself or by name, to a worker's method.
@@ -121,6 +124,7 @@ def register(
             minibatched=minibatched,
             updates=updates,
             samples=samples,
+            generates=generates,
             check=check,
             signature=signature.replace(parameters=parameters),
             choices=_choices(method),

@@ -43,7 +43,12 @@ def plan_of(
 
 
 class WeightTransitions:
-    """The syncs of an actor whose layout has p*t > 1, each by the strategy that is asked for."""
+    """The syncs of an actor whose layout has p*t > 1, each by the strategy that is asked for.
+
+    There is no way back to go: slices are trained where they always were, and what was gathered of a layer is dropped
+    once the engine has taken it. The engine's own copy and its key-value cache stay until the next sync, or until its
+    `sleep`, where roles share memory; cached prefixes are dropped with the weights that they were computed with.
+    """
 
     def __init__(self, trainer: TrainingEngine, generator: GenerationEngine, spec: Model, context: Context) -> None:
         self._trainer, self._generator, self._spec, self._context = trainer, generator, spec, context

@@ -6,17 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from workbench.engines.host_memory import HostMemory, distinct_storages
 from workbench.engines.settings import Training
 from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
 from workbench.models.lora import adapted_layers, adapter_names, merged_weight
 from workbench.telemetry import span
+
+Part = Literal["parameters", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +152,46 @@ class TrainingEngine(ABC):
         """Put back what `state_dict` gave, on the same rank of the same layout; `state` stays as it is."""
 
     @abstractmethod
+    def tensors(self) -> dict[Part, list[Tensor]]:
+        """All that this rank holds, by what it is for. Memory that two parts share belongs to the first of them."""
+
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that live on this rank: {"parameters": .., "gradients": .., "optimizer": ..}."""
+        """Bytes that live on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
+        seen: list[Tensor] = []
+        found: dict[str, int] = {}
+        for part, tensors in self.tensors().items():
+            before = storage_bytes(seen)
+            seen += tensors
+            found[part] = storage_bytes(seen) - before
+        return found
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that wait in host memory."""
+        return self._host_memory.nbytes
+
+    def offload(self, *parts: Part) -> int:
+        """Move parts (none named: all) to host memory, to lend their device's to others; bytes moved. What is there
+        already stays, so that it costs nothing to ask again.
+
+        On a CPU this moves them to other memory of the same kind, which is good for nothing but tests.
+        """
+        held, earlier, going = self.tensors(), list[Tensor](), {}
+        for part, tensors in held.items():
+            if part in (parts or PARTS):
+                theirs = {storage.data_ptr() for storage in distinct_storages(earlier)}
+                going[part] = [t for t in tensors if t.untyped_storage().data_ptr() not in theirs]
+            earlier += tensors
+        return self._host_memory.take(going)
+
+    def load(self, *parts: Part) -> int:
+        """Bring parts (none named: all) back to the device, bit for bit; bytes moved. What computes (`forward`, `step`,
+        `gradients`, the state dicts) brings back what it needs; who reads weights loads the parameters first."""
+        return self._host_memory.give_back(parts or PARTS)
+
+    @cached_property
+    def _host_memory(self) -> HostMemory:
+        return HostMemory()
 
 
 @torch.no_grad()

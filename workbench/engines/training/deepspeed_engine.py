@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
+    Part,
     StepReport,
     TrainingEngine,
     adamw,
@@ -25,7 +26,6 @@ from workbench.engines.training.base import (
     release_gradients,
     require_equal_parameters,
     require_passes,
-    storage_bytes,
     trained_state,
     transformers_names,
 )
@@ -45,6 +45,9 @@ class DeepSpeedEngine(TrainingEngine):
     With bfloat16, stages 1 to 3 hold bf16 weights, and fp32 masters (which start from the bf16 weights) in the sharded
     optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are
     accumulated and reduced in fp32.
+
+    `offload` moves storages and asks nothing of DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in
+    bfloat16, and at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
     Raises `MissingDependency` without deepspeed, `BadInput` without settings.
@@ -108,6 +111,7 @@ class DeepSpeedEngine(TrainingEngine):
         }
 
     def forward(self, **inputs: Any) -> Any:
+        self.load("parameters")
         autocast = self._dtype == torch.bfloat16 and not self._sharded_bf16
         with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
             return self._engine(**inputs)
@@ -116,6 +120,7 @@ class DeepSpeedEngine(TrainingEngine):
         rate = rate_scale * learning_rate(self.settings, self.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        self.load()
         try:
             self._backward(passes)
             with span("optimizer"):
@@ -131,6 +136,7 @@ class DeepSpeedEngine(TrainingEngine):
         from deepspeed.utils import safe_get_full_grad
 
         names = transformers_names(self.module)
+        self.load()
         try:
             self._backward(passes)
             for name, parameter in self.module.named_parameters():
@@ -192,12 +198,14 @@ class DeepSpeedEngine(TrainingEngine):
         return super().local_weights()
 
     def state_dict(self) -> dict[str, Any]:
+        self.load()
         state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}
         if self._stage == 0:  # from stage 1 on the optimizer's state holds the fp32 weights of this rank
             state["module"] = trained_state(self.module)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load()
         # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
         saved, optimizer = cpu_copy(state["optimizer"]), self._engine.optimizer
         if self._stage == 0:
@@ -214,10 +222,9 @@ class DeepSpeedEngine(TrainingEngine):
             optimizer.update_lp_params()
         self.steps = state["steps"]
 
-    def memory_bytes(self) -> dict[str, int]:
+    def tensors(self) -> dict[Part, list[Tensor]]:
         parameters, optimizer = list(self.module.parameters()), self._engine.optimizer
         adam = getattr(optimizer, "optimizer", optimizer)
-        held = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)])
         # The names under which DeepSpeed's four optimizers keep masters and gradients.
         masters = _attributes(
             optimizer, "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"
@@ -225,12 +232,10 @@ class DeepSpeedEngine(TrainingEngine):
         accumulated = _attributes(optimizer, "averaged_gradients", "all_grad_tensors")
         buffers = _attributes(optimizer, "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
         moments = [t for entry in adam.state.values() for t in entry.values() if isinstance(t, Tensor)]
-        # In fp32 the masters may be the weights themselves, which are counted once.
-        both = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters), *masters, *moments])
         return {
-            "parameters": held,
-            "gradients": storage_bytes([*(p.grad for p in parameters), *accumulated, *buffers]),
-            "optimizer": both - held,
+            "parameters": [*parameters, *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))],
+            "gradients": [*(p.grad for p in parameters if p.grad is not None), *accumulated, *buffers],
+            "optimizer": [*masters, *moments],  # in fp32 the masters may be the weights themselves
         }
 
 

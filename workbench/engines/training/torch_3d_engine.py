@@ -53,6 +53,7 @@ class Torch3DEngine(CutEngine, TorchEngine):
                 "outputs are on the last stage, and their gradients come from its losses",
                 "give step() the losses, or call it under torch.no_grad()",
             )
+        self.load("parameters")
         return self._pipeline.forward(inputs)
 
     def everywhere(self, output: Tensor) -> Tensor:

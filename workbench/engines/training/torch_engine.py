@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
+    Part,
     StepReport,
     TrainingEngine,
     adamw,
@@ -21,7 +22,6 @@ from workbench.engines.training.base import (
     release_gradients,
     require_equal_parameters,
     require_passes,
-    storage_bytes,
     trained_state,
     transformers_names,
 )
@@ -64,6 +64,7 @@ class TorchEngine(TrainingEngine):
                 recompute_activations(module)
 
     def forward(self, **inputs: Any) -> Any:
+        self.load("parameters")
         with self._autocast():
             return self.module(**inputs)
 
@@ -75,6 +76,7 @@ class TorchEngine(TrainingEngine):
         if self.settings is None or self._optimizer is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
         rate = rate_scale * learning_rate(self.settings, self.steps)
+        self.load()
         try:
             self._backward(passes)
             norm = self._norm(self._summed_gradients())
@@ -101,6 +103,7 @@ class TorchEngine(TrainingEngine):
     @contextmanager
     def _whole_gradients(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Inside, the parameters have the gradients of these micro-batches."""
+        self.load("parameters", "gradients")
         try:
             self._backward(passes)
             self._summed_gradients()
@@ -140,23 +143,25 @@ class TorchEngine(TrainingEngine):
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
+        self.load()
         optimizer = None if self._optimizer is None else cpu_copy(self._optimizer.state_dict())
         return {"module": trained_state(self.module), "optimizer": optimizer, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load()
         load_trained_state(self.module, state["module"])
         if self._optimizer is not None:
             # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
             self._optimizer.load_state_dict(cpu_copy(state["optimizer"]))
         self.steps = state["steps"]
 
-    def memory_bytes(self) -> dict[str, int]:
+    def tensors(self) -> dict[Part, list[Tensor]]:
         parameters = list(self.module.parameters())
         kept = [] if self._optimizer is None else self._optimizer.state.values()
         return {
-            "parameters": storage_bytes(parameters),
-            "gradients": storage_bytes(parameter.grad for parameter in parameters),
-            "optimizer": storage_bytes(t for entry in kept for t in entry.values() if isinstance(t, Tensor)),
+            "parameters": [*parameters],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": [t for entry in kept for t in entry.values() if isinstance(t, Tensor)],
         }
 
 

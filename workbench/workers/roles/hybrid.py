@@ -56,6 +56,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
         if spec.generation is None:
             return
+        # whether the engine samples from weights of its own, not from the trainer's
+        self._own_weights = spec.generation.engine != "transformers" or not self._whole_weights()
+        self._leave_to_generator()  # vLLM starts only where there is room for all that it will use
         self.generator = make_generation_engine(
             spec.name,
             spec.generation,
@@ -64,6 +67,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
+            sleeps=context.host.offloads and context.device.type == "cuda",
         )
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
 
@@ -73,10 +77,34 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         return not sharded and not self.context.groups.model_parallel
 
     def memory_bytes(self) -> dict[str, int]:
-        held = self.engine.memory_bytes()
+        held = super().memory_bytes()
         if self.spec.generation is not None:
             held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
         return held
+
+    def offload(self) -> None:
+        if self.spec.generation is not None:
+            self.generator.sleep()
+        super().offload()
+
+    def load(self, *, generates: bool = False) -> None:
+        """Trainer and engine take turns too: the engine sleeps unless the operation generates; if so, gradients and
+        optimizer leave, and of an engine with weights of its own a sync brings the trainer's parameters when one is
+        due."""
+        if self.spec.generation is None:
+            self.engine.load("parameters")
+            return
+        if not generates:
+            self.generator.sleep()
+        else:
+            self.engine.offload("gradients", "optimizer")
+        if not (generates and self._own_weights):
+            self.engine.load("parameters")
+
+    def _leave_to_generator(self) -> None:
+        """Make room for the engine: the trainer's part of generating, the sync, is over."""
+        if self.context.host.offloads and self._own_weights:
+            self.engine.offload()
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
@@ -88,9 +116,11 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             self.generator.close()
 
     def before_rollouts(self) -> Metrics:
-        return self._sync()
+        metrics = self._sync()
+        self._leave_to_generator()
+        return metrics
 
-    @register(ONE_TO_ALL, check=check_strategy)
+    @register(ONE_TO_ALL, generates=True, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
         """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
 
@@ -106,9 +136,13 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             )
         return {name: metric.value for name, metric in self._sync(strategy).items()}
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, generates=True)
     def check_sync(self) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens; of an
+        engine that sleeps, after a sync."""
+        if self.generator.lacks_weights:
+            self._sync()
+        self.engine.load("parameters")
         return probe_gap(self._trainer_weights(), self.generator)
 
     def _sync(self, strategy: str | None = None) -> Metrics:
@@ -116,6 +150,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             return {}
         assert self.spec.generation is not None
         metrics: Metrics = {}
+        self.engine.load("parameters")
         with self.context.recorder.span("weight_sync") as counted:
             if self.context.groups.model_parallel:
                 counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
@@ -123,13 +158,16 @@ class HybridWorker(TrainedWorker, SamplingWorker):
                 counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
             if not self.spec.generation.check_sync:
                 return metrics
-            gap = probe_gap(self._trainer_weights(), self.generator)
+            trained = self._trainer_weights()
+            self._leave_to_generator()  # before the engine's key-value cache comes back
+            gap = probe_gap(trained, self.generator)
         return {**self.require_small(gap, self.engine.steps), **metrics}
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, generates=True)
     def compare_weights(self) -> EngineWeights:
         """The weights of the generation engine against the trainer's, after a sync if one is due."""
         self._sync()
+        self.engine.load("parameters")
         return compare_weights(self._trainer_weights(), self.generator)
 
     def _trainer_weights(self) -> TrainerWeights:

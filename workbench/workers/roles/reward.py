@@ -89,9 +89,6 @@ class RewardWorker(ModelWorker):
             else:
                 self.engine = make_training_engine(module, None, context.groups, device=context.device, dtype=dtype)
 
-    def memory_bytes(self) -> dict[str, int]:
-        return self.engine.memory_bytes() if self.engine else {}
-
     def state(self) -> dict[str, Any]:
         return {**self._trainer.state(), "shift": self._module.shift} if self._trainer else {}
 

@@ -75,6 +75,7 @@ class SamplingWorker(Worker):
         writes=_rollout_writes,
         minibatched=True,
         samples=True,
+        generates=True,
         check=_sampling,
     )
     def generate_sequences(
