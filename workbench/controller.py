@@ -72,7 +72,8 @@ class Workbench(HeldBatches):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
-    lab.spans(), lab.transfers(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
+    lab.spans(), lab.transfers(), lab.syncs(), lab.metrics(), lab.logs(): what is where and what happened. lab.close():
+    free all.
     """
 
     _backend: Backend
@@ -425,6 +426,7 @@ class Workbench(HeldBatches):
         for reply in replies:
             self.telemetry.append_spans(reply.spans)
             self.telemetry.append_transfers(reply.transfers)
+            self.telemetry.append_syncs(reply.syncs)
 
     def _batch_argument(
         self, where: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]

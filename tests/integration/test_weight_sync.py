@@ -1,4 +1,4 @@
-"""Weight syncs of an actor that is cut over ranks: slices meet by a strategy's plan, and the engine has them all."""
+"""Weight syncs of an actor that ranks hold in slices: these meet by a strategy's plan, and the engine has them all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.dataflow.columns import Ragged, Table
-from workbench.errors import BadInput
+from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_config
-from workbench.workers.weight_transition import plan_of
+from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.weight_transition import plan_of, trained_slices
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,14 +47,33 @@ class Counting:
         return "ab", float(self.number), self.turns == 2
 
 
-def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation) -> wb.Workbench:
+class Unreliable(ActorWorker):
+    """The actor, with a bit on its way to rank 1 that can be changed: in the last message of weights of a sync."""
+
+    @wb.register("ONE_TO_ALL")
+    def change_a_bit(self) -> None:
+        communicator: Any = self.context.communicator
+        exchange = communicator.exchange
+
+        def changing(sends: Any, receives: Any, weights: str = "") -> None:
+            exchange(sends, receives, weights)
+            if weights == "model.norm":
+                communicator.exchange = exchange
+                for _, buffer in receives if communicator.rank == 1 else ():
+                    buffer.view(-1).view(torch.int32)[-1] ^= 1
+
+        communicator.exchange = changing
+
+
+def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation, **options: Any) -> wb.Workbench:
+    training = {"learning_rate": 1e-2, **({"zero_stage": 3} if layout.p * layout.t == 1 else {"engine": "torch"})}
     return wb.open(
         "cut",
-        models={"actor": TINY},
+        models={"actor": wb.Model(TINY, **options)},
         prompts="arithmetic",
         placement=wb.Placement.colocate(layout.size, layouts={"actor": layout}),
         devices=layout.size,
-        training=wb.Training(engine="torch", learning_rate=1e-2),
+        training=wb.Training(**training),
         generation=generation,
         runs=runs,
     )
@@ -94,7 +114,9 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
     known = set(lab.transfers(kind="weights")["run"])
     first, *others = lab.actor.sync_weights(strategy=strategy)
     assert all(other | {"sync_gap/mean": 0} == first | {"sync_gap/mean": 0} for other in others)
-    plan = plan_of(load_config(TINY), layout, generation, "float32", strategy).figures()
+    slices = trained_slices(lab.actor.spec, layout)
+    assert slices is not None
+    plan = plan_of(load_config(TINY), layout, generation, "float32", strategy, slices).figures()
     moved = lab.transfers(kind="weights")
     moved = moved[~moved["run"].isin(known)]
     assert set(moved["stage"]) == {"sync_weights"}
@@ -106,6 +128,10 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
     assert (matrix == plan.matrix).all()
     assert first["sync/received_bytes"] == plan.received.sum() > 0
     assert first["sync/kept_twice_bytes"] == plan.kept_twice.sum()
+    last = lab.syncs().to_dict("records")[-1]
+    assert (last["event"], last["strategy"], last["run"]) == ("sync", strategy, moved["run"].max())
+    assert last["moved_bytes"] == plan.received.sum()
+    assert last["checksum_sent"] == last["checksum_received"] != ""
     return first
 
 
@@ -115,6 +141,7 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
         pytest.param(wb.Layout(1, 4, 1), GROUPS, 10, marks=NEEDS_VLLM, id="groups"),
         pytest.param(wb.Layout(1, 2, 1), ALONE, 2, id="tensor"),
         pytest.param(wb.Layout(2, 1, 1), ALONE, 2, id="pipeline"),
+        pytest.param(wb.Layout(1, 1, 2), GROUPS, 2, marks=NEEDS_VLLM, id="zero"),
     ],
 )
 def test_after_each_update_the_engine_generates_as_the_trainer_would(
@@ -129,16 +156,21 @@ def test_after_each_update_the_engine_generates_as_the_trainer_would(
         moved = lab.traffic("weights", stage="generate_sequences")
         assert moved.minimum_bytes == moved.total_bytes > 0
         lab.actor.update_sft(lab.put(drawn(updates)))
+        assert set(lab.syncs()["verdict"]) == {"ok"}
         costs, same = {}, []
         for strategy in ("hybridflow", "v", "full"):
             costs[strategy] = synced(lab, layout, generation, strategy)["sync/received_bytes"]
             same.append(greedy(lab, tmp_path / strategy))
         assert same[0] == same[1] == same[2]
-        replicas = layout.size // generation.tensor_parallel_size
+        # the first strategy gave the engine the update's weights, the others the same ones again
+        assert lab.syncs()["verdict"].to_list()[-6:] == ["ok", "ok", *["synced twice", "ok"] * 2]
+        together = generation.tensor_parallel_size if layout.p * layout.t > 1 else 1  # ranks that have the same rows
         assert (costs["hybridflow"] < costs["v"]) == (generation.tensor_parallel_size > 1)
         spans = lab.spans()
         tokens = spans[spans["kind"] == "generate"].groupby("run")["processed_tokens"].agg(["sum", np.count_nonzero])
-        assert (tokens == [5 * 6, replicas]).all().all()  # each token counts on one rank, and each replica has its own
+        assert (
+            (tokens == [5 * 6, layout.size // together]).all().all()
+        )  # each token counts on one rank, and each replica has its own
         talk = lab.actor.generate_sequences(
             lab.put(PROMPTS), environment=Counting, temperature=0, max_new_tokens=30,
             min_new_tokens=2, stop_token_ids=[9], logit_bias={9: 100.0},
@@ -146,6 +178,20 @@ def test_after_each_update_the_engine_generates_as_the_trainer_would(
         rewards = talk.fetch(["environment_rewards"])["environment_rewards"]
         assert isinstance(rewards, Ragged)
         assert [row.sum().item() for row in rewards.rows()] == [2.0 * number for number in range(5)]
+
+
+def test_a_bit_that_changes_on_its_way_is_named_and_nothing_is_sampled_with_it(tmp_path: Path) -> None:
+    with open_lab(tmp_path, wb.Layout(1, 1, 2), ALONE, worker=Unreliable) as lab:
+        lab.actor.update_sft(lab.put(drawn(0)))
+        lab.actor.change_a_bit()
+        with pytest.raises(SyncError, match=r"model.norm.weight on rank 1, from rank 0.*lab.syncs\(\)"):
+            lab.actor.generate_sequences(lab.put(PROMPTS), max_new_tokens=2)
+        (row,) = lab.syncs().to_dict("records")
+        assert (row["verdict"], row["culprit"]) == ("checksum differs", "rank 1: model.norm.weight from rank 0")
+        assert row["checksum_sent"] != row["checksum_received"]
+        assert "sync again" in row["remedy"]
+        lab.actor.generate_sequences(lab.put(PROMPTS), max_new_tokens=2)
+        assert lab.syncs()["verdict"].to_list()[1:] == ["ok", "ok"]
 
 
 def test_what_no_engine_can_do_is_refused(tmp_path: Path) -> None:

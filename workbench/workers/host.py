@@ -158,7 +158,7 @@ class Host:
             failure = Failure.of(error)
         finally:
             self._busy = ""
-        spans, transfers = recorder.drain()
+        spans, transfers, syncs = recorder.drain()
         return Reply(
             rank=info.rank,
             columns={name: column_summary(column) for name, column in columns.items()},
@@ -167,6 +167,7 @@ class Host:
             value=output.value,
             spans=spans,
             transfers=transfers,
+            syncs=syncs,
             failure=failure,
         )
 

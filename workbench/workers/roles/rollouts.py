@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from workbench.errors import BadInput, SyncError
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
+from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.engine_weights import EngineWeights, compare_weights, probe_ids, trainer_log_probs
@@ -89,6 +91,7 @@ class RolloutWorker(TrainedWorker):
             threads=context.host.threads,
         )
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
+        self._restored = 0
 
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
@@ -102,6 +105,7 @@ class RolloutWorker(TrainedWorker):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
+        self._restored += 1
 
     def close(self) -> None:
         self.generator.close()
@@ -172,7 +176,8 @@ class RolloutWorker(TrainedWorker):
         _check_length(sampling, self.spec.generation)
         metrics = self._sync()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
-        with self.context.recorder.span("generate") as counted:
+        drawn_with = self.generator.weights_version
+        with self._ledger("generation", drawn_with), self.context.recorder.span("generate") as counted:
             if environment is None:
                 rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
                 columns = single_turn(rollout, mine)
@@ -265,14 +270,15 @@ class RolloutWorker(TrainedWorker):
         """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
 
         strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
-        layout has p*t > 1. Gives `sync_gap/mean`, the gap on the probe in nats; with p*t > 1 also `sync/received_bytes`
-        and, what ranks kept beside what they generate with, `sync/kept_twice_bytes`, both of all ranks together.
+        ranks hold slices of it: its layout has p*t > 1, or ZeRO-3 shards it. Gives `sync_gap/mean`, the gap on the
+        probe in nats; where slices moved also `sync/received_bytes` and, what ranks kept beside what they generate
+        with, `sync/kept_twice_bytes`, both of all ranks together.
         """
-        if strategy is not None and not self.context.groups.model_parallel:
+        if strategy is not None and self.transitions.slices is None:
             raise BadInput(
                 f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
-                "strategies differ in how slices of the model meet: with p*t = 1 there are none",
-                "call sync_weights(), or give the actor a layout with p*t > 1",
+                "strategies differ in how slices of the model meet: with p*t = 1 and without ZeRO-3 there are none",
+                "call sync_weights(), or give the actor a layout with p*t > 1 or Training(zero_stage=3)",
             )
         return {name: metric.value for name, metric in self._sync(strategy).items()}
 
@@ -284,13 +290,18 @@ class RolloutWorker(TrainedWorker):
     def _sync(self, strategy: str | None = None) -> Metrics:
         if strategy is None and self.generator.weights_version == self.engine.steps:
             return {}
+        with self._ledger("sync", self.engine.steps) as noted:
+            return self._give_weights(strategy, noted)
+
+    def _give_weights(self, strategy: str | None, noted: OpenSync) -> Metrics:
         assert self.spec.generation is not None and self.spec.dtype is not None
         metrics: Metrics = {}
         with self.context.recorder.span("weight_sync") as counted:
-            if self.context.groups.model_parallel:
-                counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
+            if self.transitions.slices is not None:
+                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted)
             else:
-                counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+                noted.taken_bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            counted.bytes = noted.taken_bytes
             if not self.spec.generation.check_sync:
                 return metrics
             gap = self._probe_gap()
@@ -305,6 +316,10 @@ class RolloutWorker(TrainedWorker):
                 "some weight did not arrive; Generation(check_sync=False) goes on all the same",
             )
         return {"sync_gap/mean": Mean(total=gap, count=1), **metrics}
+
+    def _ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:
+        steps, restored = self.engine.steps, self._restored
+        return self.context.recorder.sync(event, version=version, trained_version=steps, restored=restored)
 
     @register(ONE_TO_ALL)
     def compare_weights(self) -> EngineWeights:
