@@ -45,7 +45,7 @@ def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
 def sync_with_gaps(gaps: list[float]) -> list[str]:
     """Two syncs of an actor whose engine then differs by these gaps, one a rank, and a third where none differs: what
     each raised on this rank, "" for nothing."""
-    worker = _worker(Case())
+    worker = worker_of(Case())
     worker.spec = replace(worker.spec, generation=Generation(engine="transformers"))
     worker.generator.weights_version = -1  # as after an update
     probe = worker._probe_gap
@@ -71,7 +71,7 @@ def context_here(folder: str = ".") -> Context:
     )  # fmt: skip
 
 
-def _worker(case: Case) -> Any:
+def worker_of(case: Case) -> Any:
     context = context_here()
     stage = 0 if case.engine == "torch" else int(case.engine[-1])
     training = Training(
@@ -90,7 +90,7 @@ def _worker(case: Case) -> Any:
 
 def _run(case: Case) -> list[dict[str, Any]]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    worker = _worker(case)
+    worker = worker_of(case)
     find = actor._rows_without_advantage
     if not case.skipping:
         actor._rows_without_advantage = lambda advantages, mask: frozenset()
