@@ -129,7 +129,8 @@ class Views:
 
         version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: by which
         slices moved between ranks. moved_bytes: between ranks, on all of them; taken_bytes: handed to the engines.
-        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it.
+        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it;
+        taken where `Generation.check_sync` says so.
         verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
         the engine had these weights; "failed". With culprit (weight, rank) and remedy.
         """

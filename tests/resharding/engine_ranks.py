@@ -262,7 +262,7 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
         bucket=2**16,
     )
     with ledger() as books:
-        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket, checksums=True)
         for step in range(count):
             for name, tensor in held.items():
                 tensor.data.copy_(first[name] + step)

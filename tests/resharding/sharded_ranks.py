@@ -87,7 +87,7 @@ def resharded(plan: Plan, local: dict[str, Tensor], whole: dict[str, Tensor], af
     """What was wrong with a transition of a library's own shards."""
     rank = dist.get_rank()
     with ledger() as books:
-        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=BUCKET_BYTES)
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=BUCKET_BYTES, checksums=True)
         arrived = {name: tensor.clone() for layer in engine.layers(local) for name, tensor in layer.items()}
         sent, received = books.look()
         wrong = differing(arrived, after, whole)
@@ -126,7 +126,7 @@ def flips(plan: Plan, local: dict[str, Tensor], seen: Seen) -> None:
     """The checksums of a transition, and of one in which a bit changes on its way to rank 1."""
     with ledger() as books:
         communicator: Any = books.communicator
-        engine = ReshardingEngine(plan, communicator, bucket_bytes=BUCKET_BYTES)
+        engine = ReshardingEngine(plan, communicator, bucket_bytes=BUCKET_BYTES, checksums=True)
         list(engine.layers(local))
         seen.clean = engine.arrival()
         exchange = communicator.exchange

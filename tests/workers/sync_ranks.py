@@ -38,7 +38,7 @@ def syncs_of_zero() -> Seen:
     """An update and a sync by each strategy; another update, and a sync in which a bit changes on its way to rank 1;
     then a sound one."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    worker, seen = worker_of(Case(engine="zero3")), Seen()
+    worker, seen = worker_of(Case(engine="zero3", check_sync=True)), Seen()
     recorder, generation = worker.context.recorder, worker.spec.generation
 
     def sync(run: int, strategy: str | None) -> None:

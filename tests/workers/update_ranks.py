@@ -35,6 +35,7 @@ class Case:
     rows: int = 8
     without_advantage: tuple[tuple[int, ...], ...] = ((),)
     skipping: bool = True
+    check_sync: bool = False
 
 
 def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
@@ -79,7 +80,7 @@ def worker_of(case: Case) -> Any:
         # with an eps this large AdamW moves a weight in proportion to its gradient, however small that is
         learning_rate=100.0, eps=1e3, micro_batch_tokens=case.rows * LONGEST,
     )  # fmt: skip
-    generation = Generation(engine="transformers", check_sync=False)
+    generation = Generation(engine="transformers", check_sync=case.check_sync)
     spec = Model(name="tiny-llama", dtype="float32", training=training, generation=generation)
     worker: Any = actor.ActorWorker(spec, context) if case.role == "actor" else CriticWorker(spec, context)
     if case.role == "critic":  # whose head starts at 0, and then sends no gradient into the layers

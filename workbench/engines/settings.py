@@ -102,7 +102,8 @@ class Generation(NamedFields):
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead.
     max_rows: most sequences decoded at the same time by one engine.
-    check_sync: after each weight sync compare log-probabilities of engine and trainer; `SyncError` when they differ.
+    check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
+        were sent and as they arrived; `SyncError` when they differ.
     """
 
     engine: Literal["vllm", "transformers"] = "vllm"

@@ -33,7 +33,7 @@ class Sync:
     sync; trained_version: of the trainer's, both in optimizer steps. restored: how often the trainer's weights had been
     put back to an earlier state, after which equal versions are not equal weights. strategy: by which slices moved
     between ranks; "" where each rank had whole weights. moved_bytes: that arrived from other ranks. taken_bytes: handed
-    to the engine. sent, received: checksums of what arrived, at the senders and here. differ: what has another checksum
+    to the engine. sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has another checksum
     here than at its sender, "weight from rank n". failed: the kind of error that ended it.
     """
 
@@ -50,8 +50,8 @@ class Sync:
     strategy: str = ""
     moved_bytes: int = 0
     taken_bytes: int = 0
-    sent: int = 0
-    received: int = 0
+    sent: int | None = None
+    received: int | None = None
     differ: tuple[str, ...] = ()
     failed: str = ""
 
@@ -68,8 +68,8 @@ class OpenSync:
     strategy: str = ""
     moved_bytes: int = 0
     taken_bytes: int = 0
-    sent: int = 0
-    received: int = 0
+    sent: int | None = None
+    received: int | None = None
     differ: tuple[str, ...] = ()
 
 
@@ -94,9 +94,9 @@ def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
         verdict, culprit = _verdict(ranks, given.get(first["role"]))
         if first["event"] == "sync" and verdict in ("ok", "synced twice"):
             given[first["role"]] = (first["trained_version"], first["restored"]), first["run"]
-        moved = any(part["moved_bytes"] for part in ranks)
+        taken = all(part["sent"] is not None for part in ranks)
         sent, received = (
-            f"{sum(part[side] for part in ranks) % 2**64:016x}" if moved else "" for side in ("sent", "received")
+            f"{sum(part[side] for part in ranks) % 2**64:016x}" if taken else "" for side in ("sent", "received")
         )
         rows.append(
             {

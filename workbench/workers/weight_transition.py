@@ -91,13 +91,15 @@ class WeightTransitions:
             module: Any = self._trainer.module
             config, layout = module.get_backbone().config, self._context.layout
             plan = plan_of(config, layout, self._spec.generation, self._spec.dtype, strategy, self.slices)
-            self._made[strategy] = WeightTransition(plan, communicator)
+            self._made[strategy] = WeightTransition(plan, communicator, checksums=self._spec.generation.check_sync)
         transition = self._made[strategy]
         received, handed = transition.received_bytes, transition.handed_bytes
         weights = transition.weights(dict(self._trainer.local_weights()), getattr(torch, self._spec.dtype))
         self._generator.update_weights(weights, self._trainer.steps)
-        arrival = transition.arrival()
-        noted.strategy, noted.sent, noted.received = strategy, arrival.sent, arrival.received
+        noted.strategy, arrival = strategy, Arrival()
+        if self._spec.generation.check_sync:
+            arrival = transition.arrival()
+            noted.sent, noted.received = arrival.sent, arrival.received
         noted.moved_bytes = transition.received_bytes - received
         noted.taken_bytes = transition.handed_bytes - handed
         noted.differ = tuple(f"{name} from rank {rank}" for name, rank in arrival.differ)
@@ -136,9 +138,9 @@ class WeightTransition:
     kept_twice_bytes: that all ranks together keep beside their generation shards, by the plan.
     """
 
-    def __init__(self, plan: Transition | ZeroSync, communicator: Communicator) -> None:
+    def __init__(self, plan: Transition | ZeroSync, communicator: Communicator, *, checksums: bool = False) -> None:
         self.plan, self.handed_bytes = plan, 0
-        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, communicator)
+        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, communicator, checksums=checksums)
         self._by_name = {weight.name: weight for weight in plan.weights}
         self.kept_twice_bytes = int(plan.figures().kept_twice.sum())
 
@@ -160,7 +162,7 @@ class WeightTransition:
                 yield name, self._whole(self._by_name[name], shard)
 
     def arrival(self) -> Arrival:
-        """Whether what the last transition brought is what was sent; every rank calls it, once a transition."""
+        """Whether what the last transition brought is what was sent, see `ReshardingEngine.arrival`."""
         return self._engine.arrival()
 
     def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
