@@ -72,8 +72,8 @@ class Workbench(HeldBatches):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
-    them. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
-    lab.spans(), lab.transfers(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
+    them. lab.prompts: where prompts come from. lab.topology(), lab.timeline(), lab.spans(), lab.transfers(),
+    lab.syncs(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
     """
 
     _backend: Backend
@@ -402,6 +402,8 @@ class Workbench(HeldBatches):
             travels = operation.travelling(reads, batch)
             _, meta = batch.part(travels)
             seeded = {**meta, "seed": self._stage_seed(operation, meta, arguments)}
+            if group.role == ROLLOUT:  # who samples with the weights as they are: here is known which there are
+                seeded["trained_version"] = self.weights["actor"].steps
             return calls_on_batch(group, operation, common, args, batch, samples, travels, seeded)
 
         def finish(run: Run) -> Any:
@@ -466,6 +468,7 @@ class Workbench(HeldBatches):
         for reply in replies:
             self.telemetry.append_spans(reply.spans)
             self.telemetry.append_transfers(reply.transfers)
+            self.telemetry.append_syncs(reply.syncs)
 
     def _batch_argument(
         self, where: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -561,7 +564,7 @@ class Workbench(HeldBatches):
             weights_state=weights.state if weights else "",
             seed=tuple(call.meta["seed"]),
             travelled=tuple(dict.fromkeys(name for names, _ in call.pulls for name in names)),
-            meta_in={name: value for name, value in call.meta.items() if name != "seed"},
+            meta_in={name: value for name, value in call.meta.items() if name not in ("seed", "trained_version")},
             meta_out=run.meta,
             code=run.code,
             metrics=run.metrics,

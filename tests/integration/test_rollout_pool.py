@@ -41,7 +41,7 @@ class SlowSender(ActorWorker):
         exchange, self.delay_s = context.exchange, 0.0
         served = exchange.served
 
-        def slowly(*asked: Any) -> dict[str, Any]:
+        def slowly(*asked: Any) -> Any:
             time.sleep(self.delay_s)
             return served(*asked)
 

@@ -98,13 +98,15 @@ class Generation(NamedFields):
     tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the pool that
         generates, whose size it must divide. Where that is the actor's it must also divide t of the actor's layout
         (p, t, d) with p*t > 1. The transformers engine knows only 1.
-    strategy: how an actor cut over p*t > 1 ranks gets its weights to the engine: "hybridflow", each rank receives what
-        it lacks; "v", the whole model over the ranks of a training replica; "full", over all ranks.
+    strategy: how an actor cut over p*t > 1 ranks, or sharded by ZeRO-3, gets its weights to the engine: "hybridflow",
+        each rank receives what it lacks; "v", the whole model over the ranks of a training replica; "full", over all
+        ranks (ZeRO-3: "v" too).
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
         its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
     max_rows: most sequences decoded at the same time by one engine.
-    check_sync: after each weight sync compare log-probabilities of engine and trainer; `SyncError` when they differ.
+    check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
+        were sent and as they arrived; `SyncError` when they differ.
     """
 
     engine: Literal["vllm", "transformers"] = "vllm"

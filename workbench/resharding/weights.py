@@ -180,14 +180,18 @@ class ModelWeights:
 
 
 def model_weights(
-    config: PreTrainedConfig, *, head: Literal["lm", "scalar"] = "lm", dtype: str | None = None, cut: bool = True
+    config: PreTrainedConfig,
+    *,
+    head: Literal["lm", "scalar"] = "lm",
+    dtype: str | None = None,
+    unknown: Literal["refuse", "whole"] = "refuse",
 ) -> ModelWeights:
     """The weights of the model that a transformers config describes, built on the meta device: no memory, no files.
 
     head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
-    dtype: such as "bfloat16"; None: the config's, else float32. cut: whether they are to be cut; if not, every weight
-    is whole on all tensor ranks, whatever the model's layers are.
-    Raises `BadInput` for a config that makes no language model, and one that names the layers whose cut is not known.
+    dtype: such as "bfloat16"; None: the config's, else float32.
+    unknown: what becomes of layers whose cut is not known: "whole", they are on every tensor rank.
+    Raises `BadInput` for a config that makes no language model, and one that names layers whose cut is not known.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
@@ -215,9 +219,9 @@ def model_weights(
         raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
     if head == "scalar":
         shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
-    cutter = _Cutter(text, base, cut)
+    cutter = _Cutter(text, base)
     weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
-    if cutter.unknown:
+    if cutter.unknown and unknown == "refuse":
         raise BadInput(
             f"{type(model).__name__} has layers whose cut is not known: {', '.join(sorted(cutter.unknown))}",
             "layers are known by the names that Llama, Qwen2, Qwen3 and their kin give them, or by the config's "
@@ -240,8 +244,7 @@ def _dtype(value: Any) -> Any:
 class _Cutter:
     """Knows the parts of each layer from its name; collects in `unknown` the layers that it does not know."""
 
-    def __init__(self, text: Any, base: str, cut: bool) -> None:
-        self._cuts = cut
+    def __init__(self, text: Any, base: str) -> None:
         heads = int(getattr(text, "num_attention_heads", 1))
         key_value = int(getattr(text, "num_key_value_heads", None) or heads)
         self._heads, self._key_value, self._base = heads, key_value, base
@@ -253,7 +256,7 @@ class _Cutter:
         steps = module.removeprefix(f"{self._base}.").split(".")
         numbers = [int(step) for step in steps if step.isdigit()]
         pattern = ".".join("*" if step.isdigit() else step for step in steps)
-        axis, parts = self._cut(pattern, steps[-1], kind, shape) if self._cuts else (None, ())
+        axis, parts = self._cut(pattern, steps[-1], kind, shape)
         layers: tuple[int, ...] = (numbers[0],) if numbers else (count - 1,)
         if steps[-1] == "embed_tokens":
             layers = (0, count - 1) if tied else (0,)

@@ -229,6 +229,7 @@ class Reply:
     value: Any
     spans: list[Any]
     transfers: list[Any]
+    syncs: list[Any]
     failure: Failure | None = None
 
 

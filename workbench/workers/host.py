@@ -165,7 +165,7 @@ class Host:
             failure = Failure.of(error)
         finally:
             self._busy = ""
-        spans, transfers = recorder.drain()
+        spans, transfers, syncs = recorder.drain()
         return Reply(
             rank=info.rank,
             columns={name: column_summary(column) for name, column in columns.items()},
@@ -174,6 +174,7 @@ class Host:
             value=output.value,
             spans=spans,
             transfers=transfers,
+            syncs=syncs,
             failure=failure,
         )
 
@@ -287,9 +288,9 @@ class Host:
         """What a role of this host has published under a key."""
         return self._exchange.snapshot(key).contents
 
-    def cut_weights(self, key: str, wanted: Sequence[Slice]) -> dict[str, Any]:
-        """Cut slices of published weights for another process."""
-        return self._exchange.served(key, wanted)
+    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[dict[str, Any], list[int]]:
+        """Cut slices of published weights for another process; with the checksum of each where asked for."""
+        return self._exchange.served(key, wanted, checksums)
 
     # --- going back --------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class TrainingEngine(ABC):
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of the weights, live, by transformers' names, in the dtype in which it is held; without
         any communication. With a layout (p, t, d) those are slices of the weights of its stage, cut as
-        `workbench.resharding.weights` says."""
+        `workbench.resharding.weights` says; with ZeRO-3 flat shards without their padding."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
             yield names.get(name, name), parameter.detach()

@@ -189,13 +189,21 @@ class DeepSpeedEngine(TrainingEngine):
         return deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self._stage == 3:
-            raise BadInput(
-                "local_weights() with zero_stage=3",
-                "a rank holds stretches of flattened weights",
-                "use named_weights(), which gathers them",
-            )
-        return super().local_weights()
+        if self._stage < 3:
+            yield from super().local_weights()
+            return
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            shard: Any = parameter.ds_tensor
+            # the last shards are padded, or padding altogether
+            start = min(self._rank * shard.numel(), parameter.ds_numel)
+            yield names.get(name, name), shard.detach()[: parameter.ds_numel - start]
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        names = transformers_names(self.module)
+        return {
+            names.get(name, name): tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         self.load()

@@ -15,6 +15,7 @@ from workbench.errors import BadInput
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
+from workbench.telemetry.syncs import OpenSync
 from workbench.workers.calls import Metrics
 from workbench.workers.engine_weights import (
     EngineWeights,
@@ -54,6 +55,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         assert spec.name and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        self._restored = 0
         if spec.generation is None:
             return
         # whether the engine samples from weights of its own, not from the trainer's
@@ -70,6 +72,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             sleeps=context.host.offloads and context.device.type == "cuda",
         )
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
+
+    def trained(self) -> tuple[int, int]:
+        return self.engine.steps, self._restored
 
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
@@ -108,6 +113,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
+        self._restored += 1
         if self.spec.generation is not None:
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
@@ -125,14 +131,15 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
 
         strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
-        layout has p*t > 1. Gives `sync_gap/mean`, the gap on the probe in nats; with p*t > 1 also `sync/received_bytes`
-        and, what ranks kept beside what they generate with, `sync/kept_twice_bytes`, both of all ranks together.
+        ranks hold slices of it: its layout has p*t > 1, or ZeRO-3 shards it. Gives `sync_gap/mean`, the gap on the
+        probe in nats; where slices moved also `sync/received_bytes` and, what ranks kept beside what they generate
+        with, `sync/kept_twice_bytes`, both of all ranks together.
         """
-        if strategy is not None and not self.context.groups.model_parallel:
+        if strategy is not None and self.transitions.slices is None:
             raise BadInput(
                 f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
-                "strategies differ in how slices of the model meet: with p*t = 1 there are none",
-                "call sync_weights(), or give the actor a layout with p*t > 1",
+                "strategies differ in how slices of the model meet: with p*t = 1 and without ZeRO-3 there are none",
+                "call sync_weights(), or give the actor a layout with p*t > 1 or Training(zero_stage=3)",
             )
         return {name: metric.value for name, metric in self._sync(strategy).items()}
 
@@ -148,14 +155,19 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def _sync(self, strategy: str | None = None) -> Metrics:
         if strategy is None and self.generator.weights_version == self.engine.steps:
             return {}
+        self.engine.load("parameters")
+        with self.ledger("sync", self.engine.steps) as noted:
+            return self._give_weights(strategy, noted)
+
+    def _give_weights(self, strategy: str | None, noted: OpenSync) -> Metrics:
         assert self.spec.generation is not None
         metrics: Metrics = {}
-        self.engine.load("parameters")
         with self.context.recorder.span("weight_sync") as counted:
-            if self.context.groups.model_parallel:
-                counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
+            if self.transitions.slices is not None:
+                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted)
             else:
-                counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+                noted.taken_bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            counted.bytes = noted.taken_bytes
             if not self.spec.generation.check_sync:
                 return metrics
             trained = self._trainer_weights()
@@ -197,6 +209,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         ids = probe_ids(self.engine) if probe else empty
         contents = Contents(
             version=self.engine.steps,
+            restored=self._restored,
             shapes={weight.name: weight.shape for weight in model} if weights else {},
             probe_ids=ids,
             log_probs=trainer_log_probs(self.engine, ids, self.context.device) if probe else empty,

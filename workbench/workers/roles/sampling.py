@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import GenerationEngine
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput, SyncError
+from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.environment import Environments
@@ -67,6 +69,16 @@ class SamplingWorker(Worker):
     def before_rollouts(self) -> Metrics:
         """See to it that the engine has the weights to sample with; what that took. Every rank calls it."""
         raise NotImplementedError
+
+    def trained(self) -> tuple[int, int]:
+        """Of the trainer's weights, as far as is known here: optimizer steps that they have seen, and how often they were
+        put back to an earlier state."""
+        raise NotImplementedError
+
+    def ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:
+        """A line in the ledger of weights. version: of the engine's weights, after a sync."""
+        steps, restored = self.trained()
+        return self.context.recorder.sync(event, version=version, trained_version=steps, restored=restored)
 
     @register(
         THREE_D_ALL_MICRO_DP,
@@ -139,7 +151,12 @@ class SamplingWorker(Worker):
         _check_length(sampling, self.spec.generation)
         metrics = self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
-        with self.context.recorder.span("generate") as counted:
+        drawn_with = self.generator.weights_version
+        with (
+            self.ledger("generation", drawn_with) as noted,
+            self.context.recorder.span("generate") as counted,
+        ):
+            noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
             if environment is None:
                 rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
                 columns = single_turn(rollout, mine)
