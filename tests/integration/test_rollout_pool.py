@@ -38,14 +38,14 @@ class SlowSender(ActorWorker):
 
     def __init__(self, spec: Model, context: Context) -> None:
         super().__init__(spec, context)
-        exchange, self.delay_s = context.exchange, 0.0
-        served = exchange.served
+        exchange: Any = context.exchange
+        served, self.delay_s = exchange.served, 0.0
 
         def slowly(*asked: Any) -> Any:
             time.sleep(self.delay_s)
             return served(*asked)
 
-        exchange.served = slowly  # type: ignore[method-assign]
+        exchange.served = slowly
 
     @wb.register("ONE_TO_ALL")
     def slow_down(self, delay_s: float) -> None:
@@ -101,7 +101,7 @@ def sent_as_planned(lab: wb.Workbench, known: set[int]) -> int:
 
 def three_updates(lab: wb.Workbench) -> None:
     """After each of them the rollout workers generate as the trainer would, with what the plan sends them."""
-    seen = []
+    seen: list[float] = []
     for _ in range(4):
         known = set(lab.transfers("weights")["run"])
         prompts = lab.prompts.next(4)

@@ -168,7 +168,7 @@ def test_what_goes_back_is_sent_again(lab: Any) -> None:
         train(lab, batch)
         new = lab.actor.generate_sequences(batch.select("prompt_ids", "prompt_uid"), max_new_tokens=8, seed=3)
     assert responses(kept) == responses(again) != responses(new)
-    arms = lab.compare(new, {"a": wb.GRPO(lab, prompts=4, samples=2), "b": wb.RLOO(lab, prompts=4, samples=2)})
+    arms = lab.compare(batch, {"a": wb.GRPO(lab, prompts=4, samples=2), "b": wb.RLOO(lab, prompts=4, samples=2)})
     assert all(arm.metrics["update_actor/grad_norm"] >= 0 for arm in arms.arms)
 
 
