@@ -47,7 +47,10 @@ class Counting:
 
 
 def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation) -> wb.Workbench:
-    training = {"learning_rate": 1e-2, **({"zero_stage": 3} if layout.p * layout.t == 1 else {"engine": "torch"})}
+    training: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        **({"zero_stage": 3} if layout.p * layout.t == 1 else {"engine": "torch"}),
+    }
     return wb.open(
         "cut",
         models={"actor": TINY},
