@@ -58,8 +58,9 @@ def by_fsdp(config: LlamaConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     optimizer.step()
     local, whole = {}, {}
     for name, parameter in sharded.named_parameters():
-        assert isinstance(parameter, DTensor)
-        local[name], whole[name] = parameter.detach().to_local(), parameter.detach().full_tensor()
+        shard = parameter.detach()
+        assert isinstance(shard, DTensor)
+        local[name], whole[name] = shard.to_local(), shard.full_tensor()
     return local, whole
 
 

@@ -193,11 +193,12 @@ class DeepSpeedEngine(TrainingEngine):
             yield from super().local_weights()
             return
         names = transformers_names(self.module)
+        parameter: Any  # to which DeepSpeed has added what it knows of its shards
         for name, parameter in self.module.named_parameters():
-            shard: Any = parameter.ds_tensor
+            shard = parameter.ds_tensor.detach()
             # the last shards are padded, or padding altogether
             start = min(self._rank * shard.numel(), parameter.ds_numel)
-            yield names.get(name, name), shard.detach()[: parameter.ds_numel - start]
+            yield names.get(name, name), shard[: parameter.ds_numel - start]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         names = transformers_names(self.module)
