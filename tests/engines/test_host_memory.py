@@ -43,10 +43,12 @@ def test_what_shares_memory_shares_it_again(device: str) -> None:
     before = [tensor.clone() for tensor in (flat, view, tied, apart)]
     memory, recorder = HostMemory(), Recorder()
     with recorder.bind(stage="update", role="actor"):
-        assert memory.take({"weights": [flat, view], "numbers": [apart]}) == flat.nbytes + apart.nbytes
+        parts = {"weights": [flat, view], "numbers": [tied, apart]}
+        assert memory.take(parts, ["numbers"]) == apart.nbytes  # what it shares with the part before belongs to that
+        assert memory.take(parts, parts) == flat.nbytes
         assert [t.untyped_storage().nbytes() for t in (flat, view, tied, apart)] == [0, 0, 0, 0]
         assert memory.nbytes == flat.nbytes + apart.nbytes
-        assert memory.take({"weights": [flat]}) == 0  # away already
+        assert memory.take(parts, parts) == 0  # away already
         assert memory.give_back(["weights"]) == flat.nbytes
         assert ("weights" in memory, "numbers" in memory) == (False, True)
         assert memory.give_back(["weights", "numbers"]) == apart.nbytes
@@ -56,9 +58,9 @@ def test_what_shares_memory_shares_it_again(device: str) -> None:
     assert torch.equal(flat[20:50], before[0][20:50] + 1)
     assert torch.equal(tied.T.flatten(), flat)
     spans = [(span.kind, span.bytes, span.note) for span in recorder.drain()[0]]
-    both = flat.nbytes + apart.nbytes
     assert spans == [
-        ("offload", both, "weights, numbers"),
+        ("offload", apart.nbytes, "numbers"),
+        ("offload", flat.nbytes, "weights"),
         ("load", flat.nbytes, "weights"),
         ("load", apart.nbytes, "numbers"),
     ]
@@ -66,7 +68,7 @@ def test_what_shares_memory_shares_it_again(device: str) -> None:
 
 def test_what_is_not_kept_has_room_again() -> None:
     weight, memory = torch.ones(1000), HostMemory()
-    assert memory.take({"weights": [weight]}, keep=False) == weight.nbytes
+    assert memory.take({"weights": [weight]}, ["weights"], keep=False) == weight.nbytes
     assert weight.untyped_storage().nbytes() == memory.nbytes == 0
     assert memory.give_back(["weights"]) == weight.nbytes == weight.untyped_storage().nbytes()
     assert torch.equal(weight.fill_(2), torch.full((1000,), 2.0))
@@ -78,8 +80,8 @@ def test_weights_of_a_mapped_file_move_too(tmp_path: Path) -> None:
     mapped = load_file(tmp_path / "weights.safetensors")["weight"]
     tied, memory = mapped[1:].detach(), HostMemory()
     assert not mapped.untyped_storage().resizable()
-    memory.take({"weights": [mapped, tied]})
-    assert not distinct_storages([mapped, tied])
+    memory.take({"weights": [mapped, tied]}, ["weights"])
+    assert memory.nbytes == weight.nbytes == sum(t.untyped_storage().nbytes() for t in (weight, mapped, tied))
     memory.give_back(["weights"])
     assert torch.equal(mapped, weight)
     assert tied.data_ptr() == mapped[1:].data_ptr()
@@ -101,7 +103,7 @@ def compare(plain: TrainingEngine, moving: TrainingEngine, **options: Any) -> di
         before = moving.memory_bytes()
         total = sum(before.values())
         note("all bytes move", moving.offload() == total == moving.offloaded_bytes > 0)
-        note("nothing is left", not any(distinct_storages(t) for t in moving.tensors().values()))
+        note("nothing is left", not any(distinct_storages(moving.tensors()).values()))
         note("and is counted so", sum(moving.memory_bytes().values()) == 0)
         note("nothing moves twice", moving.offload() == 0)
         note("parameters alone", moving.load("parameters") == before["parameters"])

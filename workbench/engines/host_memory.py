@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +40,15 @@ class HostMemory:
         parts = list(self._away.values())  # others ask while something moves
         return sum(emptied.nbytes for part in parts for emptied in list(part) if emptied.kept is not None)
 
-    def take(self, parts: Mapping[str, Iterable[Tensor]], *, keep: bool = True) -> int:
-        """Free the device of these parts, but for those that are away already; bytes freed.
+    def take(self, parts: Mapping[str, Sequence[Tensor]], names: Iterable[str], *, keep: bool = True) -> int:
+        """Free the device of those of the parts that are named, but for what is away already; bytes freed.
 
         keep: False drops the bytes, for what is written anew in any case: `give_back` then brings room for them.
         """
-        new = {name: list(tensors) for name, tensors in parts.items() if name not in self._away}
-        _leave_mapped_files([tensor for tensors in new.values() for tensor in tensors])
-        going = {name: distinct_storages(tensors) for name, tensors in new.items()}
+        new = [name for name in names if name not in self._away]
+        _leave_mapped_files([tensor for name in new for tensor in parts[name]])
+        storages_of = distinct_storages(parts)
+        going = {name: storages_of[name] for name in new}
         self._away |= {name: [] for name in going}
         freed = sum(storage.nbytes() for storages in going.values() for storage in storages)
         if not freed:
@@ -86,10 +87,15 @@ class HostMemory:
         return name in self._away
 
 
-def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind tensors that are not empty, each once."""
-    storages = {s.data_ptr(): s for tensor in tensors if (s := tensor.untyped_storage()).nbytes()}
-    return list(storages.values())
+def distinct_storages(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, list[torch.UntypedStorage]]:
+    """The storages behind the tensors of each part that are not empty: each once, in the first part that has it."""
+    found: dict[str, list[torch.UntypedStorage]] = {}
+    seen: set[int] = set()
+    for name, tensors in parts.items():
+        storages = {s.data_ptr(): s for tensor in tensors if (s := tensor.untyped_storage()).nbytes()}
+        found[name] = [storage for address, storage in storages.items() if address not in seen]
+        seen |= storages.keys()
+    return found
 
 
 def _leave_mapped_files(tensors: Iterable[Tensor]) -> None:

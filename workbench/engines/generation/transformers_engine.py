@@ -201,7 +201,7 @@ class TransformersEngine(GenerationEngine):
         if not self._owns_model or self.lacks_weights:
             return 0
         self.weights_version = -1
-        return self._memory.take({WEIGHTS: self._model.parameters()}, keep=False)
+        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=False)
 
     def close(self) -> None:
         self._model = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,18 +152,13 @@ class TrainingEngine(ABC):
         """Put back what `state_dict` gave, on the same rank of the same layout; `state` stays as it is."""
 
     @abstractmethod
-    def tensors(self) -> dict[Part, list[Tensor]]:
-        """All that this rank holds, by what it is for. Memory that two parts share belongs to the first of them."""
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """All that this rank holds, by part. Memory that two parts share belongs to the first of them."""
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that live on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
-        seen: list[Tensor] = []
-        found: dict[str, int] = {}
-        for part, tensors in self.tensors().items():
-            before = storage_bytes(seen)
-            seen += tensors
-            found[part] = storage_bytes(seen) - before
-        return found
+        held = distinct_storages(self.tensors())
+        return {part: sum(storage.nbytes() for storage in storages) for part, storages in held.items()}
 
     @property
     def offloaded_bytes(self) -> int:
@@ -176,13 +171,7 @@ class TrainingEngine(ABC):
 
         On a CPU this moves them to other memory of the same kind, which is good for nothing but tests.
         """
-        held, earlier, going = self.tensors(), list[Tensor](), {}
-        for part, tensors in held.items():
-            if part in (parts or PARTS):
-                theirs = {storage.data_ptr() for storage in distinct_storages(earlier)}
-                going[part] = [t for t in tensors if t.untyped_storage().data_ptr() not in theirs]
-            earlier += tensors
-        return self._host_memory.take(going)
+        return self._host_memory.take(self.tensors(), parts or PARTS)
 
     def load(self, *parts: Part) -> int:
         """Bring parts (none named: all) back to the device, bit for bit; bytes moved. What computes (`forward`, `step`,
@@ -294,12 +283,6 @@ def require_passes(passes: Sequence[Pass]) -> None:
     """Raise `BadInput` for an optimizer step without a micro-batch."""
     if not passes:
         raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
-
-
-def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the distinct storages behind `tensors`: views and shared tensors count once."""
-    storages = {s.data_ptr(): s.nbytes() for t in tensors if t is not None and (s := t.untyped_storage()).nbytes()}
-    return sum(storages.values())
 
 
 def cpu_copy(value: Any) -> Any:

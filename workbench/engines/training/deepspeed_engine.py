@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
-    Part,
     StepReport,
     TrainingEngine,
     adamw,
@@ -231,7 +230,7 @@ class DeepSpeedEngine(TrainingEngine):
             optimizer.update_lp_params()
         self.steps = state["steps"]
 
-    def tensors(self) -> dict[Part, list[Tensor]]:
+    def tensors(self) -> dict[str, list[Tensor]]:
         parameters, optimizer = list(self.module.parameters()), self._engine.optimizer
         adam = getattr(optimizer, "optimizer", optimizer)
         # The names under which DeepSpeed's four optimizers keep masters and gradients.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from workbench.engines.settings import Training
 from workbench.engines.training.base import (
-    Part,
     StepReport,
     TrainingEngine,
     adamw,
@@ -155,7 +154,7 @@ class TorchEngine(TrainingEngine):
             self._optimizer.load_state_dict(cpu_copy(state["optimizer"]))
         self.steps = state["steps"]
 
-    def tensors(self) -> dict[Part, list[Tensor]]:
+    def tensors(self) -> dict[str, list[Tensor]]:
         parameters = list(self.module.parameters())
         kept = [] if self._optimizer is None else self._optimizer.state.values()
         return {
