@@ -17,6 +17,7 @@ from workbench.machine import cores
 from workbench.models import load_config, load_tokenizer, resolve
 from workbench.models.spec import Model, check_settings
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, check_role
+from workbench.placement.role_model import RoleModel
 from workbench.resharding.weights import model_weights
 from workbench.workers.calls import HostInfo
 from workbench.workers.roles import ROLE_WORKERS, ActorWorker
@@ -135,6 +136,11 @@ class Description:
         return description
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether roles of a device are there one after another, see `workbench.open`."""
+        return bool(self.share_memory) and self.device == "cuda"
+
+    @property
     def lead(self) -> str:
         """The role whose tokenizer makes the tokens that all read: the actor, else the first that has a model."""
         return "actor" if "actor" in self.models else next(r for r, model in self.models.items() if model.name)
@@ -205,6 +211,32 @@ class Description:
         model = self.models[role]
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
 
+    def placed(self, placement: Placement) -> Description:
+        """The same workbench under another placement of its roles; checked as at its opening."""
+        changed = replace(self, placement=placement.restrict(self.models))
+        changed._check()
+        return changed
+
+    def role_models(self) -> dict[str, RoleModel | None]:
+        """What decides the bytes of each role; None: a function, a worker of a kind that is not the role's, or rollout
+        workers, which hold an engine and no weights of their own."""
+        found: dict[str, RoleModel | None] = {}
+        for role, model in self.models.items():
+            if role == ROLLOUT or not self._is_ours(role):
+                found[role] = None
+                continue
+            assert model.name is not None and model.dtype is not None and model.training is not None
+            found[role] = RoleModel(
+                config=load_config(model.name),
+                head=_head(role),
+                dtype=model.dtype,
+                training=model.training,
+                trained=model.trained,
+                generation=model.generation if role == "actor" else None,
+                adapter=model.adapter,
+            )
+        return found
+
     def _check_tensor_groups(self) -> None:
         generation = self.generation
         if generation is None:
@@ -230,11 +262,10 @@ class Description:
                     "an adapter is trained on a whole model: p*t must be 1",
                     f"leave the layout out, for {Layout(d=layout.size)}",
                 )
-            head: Literal["lm", "scalar"] = "lm" if role in ("actor", "reference") else "scalar"
             try:
                 if model.trained and model.training.engine == "deepspeed":
                     check_deepspeed_layout(layout, model.training)
-                check_cut(load_config(model.name), layout, head)
+                check_cut(load_config(model.name), layout, _head(role))
             except BadInput as error:
                 raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
             self.layout_of(role)
@@ -373,6 +404,10 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
     return {**models, "actor": actor.without_generation(), ROLLOUT: replace(actor, adapter=None, worker=None)}
+
+
+def _head(role: str) -> Literal["lm", "scalar"]:
+    return "lm" if role in ("actor", "reference") else "scalar"
 
 
 def _local_device() -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
@@ -15,6 +20,33 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Memory that processes can still get, swap included: of the machine, or of the container (cgroup version 2, whose
+    limit psutil does not know) where that has less left."""
+    found = psutil.virtual_memory().available + psutil.swap_memory().free
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # file pages that nobody has touched for a while are given back when memory is short
+        left = int(limit) - int(used) + int(fields["inactive_file"])
+    except (OSError, KeyError, ValueError):  # no such group, or "max": no limit
+        return found
+    return min(found, max(left, 0))
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this machine's smallest GPU, asked of the driver, so that this process does not start CUDA; None: it
+    does not say."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in said.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

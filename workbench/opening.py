@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from workbench import registry
 from workbench.controller import Workbench
 from workbench.description import Description
 from workbench.display.progress import Progress
 from workbench.engines.settings import Generation, ShareMemory, Training, one_of
-from workbench.errors import NameTaken, WorkbenchError
+from workbench.errors import BadInput, NameTaken, WorkbenchError
 from workbench.home import locked
+from workbench.machine import available_bytes, gpu_bytes
 from workbench.placement import Placement
+from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.workers.backends import RayBackend
 from workbench.workers.backends.ray import end_hosts
-from workbench.workers.cluster import stop_idle_head
+from workbench.workers.cluster import joined_address, stop_idle_head
 
 IfExists = Literal["attach", "replace", "error"]
 
@@ -60,7 +66,8 @@ def open(
         description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
     runs: folder under which the run folder (telemetry, logs) is made.
 
-    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change.
+    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
+    placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
@@ -96,6 +103,7 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
     if living is not None and if_exists == "attach":
         return attach(name)
     lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    _check_memory(description, replaced=[] if living is None else _processes(name))
     if living is not None:
         stop(name)
     try:
@@ -118,6 +126,38 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
         raise
     registry.opened[name] = lab
     return lab
+
+
+def _processes(name: str) -> list[psutil.Process]:
+    """The processes of this machine in which the workbench of that name lives; inline, this one."""
+    record = registry.find(name)
+    if record is None:
+        return [psutil.Process()]
+    return [here for process in record.hosts.values() if (here := process.here)]
+
+
+def _check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
+    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
+    machines have is not known. replaced: whose memory will be free."""
+    ray = sys.modules.get("ray")
+    if description.address is not None or (ray is not None and ray.is_initialized() and joined_address(ray)):
+        return
+    if description.device == "cuda":
+        has = gpu_bytes()
+    else:
+        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
+    if has is None:
+        return
+    models, gpu = description.role_models(), has if description.device == "cuda" else None
+    try:
+        estimate = estimate_memory(
+            description.placement, models, device=description.device, device_bytes=gpu,
+            take_turns=description.takes_turns,
+        )  # fmt: skip
+    except BadInput:  # a model whose weights cannot be told from its configuration may well load
+        return
+    if doubt := check_fit(estimate, has_bytes=has, models=models):
+        warnings.warn(doubt, stacklevel=4)  # in the line that opens
 
 
 def attach(name: str) -> Workbench:

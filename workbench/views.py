@@ -1,19 +1,13 @@
-"""What a workbench shows of itself: what is where, what happened, and when. Read from the live hosts and from disk."""
+"""What a workbench shows of itself: what happened, and when. Read from disk; what is where: `whereabouts`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.description import Description
 from workbench.errors import NotFound
-from workbench.placement import Placement
 from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
-from workbench.telemetry.store import TelemetryStore
-from workbench.workers.backends import Backend
-from workbench.workers.calls import HostInfo
-from workbench.workers.group import WorkerGroup
+from workbench.whereabouts import Whereabouts
 from workbench.workers.logs import tail
 
 if TYPE_CHECKING:
@@ -23,57 +17,8 @@ if TYPE_CHECKING:
     from workbench.display.traffic import Traffic
 
 
-class Views:
+class Views(Whereabouts):
     """The methods of a `Workbench` that only look."""
-
-    name: str
-    run_folder: Path
-    description: Description
-    placement: Placement
-    groups: dict[str, WorkerGroup]
-    telemetry: TelemetryStore
-    _infos: Sequence[HostInfo]
-    _backend: Backend
-    _closed: bool
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
-
-    def topology(self) -> pd.DataFrame:
-        """Role x rank: host, process, device, how sequences run, and bytes by use, asked of the live processes."""
-        self._check_open()
-        import pandas as pd
-
-        rows = []
-        for info in self._infos:
-            seen = self._backend.ask(info.name, "describe").result()
-            for role, held in seen["roles"].items():
-                if role == "numeric":
-                    continue
-                known = {"role", "model", "sequences"}
-                row = {
-                    "role": role,
-                    "model": held["model"],
-                    "sequences": held.get("sequences"),
-                    "pool": info.pool,
-                    "rank": info.rank,
-                    "device": info.device,
-                    "process": seen["process"],
-                    "host_resident_bytes": seen["resident_bytes"],
-                    "host_batch_bytes": seen["batch_bytes"],
-                    "host_published_bytes": seen["published_bytes"],
-                }
-                uses = {f"{use.replace(' ', '_')}_bytes": n for use, n in held.items() if use not in known}
-                rows.append({**row, **uses})
-                # what a role without workers of its own computes with is the bytes of those who have them
-                sharing = [g for g in self.groups.values() if g.worker_role == role != g.role]
-                rows += [{**row, "role": group.role, "model": group.model} for group in sharing]
-        frame = pd.DataFrame(rows)
-        use = [c for c in frame.columns if c.endswith("_bytes")]
-        frame[use] = frame[use].fillna(0).astype("int64")
-        host = [c for c in use if c.startswith("host_")]
-        return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
 
     def spans(self) -> pd.DataFrame:
         """Every timed piece of work on every rank, one a row, seconds and bytes."""

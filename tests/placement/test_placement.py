@@ -87,3 +87,38 @@ FOUR_DEVICES = {"a": (4, ["actor"])}
 def test_bad_placements_name_the_value_and_the_rule(make: object, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make()  # type: ignore[operator]
+
+
+def test_a_placement_is_a_value() -> None:
+    placement = Placement.split(4, layouts={"critic": (1, 2, 1)}).restrict(FOUR)
+    assert eval(repr(placement)) == placement
+    assert placement.frame().to_dict("records")[2] == {
+        "role": "critic", "pool": "scorers", "devices": 2, "p": 1, "t": 2, "d": 1,
+    }  # fmt: skip
+    assert "scorers" in placement._repr_html_()
+    assert "Placement on 4 devices" in placement._repr_html_()
+
+
+def test_one_thing_changed() -> None:
+    split = Placement.split(4, layouts={"critic": (1, 2, 1)}).restrict(FOUR)
+    assert str(split.with_role("reference", "scorers")) == (
+        "policy[2]: actor | scorers[2]: critic (p=1, t=2, d=1), reward, reference"
+    )
+    assert split.with_role("actor", "policy") == split
+    # a role keeps a layout that fits, and an empty pool goes
+    assert split.with_role("critic", "policy").layout_of("critic") == Layout(1, 2, 1)
+    alone = split.with_role("critic", "values", devices=1)
+    assert alone.layout_of("critic") == Layout(1, 1, 1)
+    assert [pool.name for pool in alone.with_role("reward", "values").pools] == ["policy", "values"]
+    assert split.with_layout("actor", (2, 1, 1)).layout_of("actor") == Layout(2, 1, 1)
+    assert split.with_layout("critic", (1, 1, 2)) == Placement.split(4).restrict(FOUR)
+    assert split.without("critic").layouts == {}
+    assert [pool.name for pool in split.without("critic").without("reward").pools] == ["policy"]
+    for wrong, message in (
+        (lambda: split.with_role("critic", "values"), r"the pools are policy, scorers.*devices=1"),
+        (lambda: split.with_role("critic", "policy", devices=3), r"a pool of that name, of 2 devices"),
+        (lambda: split.with_layout("actor", (1, 2, 2)), r"p\*t\*d is 4"),
+        (lambda: split.without("cost"), r"role 'cost' has no pool"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            wrong()

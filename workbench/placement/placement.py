@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from workbench.engines.settings import whole
 from workbench.errors import BadInput
 from workbench.placement.layout import Layout
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 # has no model of its own: it generates for the actor, where a placement names it
@@ -53,6 +57,9 @@ class Placement:
     A pool with the role "rollout", apart from the actor's, generates for the actor: its ranks are rollout workers,
     which hold the generation engine in groups of `Generation.tensor_parallel_size`, and are sent the actor's weights.
     Without such a pool the actor generates on its own ranks.
+
+    A value: `==` compares, `repr` is the expression that makes it again, `str` a line to read. `with_role`,
+    `with_layout` and `without` give another one that differs in one thing.
     """
 
     pools: tuple[Pool, ...]
@@ -163,6 +170,78 @@ class Placement:
                     "drop the pool from the placement, or declare its role in models=",
                 )
         return Placement(kept, {role: layout for role, layout in self.layouts.items() if role in wanted})
+
+    def with_role(self, role: str, pool: str, devices: int | None = None) -> Placement:
+        """This placement with a role in another pool, or added to it; a pool that is left without a role goes.
+
+        devices: of the pool, where there is none of that name yet. The role keeps a layout that its new pool has the
+        devices for, else it is data parallel there.
+        """
+        check_role(role)
+        known = {other.name: other.devices for other in self.pools}
+        if pool not in known and devices is None:
+            raise BadInput(
+                f"with_role({role!r}, {pool!r})",
+                f"the pools are {', '.join(known)}",
+                f"name one of these, or make it: with_role({role!r}, {pool!r}, devices=1)",
+            )
+        if devices not in (None, known.get(pool, devices)):
+            raise BadInput(
+                f"with_role({role!r}, {pool!r}, devices={devices})",
+                f"there is a pool of that name, of {known[pool]} devices",
+                "leave devices= out, or take a new name",
+            )
+        pools = self.pools if pool in known else (*self.pools, Pool(pool, devices or 1, ()))
+        if role in next((p.roles for p in pools if p.name == pool), ()):
+            return self
+        others = [replace(p, roles=tuple(r for r in p.roles if r != role)) for p in pools]
+        moved = [replace(p, roles=(*p.roles, role)) if p.name == pool else p for p in others]
+        size = next(p.devices for p in moved if p.name == pool)
+        layouts = {r: layout for r, layout in self._layouts.items() if r != role or layout.size == size}
+        return Placement(tuple(p for p in moved if p.roles), layouts)
+
+    def with_layout(self, role: str, layout: Layout | tuple[int, ...]) -> Placement:
+        """This placement with another layout of one role: a `Layout`, or the numbers (p, t, d)."""
+        self.pool_of(role)
+        return Placement(self.pools, {**self.layouts, role: layout})
+
+    def without(self, role: str) -> Placement:
+        """This placement without one role; a pool that is left without a role goes."""
+        self.pool_of(role)
+        pools = [replace(pool, roles=tuple(r for r in pool.roles if r != role)) for pool in self.pools]
+        layouts = {r: layout for r, layout in self._layouts.items() if r != role}
+        return Placement(tuple(pool for pool in pools if pool.roles), layouts)
+
+    @property
+    def _layouts(self) -> dict[str, Layout]:
+        """The layouts that were given, as `Layout`."""
+        return {role: self.layout_of(role) for role in self.layouts}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a role: role, pool, devices, and the layout's p, t and d."""
+        found = []
+        for pool in self.pools:
+            for role in pool.roles:
+                layout = self.layout_of(role)
+                sizes = {"p": layout.p, "t": layout.t, "d": layout.d}
+                found.append({"role": role, "pool": pool.name, "devices": pool.devices, **sizes})
+        return found
+
+    def frame(self) -> pd.DataFrame:
+        """One row a role: role, pool, devices, p, t, d."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        pools = {pool.name: (pool.devices, list(pool.roles)) for pool in self.pools}
+        layouts = f", layouts={self.layouts!r}" if self.layouts else ""
+        return f"Placement.of({pools!r}{layouts})"
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        return table(self.rows(), caption=f"Placement on {self.devices} device{'s' if self.devices > 1 else ''}")
 
     def __str__(self) -> str:
         def shown(role: str) -> str:

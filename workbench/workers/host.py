@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,6 +29,7 @@ from workbench.dataflow.carrier import (
 from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.location import Pull
 from workbench.errors import BadInput, NotFound, StageError
+from workbench.machine import available_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
@@ -326,12 +328,16 @@ class Host:
         with self._lock:
             batches = sum(map(carried_bytes, self._shards.values()))
             shards = len(self._shards)
+        on_gpu = self.info.device.startswith("cuda")
         return {
             "host": self.info.name,
             "pool": self.info.pool,
             "rank": self.info.rank,
             "device": self.info.device,
             "process": os.getpid(),
+            "machine": socket.gethostname(),
+            "available_bytes": available_bytes(),
+            "device_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
             "threads": self.info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": batches,

@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
 from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
+from workbench.workers.backends.nodes import nodes_of_pools
 from workbench.workers.calls import Call, HostInfo
 from workbench.workers.cluster import NAMESPACE, connect, joined_address
 
@@ -21,6 +23,7 @@ END_GRACE_S = 10
 POLL_S = 0.2
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001
+NODE_LABEL = "ray.io/node-id"
 
 
 class RayPending(Pending):
@@ -196,13 +199,16 @@ class RayBackend(Backend):
         self.processes = {name: pending.result() for name, pending in asked.items()}
 
     def _devices(self, infos: Sequence[HostInfo]) -> Any:
-        """Reserve one device for each host: a placement group."""
+        """Reserve one device for each host: a placement group. A pool's GPUs are on one machine where they can be."""
         ray = self._ray
+        nodes = self._nodes(infos)
         group = ray.util.placement_group(
             [{"CPU": CPU_SHARE, **({"GPU": _gpus(info)} if _gpus(info) else {})} for info in infos],
             strategy="PACK",
             name=_group_name(self._lab),
             lifetime="detached",
+            # alone, PACK fills machine after machine, across the borders of pools
+            **({"bundle_label_selector": [{NODE_LABEL: node} for node in nodes]} if nodes else {}),
         )
         ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
         while not ray.wait([ready], timeout=POLL_S)[0]:
@@ -214,6 +220,16 @@ class RayBackend(Backend):
                     "close other workbenches (`wb ls`), or use fewer devices",
                 )
         return group
+
+    def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
+        """The machine of each host; empty where that makes no difference, or devices are not free yet."""
+        totals = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]}
+        if len(totals) < 2 or not _gpus(infos[0]):
+            return []
+        available = self._ray._private.state.available_resources_per_node()
+        free = {node: int(available.get(node, {}).get("GPU", 0)) for node in totals}
+        pools = [len(list(ranks)) for _, ranks in groupby(infos, key=lambda info: info.pool)]
+        return [node for nodes in nodes_of_pools(pools, free) or [] for node in nodes]
 
     def attach(self, infos: Sequence[HostInfo]) -> None:
         for info in infos:

@@ -71,8 +71,8 @@ class SamplingWorker(Worker):
         raise NotImplementedError
 
     def trained(self) -> tuple[int, int]:
-        """Of the trainer's weights, as far as is known here: optimizer steps that they have seen, and how often they were
-        put back to an earlier state."""
+        """Of the trainer's weights, as far as is known here: optimizer steps that they have seen, and how often they
+        were put back to an earlier state."""
         raise NotImplementedError
 
     def ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:

@@ -1,0 +1,140 @@
+"""What is on which device: boxes with the roles in them, and their bytes as bars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from workbench.display.html import bytes_text
+from workbench.display.palette import role_styles
+
+# Use -> how opaque its part of a bar is: the role says the colour.
+USES = {
+    "parameters": 1.0,
+    "optimizer": 0.75,
+    "gradients": 0.55,
+    "generation weights": 0.4,
+    "generation kv cache": 0.25,
+    "activations": 0.12,
+    "batches": 0.75,
+}
+WIDTH, GAP, PAD, LINE, BAR, HEAD = 300, 12, 10, 30, 11, 40
+BARS = WIDTH - 2 * PAD
+COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of a role on a device for one use, such as "parameters"; role "batch" for rows of batches."""
+
+    role: str
+    use: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceBox:
+    """One device. name: such as "cuda:0". place: the process on it. capacity_bytes: its memory, if known."""
+
+    name: str
+    place: str
+    shares: tuple[Share, ...]
+    capacity_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Devices as a picture; bars of all boxes have one scale. what: in words, what the bytes are."""
+
+    boxes: tuple[DeviceBox, ...]
+    what: str
+
+    def __repr__(self) -> str:
+        total = sum(share.bytes for box in self.boxes for share in box.shares)
+        return f"<DeviceMap of {self.what}: {len(self.boxes)} devices, {bytes_text(total)}>"[:79]
+
+    def _repr_html_(self) -> str:
+        return f'<div style="color:inherit">{_svg(self)}</div>'
+
+
+def _rows(box: DeviceBox) -> dict[str, list[Share]]:
+    """The shares of each role that holds something."""
+    found: dict[str, list[Share]] = {}
+    for share in box.shares:
+        found.setdefault(share.role, [])
+        if share.bytes:
+            found[share.role].append(share)
+    return found
+
+
+def _svg(shown: DeviceMap) -> str:
+    rows = [_rows(box) for box in shown.boxes]
+    styles = role_styles(role for box in rows for role in box)
+    scale = max((sum(s.bytes for s in held) for box in rows for held in box.values()), default=0) or 1
+    columns = min(COLUMNS, max(1, len(shown.boxes)))
+    height = HEAD + LINE * max((len(box) for box in rows), default=0) + PAD
+    parts, top = [], 34
+    for n, (box, held) in enumerate(zip(shown.boxes, rows, strict=True)):
+        x, y = (n % columns) * (WIDTH + GAP), top + (n // columns) * (height + GAP)
+        parts.append(_box(box, x, y, height))
+        for line, (role, shares) in enumerate(held.items()):
+            parts.append(_bar(role, shares, styles[role].colour, x + PAD, y + HEAD + line * LINE, scale))
+    lines = -(-len(shown.boxes) // columns)
+    width, tall = columns * (WIDTH + GAP) - GAP, top + lines * (height + GAP)
+    used = {share.use.replace("_", " ") for box in shown.boxes for share in box.shares if share.bytes}
+    label = escape(f"{shown.what}: {len(shown.boxes)} devices")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" '
+        f'role="img" aria-label="{label}" style="font:11px system-ui,sans-serif">'
+        f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
+        f"{_legend(used)}{''.join(parts)}</svg>"
+    )
+
+
+def _legend(used: set[str]) -> str:
+    parts, x = [], 0.0
+    for use, opacity in USES.items():
+        if use in used and use != "batches":
+            parts.append(
+                f'<rect x="{x:g}" y="19" width="10" height="9" fill="currentColor" fill-opacity="{opacity}" '
+                f'stroke="currentColor" stroke-opacity=".4"/>'
+                f'<text x="{x + 14:g}" y="27" fill="currentColor" font-size="10">{escape(use)}</text>'
+            )
+            x += 26 + 5.6 * len(use)
+    return "".join(parts)
+
+
+def _box(box: DeviceBox, x: float, y: float, height: float) -> str:
+    total = sum(share.bytes for share in box.shares)
+    told = box.note or bytes_text(total)
+    if box.capacity_bytes:
+        told += f" of {bytes_text(box.capacity_bytes)}"
+    return (
+        f'<rect x="{x + 0.5:g}" y="{y + 0.5:g}" width="{WIDTH - 1}" height="{height - 1}" rx="4" fill="none" '
+        f'stroke="currentColor" stroke-opacity=".35"/>'
+        f'<text x="{x + PAD:g}" y="{y + 16:g}" fill="currentColor" font-weight="600">{escape(box.name)}</text>'
+        f'<text x="{x + WIDTH - PAD:g}" y="{y + 16:g}" fill="currentColor" text-anchor="end">{escape(told)}</text>'
+        f'<text x="{x + PAD:g}" y="{y + 30:g}" fill="currentColor" font-size="10" opacity=".7">'
+        f"{escape(box.place)}</text>"
+    )
+
+
+def _bar(role: str, shares: list[Share], colour: str, x: float, y: float, scale: int) -> str:
+    total = sum(share.bytes for share in shares)
+    parts = [
+        f'<text x="{x:g}" y="{y + 11:g}" fill="currentColor">{escape(role)}</text>'
+        f'<text x="{x + BARS:g}" y="{y + 11:g}" fill="currentColor" text-anchor="end" font-size="10">'
+        f"{bytes_text(total)}</text>"
+    ]
+    start = 0.0
+    for share in shares:
+        use, width = share.use.replace("_", " "), share.bytes / scale * BARS
+        tip = escape(f"{role}, {use}: {share.bytes:,} bytes")
+        parts.append(
+            f"<g><title>{tip}</title>"
+            f'<rect x="{x + start:.2f}" y="{y + 15:g}" width="{width:.2f}" height="{BAR}" fill="{colour}" '
+            f'fill-opacity="{USES.get(use, 0.5)}" stroke="{colour}" stroke-width=".7"/></g>'
+        )
+        start += width
+    return f"<g>{''.join(parts)}</g>"

@@ -1,0 +1,196 @@
+"""What a change of placement would move, how long that takes, and whether there is room for it. Nothing is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from workbench.display.html import bytes_text, seconds_text, table
+from workbench.errors import BadInput
+from workbench.placement.estimate import MemoryEstimate, Tenant, estimate_memory, largest, remedy
+from workbench.placement.moves import Moves
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.display.traffic import Traffic
+
+# What a process holds of sent and received slices at a time, at most.
+BUFFER_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacementChange(Moves):
+    """What `old` -> `new` would do: `.frame()` by role, `.pairs()` and `.traffic()` by pair of processes, `.memory()`
+    by device, `.seconds`, `.fits`.
+
+    device: "cpu" or "cuda". has_bytes: of the memory of one GPU, or of what the slots of a CPU machine can have
+    together, what they hold now among it; None: unknown.
+    bandwidth_bytes_s, measured: what `seconds` assumes, and where that figure is from.
+    """
+
+    device: str = "cpu"
+    has_bytes: int | None = None
+    bandwidth_bytes_s: float | None = None
+    measured: str = ""
+
+    @cached_property
+    def before(self) -> MemoryEstimate:
+        """What the old placement holds."""
+        return self._estimate(self.old, self.old_numbers)
+
+    @cached_property
+    def after(self) -> MemoryEstimate:
+        """What the new placement holds."""
+        return self._estimate(self.new, self.new_numbers)
+
+    def _estimate(self, placement: Any, numbers: Any) -> MemoryEstimate:
+        known = self.has_bytes if self.device == "cuda" else None
+        return estimate_memory(placement, self.models, device=self.device, device_bytes=known, numbers=numbers)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the bytes take one after the other, without starting processes and engines; None: unknown."""
+        if not self.total_bytes:
+            return 0.0
+        return None if not self.bandwidth_bytes_s else self.total_bytes / self.bandwidth_bytes_s
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The numbers of all devices, of before and after."""
+        return tuple(sorted({place.device for place in self.places}))
+
+    def during(self, device: int, *, certain: bool = False) -> int:
+        """Bytes on a device at the most while things move: what stays, the state of what moves and of what is built
+        from it, batches, and buffers. certain: without what may be less, see `RankMemory.certain`."""
+        stays = {change.role for change in self.roles if change.action == "stays"}
+
+        def held(tenants: Iterable[Tenant]) -> int:
+            memories = [tenant.memory for tenant in tenants]
+            return sum(m.certain(on_cpu=self.device == "cpu") if certain else m.lasting for m in memories)
+
+        total = held(self.before.on(device)) + held(t for t in self.after.on(device) if t.role not in stays)
+        for tenant in self.before.on(device):
+            if tenant.role not in stays:  # its generation engine is closed first
+                cache = tenant.memory.generation_kv_cache if not (certain and self.device == "cpu") else 0
+                total -= tenant.memory.generation_weights + cache
+        moved = self.matrix.sum(axis=0) + self.matrix.sum(axis=1)
+        for n, place in enumerate(self.places):
+            if place.device == device:
+                kept = 0 if place.new else self.batch_bytes.get(self.names[n], 0)
+                total += kept + int(self.batch_matrix[:, n].sum()) + min(int(moved[n]), BUFFER_BYTES)
+        return total
+
+    @cached_property
+    def problem(self) -> str:
+        """Why there is no room for it, in words; empty where there is, or where that cannot be known."""
+        if self.has_bytes is None:
+            return ""
+        for devices in [self.devices] if self.device == "cpu" else [(n,) for n in self.devices]:
+            where = "this machine" if self.device == "cpu" else f"cuda:{devices[0]}"
+            moving = sum(self.during(n, certain=True) for n in devices)
+            afterwards = self.after.certain(*devices)
+            for when, needs in (("while things move", moving), ("afterwards", afterwards)):
+                if needs > self.has_bytes:
+                    return (
+                        f"needs {bytes_text(needs)} on {where} {when} "
+                        f"({largest(self.after, devices, certain=True)}), which has {bytes_text(self.has_bytes)}: "
+                        f"{bytes_text(needs - self.has_bytes)} too little"
+                    )
+        return ""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether there is room while it happens and afterwards; None: unknown."""
+        return None if self.has_bytes is None else not self.problem
+
+    def require_fit(self) -> None:
+        """Raise `BadInput`, with the figures, where there is no room."""
+        if self.problem:
+            raise BadInput(
+                f"moving from {self.old} to {self.new}",
+                self.problem,
+                remedy(self.after, self.devices, self.models, certain=True),
+            )
+
+    def frame(self) -> pd.DataFrame:
+        """One row a role: what becomes of it, pools and layouts before and after, and the bytes that it moves."""
+        import pandas as pd
+
+        return pd.DataFrame(self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "role": change.role,
+                "action": change.action,
+                "pool": change.old_pool,
+                "new_pool": change.new_pool,
+                "layout": str(change.old_layout),
+                "new_layout": str(change.new_layout),
+                "moved_bytes": change.moved_bytes,
+            }
+            for change in self.roles
+        ]
+
+    def traffic(self) -> Traffic:
+        """Who would send how many bytes to whom, as a picture; `.matrix` and `.frame()` as tables."""
+        import pandas as pd
+
+        from workbench.display.traffic import Traffic
+
+        names = list(self.names)
+        matrix = pd.DataFrame(self.matrix, index=pd.Index(names, name="source"), columns=names)
+        matrix.columns.name = "destination"
+        return Traffic(matrix, {}, "a change of placement")
+
+    def pairs(self) -> pd.DataFrame:
+        """One row a pair of processes that exchange something: source, destination, moved_bytes; the most first."""
+        return self.traffic().frame()
+
+    def memory(self) -> pd.DataFrame:
+        """One row a device: bytes held before, at the most during and, while nothing computes, after; and the bound of
+        what the new placement needs while it computes."""
+        import pandas as pd
+
+        return pd.DataFrame(self._memory_rows())
+
+    def _memory_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "device": f"{self.device}:{n}",
+                "before_bytes": self.before.lasting(n),
+                "during_bytes": self.during(n),
+                "after_bytes": self.after.lasting(n),
+                "peak_bytes": self.after.peak(n),
+            }
+            for n in self.devices
+        ]
+
+    def __str__(self) -> str:
+        told = f"{bytes_text(self.total_bytes)} between processes"
+        if self.total_bytes:
+            told += f", {seconds_text(self.seconds)} at {bytes_text(self.bandwidth_bytes_s or 0)}/s ({self.measured})" \
+                if self.seconds is not None else ", time unknown"  # fmt: skip
+        rest = [change.role for change in self.roles if change.action == "stays"]
+        fit = {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
+        return f"{told}; untouched: {', '.join(rest) or 'none'}; pools kept: {', '.join(self.kept) or 'none'}; {fit}"
+
+    def __repr__(self) -> str:
+        moving = [change.role for change in self.roles if change.action != "stays"]
+        return f"<PlacementChange of {', '.join(moving) or 'nothing'}: {bytes_text(self.total_bytes)}>"[:79]
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in self._rows()]
+        memory = [
+            {key: value if key == "device" else bytes_text(value) for key, value in row.items()}
+            for row in self._memory_rows()
+        ]
+        head = f'<div style="font-size:13px">{escape(str(self))}</div>'
+        shown = head + table(roles, caption=f"{self.old}  \N{RIGHTWARDS ARROW}  {self.new}")
+        shown += table(memory, caption="memory of each device, estimated")
+        return shown + (self.traffic()._repr_html_() if self.total_bytes else "")

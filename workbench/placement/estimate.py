@@ -1,0 +1,243 @@
+"""What a placement needs of each device's memory, role by role. Pure: nothing is started, no weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workbench.display.html import bytes_text
+from workbench.errors import BadInput
+from workbench.placement.placement import Placement
+from workbench.placement.rank_memory import LASTING, PASSING, RankMemory, rank_memory
+from workbench.placement.role_model import RoleModel
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.display.devices import DeviceMap
+
+Models = Mapping[str, RoleModel | None]
+"""Role -> what decides its bytes; None: a function, or a worker of which nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """One rank of a role on a device, and what it holds there."""
+
+    role: str
+    pool: str
+    rank: int
+    device: int
+    memory: RankMemory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryEstimate:
+    """Bytes by role and device of a placement. What processes need for themselves, and batches, come on top.
+
+    device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where that is known.
+    unknown: roles with workers of which nothing is known. take_turns: roles of a device are there one after another, see
+    `workbench.open(share_memory=...)`.
+    """
+
+    placement: Placement
+    tenants: tuple[Tenant, ...]
+    device: str
+    device_bytes: int | None
+    unknown: tuple[str, ...]
+    take_turns: bool = False
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The numbers of the devices."""
+        return tuple(sorted({tenant.device for tenant in self.tenants}))
+
+    def on(self, device: int) -> list[Tenant]:
+        """The roles of a device."""
+        return [tenant for tenant in self.tenants if tenant.device == device]
+
+    def lasting(self, device: int) -> int:
+        """Bytes held on a device while nothing computes."""
+        return self._together(tenant.memory.lasting for tenant in self.on(device))
+
+    def peak(self, device: int) -> int:
+        """A bound of the most that is held on a device: what lasts, and the role that needs most while it computes."""
+        if self.take_turns:
+            return max((tenant.memory.lasting + tenant.memory.passing for tenant in self.on(device)), default=0)
+        return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
+
+    def _together(self, parts: Iterable[int]) -> int:
+        """What roles of a device hold there: all of them, or those of the largest where they take turns."""
+        return max(parts, default=0) if self.take_turns else sum(parts)
+
+    def certain(self, *devices: int) -> int:
+        """What devices together cannot do without: without caches and files that are mapped (on a CPU) and activations,
+        with the gradients of the role that has most."""
+        gradients: dict[str, int] = {}
+        lasting: dict[str, int] = {}
+        for tenant in self.tenants:
+            if tenant.device in devices:
+                role, memory = tenant.role, tenant.memory
+                lasting[role] = lasting.get(role, 0) + memory.certain(on_cpu=self.device == "cpu")
+                gradients[role] = gradients.get(role, 0) + memory.gradients
+        if self.take_turns:
+            return max((lasting[role] + gradients[role] for role in lasting), default=0)
+        return sum(lasting.values()) + max(gradients.values(), default=0)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a role and rank: role, pool, rank, device, and bytes by use."""
+        import pandas as pd
+
+        return pd.DataFrame([self._row(tenant) for tenant in self.tenants])
+
+    def by_device(self) -> pd.DataFrame:
+        """One row a device: bytes that last, and the peak."""
+        import pandas as pd
+
+        rows = [
+            {"device": f"{self.device}:{n}", "lasting_bytes": self.lasting(n), "peak_bytes": self.peak(n)}
+            for n in self.devices
+        ]
+        return pd.DataFrame(rows)
+
+    def _row(self, tenant: Tenant) -> dict[str, Any]:
+        uses = {f"{use}_bytes": getattr(tenant.memory, use) for use in (*LASTING, *PASSING)}
+        where = {"pool": tenant.pool, "rank": tenant.rank, "device": f"{self.device}:{tenant.device}"}
+        return {"role": tenant.role, **where, **uses}
+
+    def picture(self) -> DeviceMap:
+        """Devices as boxes, roles in them, bytes as bars."""
+        from workbench.display.devices import DeviceBox, DeviceMap, Share
+
+        boxes = []
+        for n in self.devices:
+            held = self.on(n)
+            shares = tuple(
+                Share(tenant.role, use.removeprefix("kept_"), getattr(tenant.memory, use))
+                for tenant in held
+                for use in (*LASTING, *PASSING)
+            )
+            label = f"{held[0].pool}-{held[0].rank}"
+            boxes.append(
+                DeviceBox(f"{self.device}:{n}", label, shares, self.device_bytes, f"peak {bytes_text(self.peak(n))}")
+            )
+        return DeviceMap(tuple(boxes), "memory, estimated")
+
+    def __repr__(self) -> str:
+        most = max(map(self.peak, self.devices), default=0)
+        return f"<MemoryEstimate: {len(self.devices)} devices, peak {bytes_text(most)} on one>"
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+
+def estimate_memory(
+    placement: Placement,
+    models: Models,
+    *,
+    device: str = "cpu",
+    device_bytes: int | None = None,
+    numbers: Mapping[str, Sequence[int]] | None = None,
+    take_turns: bool = False,
+) -> MemoryEstimate:
+    """The estimate of a placement whose roles all have a model in `models`.
+
+    numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
+    Raises `BadInput` where a layout does not cut its model.
+    """
+    numbers = device_numbers(placement) if numbers is None else numbers
+    tenants, unknown = [], []
+    for pool in placement.pools:
+        for role in pool.roles:
+            model = models[role]
+            if model is None:
+                unknown.append(role)
+                continue
+            layout = model.standing(placement.layout_of(role))
+            for rank in range(pool.devices):
+                memory = rank_memory(model, layout, rank, device_bytes=device_bytes if device == "cuda" else None)
+                where = {"pool": pool.name, "rank": rank, "device": numbers[pool.name][rank]}
+                tenants.append(Tenant(role=role, memory=memory, **where))  # type: ignore[arg-type]
+    return MemoryEstimate(placement=placement, tenants=tuple(tenants), device=device, device_bytes=device_bytes,
+                          unknown=tuple(unknown), take_turns=take_turns)  # fmt: skip
+
+
+def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:
+    """The numbers that a workbench's devices have when it is opened: counted up, pool by pool."""
+    found, first = {}, 0
+    for pool in placement.pools:
+        found[pool.name] = tuple(range(first, first + pool.devices))
+        first += pool.devices
+    return found
+
+
+def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> str:
+    """Raise `BadInput` for a placement that cannot fit; else what may become too much, in words, or "".
+
+    has_bytes: of the memory of one GPU, or of what a CPU machine has left for all of its slots.
+    """
+    doubt = ""
+    for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
+        certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
+        where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
+        if certain > has_bytes:
+            raise BadInput(
+                f"the placement {estimate.placement} needs {bytes_text(certain)} on {where}: "
+                f"{largest(estimate, devices, certain=True)}",
+                f"it has {bytes_text(has_bytes)}, {bytes_text(certain - has_bytes)} too little",
+                remedy(estimate, devices, models, certain=True),
+            )
+        if peak > has_bytes and not doubt:
+            doubt = (
+                f"{where} may run out of memory: up to {bytes_text(peak)} at the peak ({largest(estimate, devices)}), "
+                f"of {bytes_text(has_bytes)}; {remedy(estimate, devices, models)}"
+            )
+    return doubt
+
+
+def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
+    """(bytes, role, use) of those devices together, the most first; certain: only of what `certain` counts."""
+    unsure = {"generation_kv_cache"} if estimate.device == "cpu" else set()
+    found: dict[tuple[str, str], int] = {}
+    for tenant in estimate.tenants:
+        for use in (*LASTING, *PASSING) if tenant.device in devices else ():
+            if certain and use in {*unsure, "activations"}:
+                continue
+            mapped = tenant.memory.may_be_mapped if certain and unsure and use == "parameters" else 0
+            key = tenant.role, use.removeprefix("kept_")
+            found[key] = found.get(key, 0) + getattr(tenant.memory, use) - mapped
+    return sorted(((n, *key) for key, n in found.items() if n), reverse=True)
+
+
+def largest(estimate: MemoryEstimate, devices: Sequence[int], *, certain: bool = False) -> str:
+    """The largest items of some devices, in words."""
+    items = _items(estimate, devices, certain)[:4]
+    return ", ".join(f"{role} {use.replace('_', ' ')} {bytes_text(n)}" for n, role, use in items)
+
+
+def remedy(estimate: MemoryEstimate, devices: Sequence[int], models: Models, *, certain: bool = False) -> str:
+    """What would make the largest item smaller."""
+    items = _items(estimate, devices, certain)
+    if not items:
+        return ""
+    _, role, use = items[0]
+    model = models[role]
+    assert model is not None
+    if use == "generation_kv_cache":
+        return f"use a smaller Generation.{'kv_cache_gib' if estimate.device == 'cpu' else 'gpu_memory_fraction'}"
+    if use == "activations":
+        return "use a smaller Training.micro_batch_tokens (and Generation.max_rows), or activation_checkpointing=True"
+    choices = []
+    if use == "generation_weights":
+        choices.append("a larger Generation.tensor_parallel_size")
+    elif model.trained and estimate.placement.layout_of(role).d > 1 and model.engine != "zero3":
+        choices.append(f"Training(engine='deepspeed', zero_stage=3) for {role}")
+    if role == "actor" and model.adapter is None and use in ("optimizer", "gradients"):
+        choices.append("an adapter, wb.Model(..., adapter=wb.LoRA())")
+    in_dtype = use == "generation_weights" or (use == "parameters" and model.engine not in ("torch", "zero0"))
+    if model.dtype == "float32" and in_dtype:
+        choices.append("dtype='bfloat16'")
+    if estimate.device == "cuda":
+        choices.append(f"more devices: a pool of its own for {role}, or a layout (p, t, d) that cuts it")
+    return "use " + ", or ".join(choices or ["a smaller model"])

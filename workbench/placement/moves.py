@@ -1,0 +1,188 @@
+"""From one placement to another: which processes stay, which roles move, and how many bytes go from which to which.
+
+Pure: nothing is touched. What a move does, and what is counted here:
+
+- A pool is kept where the new placement has one of the same name and as many devices: its processes stay. Roles that
+  stay in it with the same layout are not touched; roles that leave it are closed, roles that join it are built, and
+  roles with a new layout rebuilt there.
+- Every other pool gets new processes, on the lowest device numbers that no kept pool uses; then the old pools that are
+  not kept end.
+- A role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank receives
+  exactly what its process lacks. Generation engines are closed first, and synced from the new trainer ranks.
+- Shards of batches on a process that ends go to another: dealt out in order over the new ones, else over all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from workbench.placement.estimate import Models, device_numbers
+from workbench.placement.layout import Layout
+from workbench.placement.placement import Placement
+from workbench.placement.state import state_of
+
+Action = Literal["stays", "rebuilt", "moves"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A host process before or after a change. ends: it is there before only. new: it is there after only."""
+
+    pool: str
+    rank: int
+    device: int
+    ends: bool = False
+    new: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleChange:
+    """What becomes of a role. action: "stays", "rebuilt" (another layout in its pool) or "moves".
+
+    moved_bytes: of its state, from process to process.
+    """
+
+    role: str
+    action: Action
+    old_pool: str
+    new_pool: str
+    old_layout: Layout
+    new_layout: Layout
+    moved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moves:
+    """What `old` -> `new` moves.
+
+    models: what decides the bytes of each role of both. numbers: device numbers of the old pools; None: counted up.
+    batch_bytes: what the old processes hold of batches, by their names.
+    """
+
+    old: Placement
+    new: Placement
+    models: Models = field(repr=False)
+    numbers: Mapping[str, Sequence[int]] | None = None
+    batch_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """The pools whose processes stay."""
+        old = {pool.name: pool.devices for pool in self.old.pools}
+        return tuple(pool.name for pool in self.new.pools if old.get(pool.name) == pool.devices)
+
+    @cached_property
+    def old_numbers(self) -> dict[str, tuple[int, ...]]:
+        """The device numbers of the old pools."""
+        given = device_numbers(self.old) if self.numbers is None else self.numbers
+        return {pool.name: tuple(given[pool.name]) for pool in self.old.pools}
+
+    @cached_property
+    def new_numbers(self) -> dict[str, tuple[int, ...]]:
+        """The device numbers of the new pools."""
+        found = {name: self.old_numbers[name] for name in self.kept}
+        used = {number for numbers in found.values() for number in numbers}
+        free = iter(n for n in range(self.new.devices + len(used)) if n not in used)
+        for pool in self.new.pools:
+            if pool.name not in found:
+                found[pool.name] = tuple(next(free) for _ in range(pool.devices))
+        return found
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Every process, those of before first; what moves goes from one of their indices to another."""
+        found = [
+            Place(pool=pool.name, rank=rank, device=self.old_numbers[pool.name][rank], ends=pool.name not in self.kept)
+            for pool in self.old.pools
+            for rank in range(pool.devices)
+        ]
+        found += [
+            Place(pool=pool.name, rank=rank, device=self.new_numbers[pool.name][rank], new=True)
+            for pool in self.new.pools
+            if pool.name not in self.kept
+            for rank in range(pool.devices)
+        ]
+        return tuple(found)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the places; those of a new pool that is called as one that ends say that they are new."""
+        old = {place.pool for place in self.places if not place.new}
+        return tuple(
+            f"{place.pool}-{place.rank}" + (" (new)" if place.new and place.pool in old else "")
+            for place in self.places
+        )
+
+    def _ranks(self, pool: str, *, after: bool) -> tuple[int, ...]:
+        """The indices of a pool's processes, rank by rank."""
+        gone = "ends" if after else "new"
+        return tuple(n for n, place in enumerate(self.places) if place.pool == pool and not getattr(place, gone))
+
+    @cached_property
+    def roles(self) -> tuple[RoleChange, ...]:
+        """What becomes of each role."""
+        return tuple(change for change, _ in self._moved.values())
+
+    @cached_property
+    def state_matrix(self) -> np.ndarray:
+        """int64 [places, places]: bytes of roles' state from a row's process to a column's."""
+        total: np.ndarray = sum((matrix for _, matrix in self._moved.values()), self._nothing())
+        return total
+
+    @cached_property
+    def batch_matrix(self) -> np.ndarray:
+        """int64 [places, places]: the same of batches."""
+        matrix = self._nothing()
+        new = [n for n, place in enumerate(self.places) if place.new]
+        takers = new or [n for n, place in enumerate(self.places) if not place.ends]
+        ending = [n for n, place in enumerate(self.places) if place.ends]
+        for turn, n in enumerate(ending):
+            matrix[n, takers[turn % len(takers)]] += self.batch_bytes.get(self.names[n], 0)
+        return matrix
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """int64 [places, places]: all bytes that move."""
+        total: np.ndarray = self.state_matrix + self.batch_matrix
+        return total
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that go from process to process."""
+        return int(self.matrix.sum())
+
+    def _nothing(self) -> np.ndarray:
+        return np.zeros((len(self.places),) * 2, dtype=np.int64)
+
+    @cached_property
+    def _moved(self) -> dict[str, tuple[RoleChange, np.ndarray]]:
+        return {role: self._of(role) for pool in self.old.pools for role in pool.roles}
+
+    def _of(self, role: str) -> tuple[RoleChange, np.ndarray]:
+        """What becomes of a role, and the bytes of it from process to process."""
+        pools = [placement.pool_of(role).name for placement in (self.old, self.new)]
+        layouts = [placement.layout_of(role) for placement in (self.old, self.new)]
+        same = pools[0] == pools[1] and pools[0] in self.kept
+        action: Action = "moves" if not same else "stays" if layouts[0] == layouts[1] else "rebuilt"
+        matrix, model = self._nothing(), self.models[role]
+        if model is not None and action != "stays":
+            source = model.standing(layouts[0]), self._ranks(pools[0], after=False)
+            destination = model.standing(layouts[1]), self._ranks(pools[1], after=True)
+            for part in state_of(model):
+                plan = part.reshard(source, destination)
+                matrix[np.ix_(plan.ranks, plan.ranks)] += plan.figures().matrix * part.copies
+        change = RoleChange(
+            role=role,
+            action=action,
+            old_pool=pools[0],
+            new_pool=pools[1],
+            old_layout=layouts[0],
+            new_layout=layouts[1],
+            moved_bytes=int(matrix.sum()),
+        )
+        return change, matrix

@@ -1,0 +1,186 @@
+"""What one rank of a role holds in memory, to the byte where engines leave no choice. Pure: nothing is loaded.
+
+Held against live engines by `tests/placement/test_memory.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.placement.activations import activation_bytes
+from workbench.placement.layout import Layout
+from workbench.placement.role_model import RoleModel, local_sizes
+from workbench.resharding.weights import Weight
+
+GIB = 2**30
+# DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.
+ALIGNMENT = 2
+# ZeRO-3 keeps a weight of at most so many elements whole on every rank, once it has run.
+PERSISTENT_ELEMENTS = 100_000
+# ZeRO-3 gathers at most so many elements of weights ahead.
+LIVE_ELEMENTS = 1_000_000_000
+# DeepSpeed's and torch's buckets of gradients that are summed over the ranks in one call, elements.
+BUCKET_ELEMENTS = {"torch": 25_000_000, "zero": 50_000_000}
+# An Adam optimizer keeps its step count as an fp32 number for each tensor that it is given.
+STEP_BYTES = 4
+# What generation engines round the vocabulary up to a multiple of.
+VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
+
+LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache")
+PASSING = ("gradients", "activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank of a role.
+
+    parameters, optimizer, kept_gradients: between updates, from the first one on. gradients: beside these, when those
+    of an update are complete. generation_weights, generation_kv_cache: of a generation engine that keeps them; the
+    cache at most.
+    activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered weights, the
+    buckets in which gradients are summed, and a cache that lives only while the engine decodes.
+    may_be_mapped: of the parameters, those that a CPU host may map from the file, which then costs no memory.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    kept_gradients: int = 0
+    gradients: int = 0
+    generation_weights: int = 0
+    generation_kv_cache: int = 0
+    activations: int = 0
+    may_be_mapped: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """Held while other roles of the device compute."""
+        return sum(getattr(self, use) for use in LASTING)
+
+    def certain(self, *, on_cpu: bool) -> int:
+        """Of what lasts, that which cannot be less: on a CPU memory is taken as it is written to, so that a cache may
+        stay small, and weights that are mapped from a file may be shared."""
+        return self.lasting - (self.generation_kv_cache + self.may_be_mapped if on_cpu else 0)
+
+    @property
+    def passing(self) -> int:
+        """Held, at most, only while this role computes."""
+        return self.gradients + self.activations
+
+
+def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int | None = None) -> RankMemory:
+    """What rank `rank` of a role holds. device_bytes: memory of the GPU; None: a CPU host.
+
+    Raises `BadInput` where the layout does not cut the model.
+    """
+    frozen = local_sizes(role.frozen_weights, layout, rank)
+    trained = local_sizes(role.trained_weights, layout, rank)
+    kept = sum(size for _, size in frozen)
+    total = sum(size for _, size in trained)
+    stage = int(role.engine[-1]) if role.engine.startswith("zero") else 0
+    replicas, (k, _, _) = layout.d, layout.coordinates(rank)
+    parameters = kept * role.frozen_bytes + total * role.stored_bytes
+    optimizer, kept_gradients, gradients, extra = 0, 0, 0, 0
+    if role.trained and stage == 0:
+        optimizer, gradients = total * 8 + len(trained) * STEP_BYTES, total * 4
+    elif stage in (1, 2):
+        groups = [[size for weight, size in trained if (len(weight.shape) > 1) is big] for big in (True, False)]
+        flats = [padded(sum(group), ALIGNMENT * replicas) for group in groups if group]
+        parameters = kept * role.frozen_bytes + sum(flats) * role.stored_bytes
+        optimizer = sum(flats) // replicas * 12 + len(flats) * STEP_BYTES
+        if role.dtype == "float32":
+            gradients = sum(_overlapping(group, k, replicas) for group in groups if group) * 4
+        elif stage == 1:  # fp32 sums beside the bf16 gradients of a pass
+            kept_gradients, gradients = sum(flats) * 4, total * 2
+        else:
+            gradients = sum(flats) // replicas * 4
+    elif stage == 3:
+        own, own_trained = _shards(frozen, replicas), _shards(trained, replicas)
+        live = [(size, item) for held, item in ((frozen, role.frozen_bytes), (trained, role.stored_bytes))
+                for _, size in held]  # fmt: skip
+        persistent = sum(size * item for size, item in live if size <= PERSISTENT_ELEMENTS) if replicas > 1 else 0
+        parameters = own * role.frozen_bytes + own_trained * role.stored_bytes + persistent
+        groups_3 = len({len(weight.shape) > 1 for weight, _ in trained})
+        optimizer, kept_gradients = own_trained * 12 + groups_3 * STEP_BYTES, own_trained * 4
+        if replicas > 1:
+            gathered = sum(size for size, _ in live if size > PERSISTENT_ELEMENTS)
+            extra = min(gathered, LIVE_ELEMENTS) * role.stored_bytes
+    if role.trained and (replicas > 1 or stage):
+        extra += min(total, BUCKET_ELEMENTS["zero" if role.engine.startswith("zero") else "torch"]) * 4
+    generation_weights, generation_kv_cache = _generation(role, layout, stage, rank, device_bytes)
+    passing = activation_bytes(role, layout, rank) + extra
+    if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
+        rows = role.generation.max_rows * role.generation.max_model_tokens
+        passing = max(passing, rows * kv_elements_per_token(role) * role.frozen_bytes)
+    unmapped = total and not (stage or role.adapter)  # what is trained is written to; ZeRO copies what it shards
+    return RankMemory(
+        parameters=parameters,
+        optimizer=optimizer,
+        kept_gradients=kept_gradients,
+        gradients=gradients,
+        generation_weights=generation_weights,
+        generation_kv_cache=generation_kv_cache,
+        activations=passing,
+        may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
+    )
+
+
+def padded(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+def _shards(held: Sequence[tuple[Weight, int]], replicas: int) -> int:
+    """Elements of ZeRO-3's equal shards of each weight, padding included."""
+    return sum(-(-size // replicas) for _, size in held)
+
+
+def _overlapping(sizes: Sequence[int], k: int, replicas: int) -> int:
+    """Elements of the tensors, laid end to end, that reach into the k-th of equal partitions: in fp32 ZeRO-1 and 2 keep
+    the gradient of a tensor that two ranks share whole on both."""
+    each = padded(sum(sizes), ALIGNMENT * replicas) // replicas
+    found = start = 0
+    for size in sizes:
+        if start < (k + 1) * each and start + size > k * each:
+            found += size
+        start += size
+    return found
+
+
+def _generation(role: RoleModel, layout: Layout, stage: int, rank: int, device_bytes: int | None) -> tuple[int, int]:
+    """(weights, key-value cache) of the generation engine of a rank."""
+    settings = role.generation
+    if settings is None:
+        return 0, 0
+    if settings.engine == "transformers":
+        # with whole weights it samples from the trainer's module
+        return (role.weights.nbytes if stage == 3 or layout.p * layout.t > 1 else 0), 0
+    weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=device_bytes is None)
+    if device_bytes is None:
+        return weights, int(settings.kv_cache_gib * GIB)
+    return weights, max(0, int(settings.gpu_memory_fraction * device_bytes) - weights)
+
+
+def kv_elements_per_token(role: RoleModel) -> int:
+    """Elements of keys and values of one token, all layers together."""
+    text = role.config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
+    return 2 * int(text.num_hidden_layers) * int(getattr(text, "num_key_value_heads", None) or heads) * int(head_dim)
+
+
+def vllm_weight_bytes(role: RoleModel, j: int, *, on_cpu: bool) -> int:
+    """Weights of tensor rank j of vLLM: slices, the vocabulary padded to equal ones. On a CPU embedding and head are
+    there as they are and packed for products, each of them where they are one."""
+    assert role.generation is not None
+    t, multiple, total = role.generation.tensor_parallel_size, VOCABULARY_MULTIPLE["vllm"], 0
+    tied = not any(weight.name.startswith("lm_head.") for weight in role.weights)
+    for weight in role.weights:
+        if weight.name.rpartition(".")[0].rpartition(".")[2] in ("embed_tokens", "lm_head"):
+            rows = padded(padded(weight.shape[0], multiple), t) // t
+            copies = (3 if tied else 2) if on_cpu else 1
+            total += rows * (weight.numel // weight.shape[0]) * copies
+        else:
+            total += math.prod(weight.local_shape(j, t))
+    return total * role.frozen_bytes

@@ -1,0 +1,109 @@
+"""What a role's ranks hold that has to go along when it moves, and which rank holds which elements of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from workbench.placement.layout import Layout
+from workbench.placement.rank_memory import ALIGNMENT, padded
+from workbench.placement.role_model import RoleModel, local_sizes
+from workbench.resharding import boxes
+from workbench.resharding.distribution import Distribution, WeightShard
+from workbench.resharding.plan import Reshard
+from workbench.resharding.weights import ModelWeights, Weight
+
+MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some tensors of a role's state that lie alike.
+
+    weights: their shapes and item bytes. copies: how many there are of each, such as two moments. sharding: how they
+    lie over the replicas: as `Distribution.sharding`, or "flat", as ZeRO-1 and 2 lay the optimizer's.
+    """
+
+    what: str
+    weights: ModelWeights
+    copies: int
+    sharding: str
+
+    def distribution(self, layout: Layout, ranks: tuple[int, ...]) -> Distribution:
+        """On which ranks its elements are, in a layout."""
+        if self.sharding == "flat":
+            return FlatDistribution(self.weights, layout, ranks)
+        return Distribution(self.weights, layout, ranks, self.sharding)  # type: ignore[arg-type]
+
+    def reshard(self, source: tuple[Layout, tuple[int, ...]], destination: tuple[Layout, tuple[int, ...]]) -> Reshard:
+        """The movements of one copy, from a layout on ranks to another."""
+        plan = FlatReshard if self.sharding == "flat" else Reshard
+        return plan(self.distribution(*source), self.distribution(*destination))
+
+
+def state_of(role: RoleModel) -> Iterator[Part]:
+    """What travels with a role: the weights that it holds but does not train, in their dtype; of trained ones fp32
+    parameters and both moments of Adam, whether or not a step has been taken.
+
+    Weights that ZeRO holds in bfloat16 are made anew from the fp32 ones. Step counts and random states, a few bytes,
+    are not counted. Generation engines hold nothing of their own: they are synced.
+    """
+    if len(role.frozen_weights):
+        sharding = "zero" if role.engine == "zero3" else "replicas"
+        yield Part("weights", _in_bytes(role.frozen_weights, role.frozen_bytes), 1, sharding)
+    if not role.trained:
+        return
+    trained = _in_bytes(role.trained_weights, 4)
+    if role.engine in ("zero1", "zero2"):
+        masters = role.stored_bytes < 4
+        yield Part("parameters", trained, 1, "flat" if masters else "replicas")
+        yield Part("moments", trained, MOMENTS, "flat")
+    else:
+        sharding = "zero" if role.engine == "zero3" else "replicas"
+        yield Part("parameters", trained, 1, sharding)
+        yield Part("moments", trained, MOMENTS, sharding)
+
+
+def _in_bytes(weights: ModelWeights, item_bytes: int) -> ModelWeights:
+    return replace(weights, weights=tuple(replace(weight, item_bytes=item_bytes) for weight in weights))
+
+
+@dataclass(frozen=True)
+class FlatDistribution(Distribution):
+    """Optimizer state as ZeRO-1 and 2 shard it: a rank's matrices laid end to end, and so everything else, are each
+    cut into d equal stretches."""
+
+    @cached_property
+    def _starts(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """(rank of the layout, weight) -> where it begins in its run, and the length of one stretch of that."""
+        found: dict[tuple[int, str], tuple[int, int]] = {}
+        for position in range(self.layout.size):
+            held = local_sizes(self.weights, self.layout, position)
+            for matrices in (True, False):
+                run = [(weight, size) for weight, size in held if (len(weight.shape) > 1) is matrices]
+                d = self.layout.d
+                each = padded(sum(size for _, size in run), ALIGNMENT * d) // d
+                start = 0
+                for weight, size in run:
+                    found[position, weight.name] = start, each
+                    start += size
+        return found
+
+    def shard(self, weight: Weight, rank: int) -> WeightShard | None:
+        whole = super().shard(weight, rank)
+        if whole is None:
+            return None
+        k, _, _ = self.coordinates(rank)
+        start, each = self._starts[self.ranks.index(rank), weight.name]
+        size = boxes.size(whole.boxes)
+        low, high = (min(max(n * each - start, 0), size) for n in (k, k + 1))
+        return WeightShard(boxes.elements_of(whole.boxes, low, high), (high - low,))
+
+
+class FlatReshard(Reshard):
+    """A reshard in which no two weights move alike, as each begins elsewhere in the run."""
+
+    def _kind(self, weight: Weight) -> Any:
+        return weight.name

@@ -1,0 +1,192 @@
+"""What is where in a workbench, read from the live hosts; what another placement would need, and would move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from workbench.dataflow.carrier import carry, from_wire, to_wire
+from workbench.description import Description
+from workbench.errors import NotFound
+from workbench.placement import Placement
+from workbench.placement.change import PlacementChange
+from workbench.placement.estimate import MemoryEstimate, estimate_memory
+from workbench.telemetry.store import TelemetryStore
+from workbench.workers.backends import Backend
+from workbench.workers.calls import HostInfo
+from workbench.workers.group import WorkerGroup
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.display.devices import DeviceMap
+
+# In the order of `topology`'s columns; a role that lacks one has 0 bytes.
+USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
+# Earlier transfers of at least so many bytes say how fast the machine is; else one of PROBE_BYTES is timed.
+TOLD_BYTES, PROBE_BYTES = 2**20, 32 * 2**20
+
+
+class Whereabouts:
+    """The methods of a `Workbench` that look at what is where."""
+
+    name: str
+    run_folder: Path
+    description: Description
+    placement: Placement
+    groups: dict[str, WorkerGroup]
+    telemetry: TelemetryStore
+    _infos: Sequence[HostInfo]
+    _backend: Backend
+    _closed: bool
+    _id: str
+
+    _bandwidth_bytes_s: float | None = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
+
+    def _seen(self) -> list[dict[str, Any]]:
+        """What every host says of itself, in the order of `_infos`."""
+        self._check_open()
+        asked = [self._backend.ask(info.name, "describe") for info in self._infos]
+        return [answer.result() for answer in asked]
+
+    def topology(self) -> pd.DataFrame:
+        """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
+        machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
+        """
+        import pandas as pd
+
+        rows = []
+        for info, seen in zip(self._infos, self._seen(), strict=True):
+            for role, held in seen["roles"].items():
+                if role == "numeric":
+                    continue
+                replica, stage, tensor = self.groups[role].layout.coordinates(info.rank)
+                row = {
+                    "role": role,
+                    "model": held["model"],
+                    "sequences": held.get("sequences"),
+                    "pool": info.pool,
+                    "rank": info.rank,
+                    "replica": replica,
+                    "stage": stage,
+                    "tensor_rank": tensor,
+                    "host": info.name,
+                    "device": info.device,
+                    "process": seen["process"],
+                    "machine": seen["machine"],
+                    "host_resident_bytes": seen["resident_bytes"],
+                    "host_batch_bytes": seen["batch_bytes"],
+                    "host_published_bytes": seen["published_bytes"],
+                }
+                named = {use.replace(" ", "_"): n for use, n in held.items()}
+                known = {"role", "model", "sequences"}
+                uses = {f"{use}_bytes": n for use, n in named.items() if use not in known}
+                rows.append({**row, **{f"{use}_bytes": 0 for use in USES}, **uses})
+                # what a role without workers of its own computes with is the bytes of those who have them
+                sharing = [g for g in self.groups.values() if g.worker_role == role != g.role]
+                rows += [{**rows[-1], "role": group.role, "model": group.model} for group in sharing]
+        frame = pd.DataFrame(rows)
+        use = [c for c in frame.columns if c.endswith("_bytes")]
+        frame[use] = frame[use].fillna(0).astype("int64")
+        host = [c for c in use if c.startswith("host_")]
+        return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
+
+    def memory(self) -> DeviceMap:
+        """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes."""
+        from workbench.display.devices import DeviceBox, DeviceMap, Share
+        from workbench.display.html import bytes_text
+
+        boxes = []
+        for info, seen in zip(self._infos, self._seen(), strict=True):
+            shares = [
+                Share(role, use, n)
+                for role, held in seen["roles"].items()
+                if role != "numeric"
+                for use, n in [("", 0), *held.items()]
+                if isinstance(n, int)
+            ]
+            shares.append(Share("batch", "batches", seen["batch_bytes"]))
+            place = f"{info.name} on {seen['machine']}, process {seen['process']}"
+            resident = f"process {bytes_text(seen['resident_bytes'])}"
+            boxes.append(DeviceBox(info.device, place, tuple(shares), seen["device_bytes"], resident))
+        return DeviceMap(tuple(boxes), f"memory of {self.name}")
+
+    def estimate(self, placement: Placement | None = None) -> MemoryEstimate:
+        """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
+        self._check_open()
+        description = self.description if placement is None else self.description.placed(placement)
+        seen = self._backend.ask(self._infos[0].name, "describe").result()
+        return estimate_memory(
+            description.placement, description.role_models(), device=description.device,
+            device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
+            take_turns=description.takes_turns,
+        )  # fmt: skip
+
+    def diff(self, placement: Placement) -> PlacementChange:
+        """What a change to another placement would move: which roles, how many bytes between which processes, the
+        memory that it needs on each device, and how long it should take. Nothing is touched.
+
+        Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room is
+        `.fits`; `.require_fit()` raises.
+        """
+        description, seen = self.description.placed(placement), self._seen()
+        bandwidth, measured = self._bandwidth()
+        return PlacementChange(
+            old=self.placement,
+            new=description.placement,
+            models=description.role_models(),
+            numbers=self._numbers(),
+            batch_bytes={info.name: s["batch_bytes"] for info, s in zip(self._infos, seen, strict=True)},
+            device=description.device,
+            has_bytes=self._room(seen),
+            bandwidth_bytes_s=bandwidth,
+            measured=measured,
+        )
+
+    def _numbers(self) -> dict[str, list[int]]:
+        """The device numbers of each pool's ranks."""
+        found: dict[str, list[int]] = {}
+        for info in self._infos:
+            found.setdefault(info.pool, []).append(int(info.device.rpartition(":")[2]))
+        return found
+
+    def _room(self, seen: Sequence[dict[str, Any]]) -> int | None:
+        """`PlacementChange.has_bytes`; None where slots are on several machines."""
+        if self.description.device == "cuda":
+            return int(min(s["device_bytes"] for s in seen))
+        if len({s["machine"] for s in seen}) > 1:
+            return None
+        held = sum(tenant.memory.certain(on_cpu=True) for tenant in self.estimate().tenants)
+        return int(min(s["available_bytes"] for s in seen)) + held + sum(s["batch_bytes"] for s in seen)
+
+    def _bandwidth(self) -> tuple[float | None, str]:
+        """Bytes a second from process to process, and where that figure is from."""
+        moved = self.telemetry.transfers()
+        large = moved[moved["moved_bytes"] >= TOLD_BYTES]
+        if len(large) and large["duration_s"].sum() > 0:
+            speed = float(large["moved_bytes"].sum() / large["duration_s"].sum())
+            return speed, f"from {len(large)} earlier transfers"
+        if self.description.backend == "inline":
+            return None, ""
+        if self._bandwidth_bytes_s is None:
+            self._bandwidth_bytes_s = self._timed_transfer(self._infos[0].name)
+        return self._bandwidth_bytes_s, "measured once, from a host to this process"
+
+    def _timed_transfer(self, host: str) -> float:
+        key, table = f"{self._id}-probe", {"probe": torch.zeros(PROBE_BYTES // 4096, 1024)}
+        self._backend.ask(host, "put", key, to_wire(carry(table))).result()
+        try:
+            start = time.monotonic()
+            from_wire(self._backend.ask(host, "fetch", key, ("probe",), np.arange(len(table["probe"]))).result())
+            return PROBE_BYTES / (time.monotonic() - start)
+        finally:
+            self._backend.ask(host, "release", [key]).result()
