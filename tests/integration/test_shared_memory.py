@@ -40,7 +40,7 @@ def moves(lab: wb.Workbench) -> list[tuple[str, str, str, str]]:
 
 
 def bytes_of(lab: wb.Workbench, role: str) -> dict[str, int]:
-    row = lab.topology().set_index("role").loc[role]
+    row: Any = lab.topology().set_index("role").loc[role]
     uses = ("parameters", "gradients", "optimizer", "offloaded", "generation_weights")
     return {use: int(row[f"{use}_bytes"]) for use in uses if f"{use}_bytes" in row}
 
