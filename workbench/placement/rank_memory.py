@@ -99,7 +99,9 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int
         own, own_trained = _shards(frozen, replicas), _shards(trained, replicas)
         live = [(size, item) for held, item in ((frozen, role.frozen_bytes), (trained, role.stored_bytes))
                 for _, size in held]  # fmt: skip
-        persistent = sum(size * item for size, item in live if size <= PERSISTENT_ELEMENTS) if replicas > 1 else 0
+        small = [(size, item) for size, item in live if size <= PERSISTENT_ELEMENTS]
+        # gathered with the padding of its shards; alone on its rank a weight is its shard
+        persistent = sum(padded(size, replicas) * item for size, item in small) if replicas > 1 else 0
         parameters = own * role.frozen_bytes + own_trained * role.stored_bytes + persistent
         groups_3 = len({len(weight.shape) > 1 for weight, _ in trained})
         optimizer, kept_gradients = own_trained * 12 + groups_3 * STEP_BYTES, own_trained * 4
