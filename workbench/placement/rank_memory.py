@@ -139,10 +139,11 @@ def _shards(held: Sequence[tuple[Weight, int]], replicas: int) -> int:
 
 
 def _overlapping(sizes: Sequence[int], k: int, replicas: int) -> int:
-    """Elements of the tensors, laid end to end, that reach into the k-th of equal partitions: in fp32 ZeRO-1 and 2 keep
-    the gradient of a tensor that two ranks share whole on both."""
-    each = padded(sum(sizes), ALIGNMENT * replicas) // replicas
-    found = start = 0
+    """Elements of the tensors, laid end to end, that reach into the k-th of equal partitions, and its padding: in fp32
+    ZeRO-1 and 2 keep the gradient of a tensor that two ranks share whole on both."""
+    each, total = padded(sum(sizes), ALIGNMENT * replicas) // replicas, sum(sizes)
+    found = (k + 1) * each - min(max(total, k * each), (k + 1) * each)  # padding
+    start = 0
     for size in sizes:
         if start < (k + 1) * each and start + size > k * each:
             found += size
