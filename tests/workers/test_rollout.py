@@ -96,7 +96,7 @@ def drawn(lab: Any) -> list[list[list[int]]]:
 
 def test_the_responses_are_those_of_an_actor_that_generates_itself(runs: Path) -> None:
     """Equal seeds and weights: also after updates, and with an algorithm's own lines."""
-    options = {"training": {"learning_rate": 1e-2}, "models": MODELS}
+    options: dict[str, Any] = {"training": {"learning_rate": 1e-2}, "models": MODELS}
     with tiny_lab("together", runs, backend="inline", **options) as together, apart(runs, MODELS) as lab:
         expected = drawn(together)
         assert drawn(lab) == expected
@@ -241,7 +241,7 @@ def test_an_adapter_arrives_merged(runs: Path) -> None:
 
 
 class OwnSampling(ActorWorker):
-    def check_sync(self) -> float:  # type: ignore[override]
+    def check_sync(self) -> float:
         return 0.0
 
 

@@ -37,8 +37,8 @@ class MemoryEstimate:
     """Bytes by role and device of a placement. What processes need for themselves, and batches, come on top.
 
     device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where that is known.
-    unknown: roles with workers of which nothing is known. take_turns: roles of a device are there one after another, see
-    `workbench.open(share_memory=...)`.
+    unknown: roles with workers of which nothing is known. take_turns: roles of a device are there one after another,
+    see `workbench.open(share_memory=...)`.
     """
 
     placement: Placement
