@@ -27,8 +27,11 @@ from workbench.models import bf16_is_fast  # noqa: E402
 
 MAX_NEW_TOKENS = 16
 COST_LIMIT = 0.5
-# minibatches give several steps an iteration; a critic that starts at 0 has to learn faster than the policy
+# of two steps an iteration; a critic that starts at 0 has to learn faster than the policy
 RATES = {"actor": 1e-5, "critic": 3e-5, "cost_critic": 3e-5}
+# Adam goes on for some ten steps in a direction that is no longer right. For a multiplier to hold a cost at its limit
+# these have to be few iterations: more and smaller steps in each.
+MINIBATCHES = {"grpo": 2, "ppo": 2, "safe_rlhf": 8}
 HELD_OUT = "arithmetic/test"
 SHOWN = ("reward", "cost", "multiplier", "response_tokens", "rollout_gap", "grad_norm")
 
@@ -56,9 +59,9 @@ def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workb
     """The roles that the algorithm needs, in this process."""
 
     def trained(role: str) -> wb.Model:
-        training = wb.Training(
-            engine="torch", learning_rate=RATES[role] * arguments.rate, minibatches=2, micro_batch_tokens=4096
-        )
+        minibatches = MINIBATCHES[arguments.algorithm]
+        rate = RATES[role] * arguments.rate * 2 / minibatches
+        training = wb.Training(engine="torch", learning_rate=rate, minibatches=minibatches, micro_batch_tokens=4096)
         return wb.Model(arguments.model, training=training, seed=seed)
 
     models: dict[str, Any] = {"actor": trained("actor"), "reward": right}
@@ -85,7 +88,7 @@ def make(name: str, lab: wb.Workbench, rows: int) -> Any:
         return wb.GRPO(lab, prompts=rows // 8, samples=8, sampling=sampling)
     if name == "ppo":
         return wb.PPO(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01)
-    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.5)
+    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.3)
 
 
 def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:
