@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import SYNC_STRATEGIES, Generation, Sampling, one_of
+from workbench.engines.settings import SYNC_STRATEGIES, Sampling, check_room, one_of, whole
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
@@ -41,18 +41,9 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     settings = {name: value for name, value in arguments.items() if name != "seed"}
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
+    if arguments["seed"] is not None:
+        whole("seed", arguments["seed"], 0)
     return Sampling(**settings)
-
-
-def _check_length(sampling: Sampling, generation: Generation | None) -> None:
-    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word."""
-    assert generation is not None
-    if sampling.max_new_tokens >= generation.max_model_tokens:
-        raise BadInput(
-            f"max_new_tokens={sampling.max_new_tokens}",
-            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
-            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
-        )
 
 
 def _strategy(arguments: Mapping[str, Any]) -> None:
@@ -114,6 +105,7 @@ class RolloutWorker(TrainedWorker):
         minibatched=True,
         samples=True,
         check=_sampling,
+        check_model=lambda arguments, model: check_room(arguments, model.generation),
     )
     def generate_sequences(
         self,
@@ -169,7 +161,6 @@ class RolloutWorker(TrainedWorker):
             concurrency=concurrency,
             timeout_s=timeout_s,
         )
-        _check_length(sampling, self.spec.generation)
         metrics = self._sync()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         with self.context.recorder.span("generate") as counted:
