@@ -75,6 +75,16 @@ def test_settings(make: Callable[[], Any], message: str) -> None:
         make()
 
 
+def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    for changed in ({"reward": "smollm2-135m"}, {"actor": "smollm2-135m"}):
+        with pytest.raises(BadInput, match="another vocabulary than the actor's"):
+            tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, **changed})
+    assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
+
+
 def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": \n')

@@ -97,6 +97,15 @@ def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> Non
     assert metrics["compute_log_prob/entropy"] > 0
 
 
+def test_dual_clip_and_entropy_reach_the_update(lab: wb.Workbench) -> None:
+    for algorithm in (
+        wb.PPO(lab, dual_clip=3.0, entropy_coefficient=0.01),
+        wb.GRPO(lab, dual_clip=3.0, entropy_coefficient=0.01),
+    ):
+        given = algorithm.graph()["update_actor"].kwargs
+        assert (given["dual_clip"], given["entropy_coefficient"]) == (3.0, 0.01)
+
+
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
     for make, message in (
         (lambda: wb.RLOO(lab, samples=1), "RLOO.samples=1"),

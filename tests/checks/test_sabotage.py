@@ -121,7 +121,7 @@ def penalty_for_bonus(scores: Tensor, old: Tensor, ref: Any, mask: Tensor, beta:
         ("macro_gae", lambda *arguments: macro_gae(*arguments[:-1], 1), ["gae with macro_tokens"]),
         (
             "off_policy_baseline",
-            lambda scores, group, weight, norm2: off_policy_baseline(scores, group, 1 / weight, norm2),
+            lambda scores, group, weight, norm2: off_policy_baseline(scores, group, torch.ones_like(weight), norm2),
             ["off_policy_baseline"],
         ),
         (
