@@ -118,7 +118,7 @@ def penalty_for_bonus(scores: Tensor, old: Tensor, ref: Any, mask: Tensor, beta:
         ),
         ("reinforce", lambda rewards, mask, gamma, *baseline: reinforce(rewards, mask, 1.0, *baseline), ["reinforce"]),
         ("overlong_penalty", lambda *arguments: -overlong_penalty(*arguments), ["grpo with overlong_buffer"]),
-        ("macro_gae", lambda *arguments: macro_gae(*arguments[:-1], 1), ["gae with macro_tokens"]),
+        ("macro_gae", lambda r, v, m, gamma, lam, tokens: macro_gae(r, v, m, gamma, lam, 1), ["gae with macro_tokens"]),
         (
             "off_policy_baseline",
             lambda scores, group, weight, norm2: off_policy_baseline(scores, group, torch.ones_like(weight), norm2),
@@ -151,8 +151,8 @@ def one_clip(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, mask: Tens
     return policy_loss(kind, now, old, advantages, mask, low, low, *more[1:])
 
 
-def without_dual_clip(*arguments: Any) -> Any:
-    return policy_loss(*arguments[:-1], None)
+def without_dual_clip(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *clips: Any) -> Any:
+    return policy_loss(kind, now, old, advantages, mask, *clips[:2])
 
 
 def maximum_for_minimum(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, *more: Any) -> Any:

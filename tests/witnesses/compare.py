@@ -185,8 +185,8 @@ def against_trl() -> Iterator[Row]:
 
     yield "trl", "selective log softmax", _head_apart(TokenLogProbs, selective_log_softmax)
     penalties = get_soft_overlong_punishment(TOKENS - 2, 6)([[0] * length for length in LENGTHS[:, 0].tolist()])
-    ours = overlong_penalty(LENGTHS[:, 0].double(), TOKENS - 2, 6)
-    yield "trl", "overlong penalty", apart(ours, torch.tensor(penalties, dtype=torch.float64))
+    own_penalties = overlong_penalty(LENGTHS[:, 0].double(), TOKENS - 2, 6)
+    yield "trl", "overlong penalty", apart(own_penalties, torch.tensor(penalties, dtype=torch.float64))
 
     def reward_loss(now: Tensor) -> Tensor:
         """RewardTrainer's own loss of pairs: the first two numbers of each row as scores, the third as a margin."""

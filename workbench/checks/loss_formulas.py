@@ -41,8 +41,8 @@ def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str
             weights = importance_weights(old, rollout, arguments["correction"]) if row else []
             row[:] = [w * x for w, x in zip(weights, row, strict=True)]
     if arguments["kl_coefficient"]:
-        for row, *tokens in zip(found, log_probs, columns[1], rows.tokens("ref_log_prob"), strict=True):
-            penalties = [_kl_loss(*token, arguments["kl"]) for token in zip(*tokens, strict=True)]
+        for row, now, old, ref in zip(found, log_probs, columns[1], rows.tokens("ref_log_prob"), strict=True):
+            penalties = [_kl_loss(*token, arguments["kl"]) for token in zip(now, old, ref, strict=True)]
             row[:] = [x + arguments["kl_coefficient"] * penalty for x, penalty in zip(row, penalties, strict=True)]
     return found
 

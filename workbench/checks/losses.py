@@ -18,9 +18,9 @@ from workbench.dataflow.columns import Ragged, Table
 from workbench.workers.protocols import THREE_D_PROTO, minibatch_rows
 from workbench.workers.roles import ROLE_WORKERS
 
-# How far policy and critic have moved since the rollouts: standard deviations of a log-ratio, and of a value. So that
-# ratios lie on both sides of 1, within every clip and outside.
-MOVED = {"old_log_prob": 0.5, "values": 0.5, "cost_values": 0.5}
+# How far policy and critic have moved since the rollouts, and lie from the reference: standard deviations of
+# log-ratios, and of a value. So that ratios lie on both sides of 1, within every clip and outside.
+MOVED = {"old_log_prob": 0.5, "ref_log_prob": 0.5, "values": 0.5, "cost_values": 0.5}
 
 
 def check_losses(subject: Subject) -> Finding:
