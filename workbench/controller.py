@@ -49,6 +49,7 @@ from workbench.example_stream import ExampleStream
 from workbench.held_batches import HeldBatches
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
+from workbench.named_fields import meant
 from workbench.placement import ROLLOUT, Layout
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
@@ -128,11 +129,11 @@ class Workbench(HeldBatches):
     def __getattr__(self, name: str) -> WorkerGroup:
         if name == ROLLOUT:
             raise AttributeError("this workbench has no rollout workers: the actor generates. Name 'rollout' in a pool")
+        roles = self.__dict__.get("groups", {})
         if name in ROLE_WORKERS:
-            raise AttributeError(
-                f"this workbench has no {name}; it has {', '.join(self.groups)}. Declare it in models="
-            )
-        raise AttributeError(f"a Workbench has no attribute {name!r}")
+            raise AttributeError(f"this workbench has no {name}; it has {', '.join(roles)}. Declare it in models=")
+        near = meant(name, [*roles, *(known for known in dir(self) if not known.startswith("_"))], str)
+        raise AttributeError(f"a Workbench has no attribute {name!r}" + (f": {near}" if near else ""))
 
     # --- opening and leaving ----------------------------------------------------------------------------------------
 
@@ -319,8 +320,11 @@ class Workbench(HeldBatches):
         """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
         has them all. `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
 
-        data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all. reward: in place
-        of the reward role's own. seed: the same one draws the same responses from the same weights.
+        data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all.
+        samples: responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, at temperature 1 and of at
+        most 64 tokens, whatever training draws with: give the algorithm's, `sampling=ppo.sampling`, to measure what it
+        trains. reward: in place of the reward role's own. seed: the same one draws the same responses from the same
+        weights.
         Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
         reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), `truncated_fraction`.
         """
@@ -382,6 +386,7 @@ class Workbench(HeldBatches):
         operation = operation.given(arguments)
         if batch is not None:
             batch.need(operation.needed(arguments), where)
+            group.operations[operation.name].check_columns(arguments, batch.names)
         before = first()
 
         # a role's stages come after its updates, and are not run when one of these failed

@@ -14,8 +14,10 @@ from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_l
 from workbench.errors import BadInput, MissingDependency
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
-from workbench.models import load_config, load_tokenizer, resolve
+from workbench.models import load_config, resolve
+from workbench.models.bundled import BUNDLED
 from workbench.models.spec import Model, check_settings
+from workbench.models.tokenizers import vocabulary
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, check_role
 from workbench.placement.role_model import RoleModel
 from workbench.resharding.weights import model_weights
@@ -93,6 +95,7 @@ class Description:
             )
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
+        whole("seed", seed, 0)
         check_settings("training", training, Training)
         check_settings("generation", generation, Generation)
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
@@ -341,22 +344,23 @@ class Description:
                 )
 
     def _check_models(self) -> None:
-        for model in self.models.values():
-            if model.name is not None:
+        for model in self.models.values():  # a bundled model is made on first use: only where the others fit
+            if model.name is not None and model.name not in BUNDLED:
                 resolve(model.name)
         lead = self.models[self.lead]
         assert lead.name is not None
-        words = load_tokenizer(lead.name).get_vocab()
+        words = vocabulary(lead.name)
         for role, model in self.models.items():
-            if model.name is not None and model.name != lead.name:
-                same = load_tokenizer(model.name).get_vocab() == words
-                if not same:
-                    raise BadInput(
-                        f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {self.lead}'s",
-                        "all roles read the same tokens",
-                        "use a model of the same family"
-                        + (", or score with a function" if role in ("reward", "cost") else ""),
-                    )
+            if model.name not in (None, lead.name) and vocabulary(str(model.name)) != words:
+                raise BadInput(
+                    f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {self.lead}'s",
+                    "all roles read the same tokens",
+                    "use a model of the same family"
+                    + (", or score with a function" if role in ("reward", "cost") else ""),
+                )
+        for model in self.models.values():
+            if model.name is not None:
+                resolve(model.name)
         generation = self.generation
         longest = getattr(load_config(lead.name), "max_position_embeddings", None)
         if generation and longest and generation.max_model_tokens > longest:

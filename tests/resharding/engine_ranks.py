@@ -276,6 +276,7 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
                 found.live.append(_live_bytes() - foreign)
                 found.resident.append(psutil.Process().memory_info().rss)
 
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
         with LiveBytes(held.values()) as live:
             engine.reshard(held)
         found.peak = live.peak

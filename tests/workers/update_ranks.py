@@ -18,7 +18,7 @@ from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import HostInfo, Shard
 from workbench.workers.communicator import Communicator
-from workbench.workers.roles import actor
+from workbench.workers.roles import actor, hybrid
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import WeightExchange
 from workbench.workers.worker import Context
@@ -50,10 +50,9 @@ def sync_with_gaps(gaps: list[float]) -> list[str]:
     worker = worker_of(Case())
     worker.spec = replace(worker.spec, generation=Generation(engine="transformers"))
     worker.generator.weights_version = -1  # as after an update
-    measured = worker._gap
-    said = []
+    measured, said = hybrid.probe_gap, []
     for broken in (True, True, False):
-        worker._gap = (lambda trained: gaps[dist.get_rank()]) if broken else measured
+        hybrid.probe_gap = (lambda *asked: gaps[dist.get_rank()]) if broken else measured
         try:
             worker.sync_weights()
             said.append("")

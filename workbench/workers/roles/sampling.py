@@ -13,8 +13,8 @@ from torch import Tensor
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import GenerationEngine
-from workbench.engines.settings import Generation, Sampling
-from workbench.errors import BadInput, SyncError
+from workbench.engines.settings import Sampling, check_room, whole
+from workbench.errors import SyncError
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
@@ -37,18 +37,9 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     settings = {name: value for name, value in arguments.items() if name != "seed"}
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
+    if arguments["seed"] is not None:
+        whole("seed", arguments["seed"], 0)
     return Sampling(**settings)
-
-
-def _check_length(sampling: Sampling, generation: Generation | None) -> None:
-    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word."""
-    assert generation is not None
-    if sampling.max_new_tokens >= generation.max_model_tokens:
-        raise BadInput(
-            f"max_new_tokens={sampling.max_new_tokens}",
-            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
-            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
-        )
 
 
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -89,6 +80,7 @@ class SamplingWorker(Worker):
         samples=True,
         generates=True,
         check=_sampling,
+        check_model=lambda arguments, model: check_room(arguments, model.generation),
     )
     def generate_sequences(
         self,
@@ -148,7 +140,6 @@ class SamplingWorker(Worker):
             concurrency=concurrency,
             timeout_s=timeout_s,
         )
-        _check_length(sampling, self.spec.generation)
         metrics = self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         drawn_with = self.generator.weights_version
