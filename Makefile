@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control bench-forward clean help
+.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-learning clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -55,8 +55,18 @@ bench-control: $(READY) ## measure what the controller adds to a stage, by ranks
 bench-forward: $(READY) ## measure packed against padded passes, and log-probabilities against whole logits
 	$(BIN)/python tests/benchmarks/forward.py
 
+bench-resharding: $(READY) ## measure bytes and seconds of the three transitions, by model and by ranks
+	$(BIN)/python tests/benchmarks/resharding.py
+
+bench-learning: $(READY) ## measure whether GRPO, PPO and Safe-RLHF learn (hours); PAIRS=file.jsonl adds reward model and DPO
+	$(BIN)/python tests/benchmarks/learning.py grpo
+	$(BIN)/python tests/benchmarks/learning.py ppo
+	$(BIN)/python tests/benchmarks/learning.py safe_rlhf
+	$(if $(PAIRS),$(BIN)/python tests/benchmarks/reward_model.py $(PAIRS))
+	$(if $(PAIRS),$(BIN)/python tests/benchmarks/dpo.py $(PAIRS))
+
 clean: ## remove .venv/ and what tools left behind; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 help: ## list these targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20

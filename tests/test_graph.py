@@ -285,11 +285,17 @@ def test_an_iteration_of_run_that_fails_is_given_up(lab: wb.Workbench) -> None:
     with pytest.raises(StageError, match="ZeroDivisionError"):
         algorithm.run(1)
     assert algorithm.next_stage == "prompts"
+    assert list(algorithm.made) == ["prompts", "generate_sequences", "compute_log_prob"]  # no promises
     algorithm.reward = vowels
     assert len(algorithm.run(1)) == 1
 
 
 def test_two_stages_of_one_operation_report_apart(lab: wb.Workbench) -> None:
-    metrics = wb.ReMax(lab, prompts=2, sampling=SHORT, kl_coefficient=0.0).iterate()
-    assert {"generate_sequences/truncated/fraction", "generate_sequences_2/truncated/fraction"} <= set(metrics)
-    assert {"generate_sequences", "generate_sequences_2"} <= set(lab.metrics()["stage"])
+    algorithm = wb.ReMax(lab, prompts=2, sampling=SHORT, kl_coefficient=0.0)
+    metrics = algorithm.iterate()
+    for stage in ("compute_reward", "compute_greedy_reward"):
+        rewards = algorithm.made[stage].fetch(["rewards"])["rewards"]
+        assert metrics[f"{stage}/rewards/mean"] == pytest.approx(float(rewards.mean()))
+    assert algorithm.graph()["compute_greedy_reward"].inputs == ("generate_greedy",)
+    assert {"generate_sequences/truncated/fraction", "generate_greedy/truncated/fraction"} <= set(metrics)
+    assert {"generate_sequences", "generate_greedy"} <= set(lab.metrics()["stage"])

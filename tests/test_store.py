@@ -261,7 +261,7 @@ def test_remax_as_an_arm_draws_its_own_baseline(lab: wb.Workbench) -> None:
     batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6))
     batch = lab.reward.compute_reward(lab.reference.compute_ref_log_prob(batch))
     (arm,) = lab.compare(batch, {"remax": wb.ReMax(lab)}).arms
-    assert arm.ran[:2] == ("generate_sequences", "compute_reward")
+    assert arm.ran[:2] == ("generate_greedy", "compute_greedy_reward")
     assert arm.batch.df(["response_ids", "rewards"]).equals(batch.df(["response_ids", "rewards"]))
     assert not arm.batch.df(["rewards"])["rewards"].equals(arm.batch.df(["baseline_rewards"])["baseline_rewards"])
 

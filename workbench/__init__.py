@@ -14,6 +14,7 @@ from workbench.algorithms import ALGORITHMS
 if TYPE_CHECKING:
     from workbench.algorithms import *  # noqa: F403 (every algorithm)
     from workbench.algorithms.correction import Correction as Correction
+    from workbench.algorithms.loop import Algorithm as Algorithm
     from workbench.controller import Workbench as Workbench
     from workbench.dataflow import verifiers as verifiers
     from workbench.dataflow.batch import Batch as Batch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {
     **ALGORITHMS,
+    "Algorithm": "workbench.algorithms.loop",
     "Batch": "workbench.dataflow.batch",
     "Correction": "workbench.algorithms.correction",
     "Generation": "workbench.engines.settings",

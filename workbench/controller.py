@@ -50,6 +50,7 @@ from workbench.held_batches import HeldBatches
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.moving import move
+from workbench.named_fields import meant
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.prompt_stream import PromptStream
 from workbench.starting import join_pools, load_roles
@@ -74,8 +75,8 @@ class Workbench(HeldBatches):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
-    them. lab.prompts: where prompts come from. lab.topology(), lab.timeline(),
-    lab.spans(), lab.transfers(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
+    them. lab.prompts: where prompts come from. lab.topology(), lab.timeline(), lab.spans(), lab.transfers(),
+    lab.syncs(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
     """
 
     _backend: Backend
@@ -150,11 +151,11 @@ class Workbench(HeldBatches):
     def __getattr__(self, name: str) -> WorkerGroup:
         if name == ROLLOUT:
             raise AttributeError("this workbench has no rollout workers: the actor generates. Name 'rollout' in a pool")
+        roles = self.__dict__.get("groups", {})
         if name in ROLE_WORKERS:
-            raise AttributeError(
-                f"this workbench has no {name}; it has {', '.join(self.groups)}. Declare it in models="
-            )
-        raise AttributeError(f"a Workbench has no attribute {name!r}")
+            raise AttributeError(f"this workbench has no {name}; it has {', '.join(roles)}. Declare it in models=")
+        near = meant(name, [*roles, *(known for known in dir(self) if not known.startswith("_"))], str)
+        raise AttributeError(f"a Workbench has no attribute {name!r}" + (f": {near}" if near else ""))
 
     # --- opening and leaving ----------------------------------------------------------------------------------------
 
@@ -366,8 +367,11 @@ class Workbench(HeldBatches):
         """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
         has them all. `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
 
-        data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all. reward: in place
-        of the reward role's own. seed: the same one draws the same responses from the same weights.
+        data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all.
+        samples: responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, at temperature 1 and of at
+        most 64 tokens, whatever training draws with: give the algorithm's, `sampling=ppo.sampling`, to measure what it
+        trains. reward: in place of the reward role's own. seed: the same one draws the same responses from the same
+        weights.
         Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
         reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), `truncated_fraction`.
         """
@@ -429,6 +433,7 @@ class Workbench(HeldBatches):
         operation = operation.given(arguments)
         if batch is not None:
             batch.need(operation.needed(arguments), where)
+            group.operations[operation.name].check_columns(arguments, batch.names)
         before = first()
 
         # a role's stages come after its updates, and are not run when one of these failed
@@ -449,6 +454,8 @@ class Workbench(HeldBatches):
             travels = operation.travelling(reads, batch)
             _, meta = batch.part(travels)
             seeded = {**meta, "seed": self._stage_seed(operation, meta, arguments)}
+            if group.role == ROLLOUT:  # who samples with the weights as they are: here is known which there are
+                seeded["trained_version"] = self.weights["actor"].steps
             return calls_on_batch(group, operation, common, args, batch, samples, travels, seeded, self._heirs)
 
         def finish(run: Run) -> Any:
@@ -513,6 +520,7 @@ class Workbench(HeldBatches):
         for reply in replies:
             self.telemetry.append_spans(reply.spans)
             self.telemetry.append_transfers(reply.transfers)
+            self.telemetry.append_syncs(reply.syncs)
 
     def _batch_argument(
         self, where: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -608,7 +616,7 @@ class Workbench(HeldBatches):
             weights_state=weights.state if weights else "",
             seed=tuple(call.meta["seed"]),
             travelled=tuple(dict.fromkeys(name for names, _ in call.pulls for name in names)),
-            meta_in={name: value for name, value in call.meta.items() if name != "seed"},
+            meta_in={name: value for name, value in call.meta.items() if name not in ("seed", "trained_version")},
             meta_out=run.meta,
             code=run.code,
             metrics=run.metrics,

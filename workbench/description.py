@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from workbench.engines.settings import Generation, Training, one_of, whole
+from workbench.engines.settings import SHARE_MEMORY, Generation, ShareMemory, Training, one_of, whole
 from workbench.engines.training.cut import check_cut
+from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.errors import BadInput, MissingDependency
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
-from workbench.models import load_config, load_tokenizer, resolve
+from workbench.models import load_config, resolve
+from workbench.models.bundled import BUNDLED
 from workbench.models.spec import Model, check_settings
+from workbench.models.tokenizers import vocabulary
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
 from workbench.placement.role_model import RoleModel
 from workbench.resharding.weights import model_weights
@@ -45,6 +48,7 @@ class Description:
     """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
 
     id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
+    share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     moved: the hosts, where `lab.move` has made others than the opening; they are not part of the `digest`.
     """
 
@@ -58,6 +62,7 @@ class Description:
     devices: int
     seed: int
     address: str | None
+    share_memory: ShareMemory = False
     moved: tuple[HostInfo, ...] = ()
 
     @classmethod
@@ -76,9 +81,11 @@ class Description:
         devices: int | None,
         seed: int,
         address: str | None,
+        share_memory: ShareMemory = False,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
         one_of("backend", backend, BACKENDS)
+        one_of("share_memory", share_memory, SHARE_MEMORY)
         if not isinstance(models, Mapping):
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -91,6 +98,7 @@ class Description:
             )
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
+        whole("seed", seed, 0)
         check_settings("training", training, Training)
         check_settings("generation", generation, Generation)
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
@@ -128,9 +136,15 @@ class Description:
             devices=devices or (_device_count(device) if address is None else placement.devices),
             seed=seed,
             address=address,
+            share_memory=share_memory,
         )
         description._check()
         return description
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether roles of a device are there one after another, see `workbench.open`."""
+        return bool(self.share_memory) and self.device == "cuda"
 
     @property
     def lead(self) -> str:
@@ -170,6 +184,7 @@ class Description:
         self._check_workers()
         self._check_rollout()
         self._check_layouts()
+        self._check_tensor_sizes()
         self._check_installed()
         self._check_models()
         self._check_tensor_groups()
@@ -247,12 +262,6 @@ class Description:
                 continue
             assert model.training is not None
             assert model.name is not None
-            if model.trained and model.training.engine == "deepspeed":
-                raise BadInput(
-                    f"layouts[{role!r}]={layout} with Training(engine='deepspeed')",
-                    "DeepSpeed's engine here is data parallel: p*t must be 1",
-                    f"use Training(engine='torch') for this role, or leave the layout out, for {Layout(d=layout.size)}",
-                )
             if model.adapter is not None:
                 raise BadInput(
                     f"layouts[{role!r}]={layout} with {model.adapter}",
@@ -260,10 +269,27 @@ class Description:
                     f"leave the layout out, for {Layout(d=layout.size)}",
                 )
             try:
+                if model.trained and model.training.engine == "deepspeed":
+                    check_deepspeed_layout(layout, model.training)
                 check_cut(load_config(model.name), layout, _head(role))
             except BadInput as error:
                 raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
             self.layout_of(role)
+
+    def _check_tensor_sizes(self) -> None:
+        """DeepSpeed knows one tensor group a process, and so one t."""
+        first: dict[str, str] = {}
+        for role, model in self.models.items():
+            if not (self._is_ours(role) and model.trained and model.training and model.training.engine == "deepspeed"):
+                continue
+            other = first.setdefault(self.placement.pool_of(role).name, role)
+            t, of_other = self.placement.layout_of(role).t, self.placement.layout_of(other).t
+            if t != of_other:
+                raise BadInput(
+                    f"t={of_other} for {other!r} and t={t} for {role!r} with Training(engine='deepspeed')",
+                    "roles that DeepSpeed trains on the same devices have the same t",
+                    "give them layouts with the same t, or use Training(engine='torch') for one of them",
+                )
 
     def _check_installed(self) -> None:
         actor = self.models.get("actor")
@@ -321,22 +347,23 @@ class Description:
                 )
 
     def _check_models(self) -> None:
-        for model in self.models.values():
-            if model.name is not None:
+        for model in self.models.values():  # a bundled model is made on first use: only where the others fit
+            if model.name is not None and model.name not in BUNDLED:
                 resolve(model.name)
         lead = self.models[self.lead]
         assert lead.name is not None
-        words = load_tokenizer(lead.name).get_vocab()
+        words = vocabulary(lead.name)
         for role, model in self.models.items():
-            if model.name is not None and model.name != lead.name:
-                same = load_tokenizer(model.name).get_vocab() == words
-                if not same:
-                    raise BadInput(
-                        f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {self.lead}'s",
-                        "all roles read the same tokens",
-                        "use a model of the same family"
-                        + (", or score with a function" if role in ("reward", "cost") else ""),
-                    )
+            if model.name not in (None, lead.name) and vocabulary(str(model.name)) != words:
+                raise BadInput(
+                    f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {self.lead}'s",
+                    "all roles read the same tokens",
+                    "use a model of the same family"
+                    + (", or score with a function" if role in ("reward", "cost") else ""),
+                )
+        for model in self.models.values():
+            if model.name is not None:
+                resolve(model.name)
         generation = self.generation
         longest = getattr(load_config(lead.name), "max_position_embeddings", None)
         if generation and longest and generation.max_model_tokens > longest:
@@ -364,6 +391,7 @@ class Description:
             device=f"{self.device}:{number}",
             threads=max(1, cores() // self.placement.devices),
             log_path=None,
+            share_memory=self.share_memory,
             again=again,
         )
         return (

@@ -16,7 +16,7 @@ from workbench.dataflow.columns import Ragged
 from workbench.dataflow.prompts import PromptRow, Prompts
 from workbench.engines.settings import Sampling, whole
 from workbench.errors import BadInput
-from workbench.prompt_stream import check_room, prompt_table
+from workbench.prompt_stream import check_room, prompt_options, prompt_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,13 +54,17 @@ def evaluate(
             "open one with a reward role: a function will do",
         )  # fmt: skip
     # what the last stage would refuse is refused before the first
-    lab.reward.operations["compute_reward"].arguments((), {"function": reward})
+    scored, _ = lab.reward.operations["compute_reward"].arguments((), {"function": reward})
+    options = asdict(sampling or Sampling())
+    lab.actor.operations["generate_sequences"].arguments((), {"samples": samples, "seed": seed, **options})
     sets = {name: _rows(lab, source, n) for name, source in _named(data).items()}
+    written = lab.actor.operations["generate_sequences"].operation.written(options)
+    for rows in sets.values():
+        lab.reward.operations["compute_reward"].check_columns(scored, (*prompt_table(rows, 0), *written))
     frames = {}
     with aside(lab, "evaluate/stages"):
         for name, rows in sets.items():
             batch = lab.put(prompt_table(rows, 0))
-            options = asdict(sampling or Sampling())
             batch = lab.actor.generate_sequences(batch, samples=samples, seed=seed, **options)
             batch = lab.reward.compute_reward(batch, function=reward)
             found = batch.fetch(["rewards", "finished", "response_mask"])
@@ -116,8 +120,8 @@ def _named(data: Any) -> dict[str, Any]:
 
 def _rows(lab: Workbench, source: Any, n: int | None) -> list[PromptRow]:
     """The first n rows of a source, in its order; all: None."""
-    options = dict(source) if isinstance(source, Mapping) else {"source": source}
-    prompts = Prompts(**{"shuffle": False, "seed": lab.seed, **options}, tokenizer=lab._tokenizer)
+    options = {"shuffle": False, "seed": lab.seed, **prompt_options(source, "evaluate: dict")}
+    prompts = Prompts(**options, tokenizer=lab._tokenizer)
     check_room(prompts, lab.description.generation)
     if n is not None:
         whole("n", n, 1)

@@ -13,6 +13,7 @@ from workbench.dataflow.examples import Examples, Kind, Tokenized
 from workbench.dataflow.sources import Source
 from workbench.engines.settings import whole
 from workbench.errors import BadInput
+from workbench.named_fields import check_names
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -30,6 +31,8 @@ class ExampleStream:
     """
 
     def __init__(self, lab: Workbench, source: Source, kind: Kind, **options: Any) -> None:
+        hidden = ("source", "kind", "tokenizer")
+        check_names(Examples, options, len(hidden), called=f"lab.{kind}", hidden=hidden)
         options.setdefault("seed", lab.seed)
         self._lab, self.drawn = lab, 0
         self.examples = Examples(source, kind, tokenizer=lab._tokenizer, **options)

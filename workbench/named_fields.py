@@ -1,35 +1,93 @@
-"""Settings whose fields are given by name: a name that there is not is refused with the nearest one that there is."""
+"""Settings whose fields are given by name: a name that there is not is refused with the one that is likely meant."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from workbench.errors import BadInput
 
+# What other libraries of the field call fields of ours: the first of these that there is, is meant.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "adam_epsilon": ("eps",),
+    "batch_size": ("prompts", "rows"),
+    "beta": ("kl_coefficient", "beta"),
+    "cliprange": ("clip",),
+    "cliprange_value": ("value_clip",),
+    "data": ("source",),
+    "dataset": ("source",),
+    "epsilon": ("clip",),
+    "epsilon_high": ("clip_high",),
+    "file": ("source",),
+    "gae_lambda": ("lam",),
+    "gpu_memory_utilization": ("gpu_memory_fraction",),
+    "gradient_checkpointing": ("activation_checkpointing",),
+    "group_size": ("samples",),
+    "init_kl_coef": ("kl_coefficient",),
+    "kl_coef": ("kl_coefficient",),
+    "lora_alpha": ("alpha",),
+    "lr": ("learning_rate",),
+    "lr_scheduler_type": ("schedule",),
+    "max_completion_length": ("max_new_tokens",),
+    "max_length": ("max_tokens", "max_model_tokens", "max_new_tokens"),
+    "max_model_len": ("max_model_tokens",),
+    "max_num_seqs": ("max_rows",),
+    "max_prompt_length": ("max_prompt_tokens",),
+    "max_tokens": ("max_new_tokens", "max_model_tokens"),
+    "model_name_or_path": ("name",),
+    "n": ("samples",),
+    "num_generations": ("samples",),
+    "num_mini_batches": ("minibatches",),
+    "num_ppo_epochs": ("epochs",),
+    "num_train_epochs": ("epochs",),
+    "path": ("source",),
+    "peft_config": ("adapter",),
+    "r": ("rank",),
+    "reward_fn": ("reward",),
+    "reward_funcs": ("reward",),
+    "rollout_n": ("samples",),
+    "target_modules": ("targets",),
+    "torch_dtype": ("dtype",),
+    "train_batch_size": ("prompts", "rows"),
+}
 
-def check_names(cls: type, names: dict[str, Any], given: int = 0) -> None:
+
+def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
+    """A remedy for a name that there is not: that of `known` which is its synonym, or is spelled nearly so; else "".
+
+    written: how a name is written there.
+    """
+    names = list(known)
+    for other in SYNONYMS.get(name, ()):
+        if other in names:
+            return f"write {written(other)}, which it is called here"
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"write {written(near[0])} (the nearest)" if near else ""
+
+
+def check_names(
+    cls: type, names: Mapping[str, Any], given: int = 0, *, called: str = "", hidden: Iterable[str] = ()
+) -> None:
     """Raise `BadInput` for the first of these keyword arguments that a class does not take, or that it cannot do
-    without. given: how many arguments come before them, by position."""
+    without. given: how many arguments come before them, by position. called: what the user calls, if not the class;
+    hidden: arguments that are not the user's to give there."""
+    called = called or cls.__name__
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
-    fields = [parameter.name for parameter in parameters]
+    fields = [parameter.name for parameter in parameters if parameter.name not in tuple(hidden)]
     for name, value in names.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            raise BadInput(
-                f"{cls.__name__}({name}={value!r:.60})",
-                f"it takes {', '.join(fields)}",
-                f"write {near[0]}= (the nearest)" if near else "",
-            )
-    needed = [parameter.name for parameter in parameters[given:] if parameter.default is inspect.Parameter.empty]
+            rule = f"it takes {', '.join(fields)}"
+            raise BadInput(f"{called}({name}={value!r:.60})", rule, meant(name, fields))
+    needed = [p.name for p in parameters[given:] if p.default is inspect.Parameter.empty and p.name in fields]
     if missing := [name for name in needed if name not in names]:
         raise BadInput(
-            f"{cls.__name__}() without {', '.join(missing)}",
+            f"{called}() without {', '.join(missing)}",
             "it has no default",
-            f"write {cls.__name__}({', '.join(f'{name}=...' for name in missing)}, ...)",
+            f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)",
         )
 
 

@@ -16,7 +16,7 @@ from workbench import registry
 from workbench.controller import Workbench
 from workbench.description import Description
 from workbench.display.progress import Progress
-from workbench.engines.settings import Generation, Training, one_of
+from workbench.engines.settings import Generation, ShareMemory, Training, one_of
 from workbench.errors import BadInput, NameTaken, WorkbenchError
 from workbench.home import locked
 from workbench.machine import available_bytes, gpu_bytes
@@ -43,6 +43,7 @@ def open(
     devices: int | None = None,
     seed: int = 0,
     address: str | None = None,
+    share_memory: ShareMemory = False,
     if_exists: IfExists = "attach",
     runs: str | Path = "runs",
 ) -> Workbench:
@@ -56,6 +57,11 @@ def open(
     device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
     address: a Ray cluster to join, "host:port" (then say device= as well); default: this user's own, started if need
         be, or the one that this process joined with `ray.init()`.
+    share_memory: True has the roles of a GPU take turns in its memory. Before a stage the others' parameters, gradients
+        and optimizer states go to host memory, this one's come back, optimizers only for updates; vLLM's weights and
+        key-value cache are freed while something else computes. Results stay the same to the last bit; a sync is due
+        whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
+        On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
     if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
         description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
     runs: folder under which the run folder (telemetry, logs) is made.
@@ -69,6 +75,7 @@ def open(
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
+        share_memory=share_memory,
     )  # fmt: skip
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
@@ -143,7 +150,10 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
         return
     models, gpu = description.role_models(), has if description.device == "cuda" else None
     try:
-        estimate = estimate_memory(description.placement, models, device=description.device, device_bytes=gpu)
+        estimate = estimate_memory(
+            description.placement, models, device=description.device, device_bytes=gpu,
+            take_turns=description.takes_turns,
+        )  # fmt: skip
     except BadInput:  # a model whose weights cannot be told from its configuration may well load
         return
     if doubt := check_fit(estimate, has_bytes=has, models=models):

@@ -13,6 +13,7 @@ from workbench.dataflow.columns import Ragged, Table
 from workbench.dataflow.prompts import PromptRow, Prompts
 from workbench.engines.settings import Generation
 from workbench.errors import BadInput
+from workbench.named_fields import check_names
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -26,8 +27,7 @@ class PromptStream:
         self.state: dict[str, Any] | None = None
         self.source: Prompts | None = None
         if settings is not None:
-            options = dict(settings) if isinstance(settings, Mapping) else {"source": settings}
-            options.setdefault("seed", lab.seed)
+            options = {"seed": lab.seed, **prompt_options(settings, "prompts=dict")}
             self.source = Prompts(**options, tokenizer=lab._tokenizer)
             check_room(self.source, lab.description.generation)
 
@@ -64,6 +64,17 @@ class PromptStream:
 
     def _repr_html_(self) -> str:
         return self.source._repr_html_() if self.source else repr(self)
+
+
+def prompt_options(settings: Any, called: str) -> dict[str, Any]:
+    """What `Prompts` is given for a source, or for a mapping of its options, whose names are checked.
+
+    called: what the mapping is called where it was written.
+    """
+    if not isinstance(settings, Mapping):
+        return {"source": settings}
+    check_names(Prompts, settings, called=called, hidden=("tokenizer",))
+    return dict(settings)
 
 
 def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:

@@ -61,20 +61,32 @@ class Views(Whereabouts):
         """What a weight sync of the actor moves at least: between its ranks, or to the rollout workers."""
         from workbench.models import load_config
         from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
-        from workbench.workers.weight_transition import plan_of
+        from workbench.workers.weight_transition import plan_of, trained_slices
 
         actor, rollout = self.groups.get("actor"), self.groups.get("rollout")
         if actor is not None and rollout is not None:
             taker = rollout_layout(rollout.spec, len(rollout.hosts))
             return int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
-        if actor is None or actor.layout.p * actor.layout.t == 1:
+        if actor is None or (slices := trained_slices(actor.spec, actor.layout)) is None:
             return 0
         spec, layout = actor.spec, actor.layout
         assert spec.name is not None
         assert spec.generation is not None
         assert spec.dtype is not None
-        plan = plan_of(load_config(spec.name), layout, spec.generation, spec.dtype, "hybridflow")
+        plan = plan_of(load_config(spec.name), layout, spec.generation, spec.dtype, "hybridflow", slices)
         return int(plan.figures().received.sum())
+
+    def syncs(self) -> pd.DataFrame:
+        """The ledger of weights: one row a sync and one a generation, in order, with what is wrong with it.
+
+        version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: by which
+        slices moved between ranks. moved_bytes: between ranks, on all of them; taken_bytes: handed to the engines.
+        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it;
+        taken where `Generation.check_sync` says so.
+        verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
+        the engine had these weights; "failed". With culprit (weight, rank) and remedy.
+        """
+        return self.telemetry.syncs()
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
         """One row a stage call, a column a metric; of one stage only, if named."""

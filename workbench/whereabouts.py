@@ -92,10 +92,11 @@ class Whereabouts:
                 named = {use.replace(" ", "_"): n for use, n in held.items()}
                 known = {"role", "model", "sequences"}
                 uses = {f"{use}_bytes": n for use, n in named.items() if use not in known}
-                rows.append({**row, **{f"{use}_bytes": 0 for use in USES}, **uses})
+                nothing = {f"{use}_bytes": 0 for use in USES}
+                rows.append({**row, **nothing, **uses})
                 # what a role without workers of its own computes with is the bytes of those who have them
                 sharing = [g for g in self.groups.values() if g.worker_role == role != g.role]
-                rows += [{**rows[-1], "role": group.role, "model": group.model} for group in sharing]
+                rows += [{**row, **nothing, "role": group.role, "model": group.model} for group in sharing]
         frame = pd.DataFrame(rows)
         use = [c for c in frame.columns if c.endswith("_bytes")]
         frame[use] = frame[use].fillna(0).astype("int64")
@@ -130,6 +131,7 @@ class Whereabouts:
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
             device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
+            take_turns=description.takes_turns,
         )  # fmt: skip
 
     def diff(self, placement: Placement) -> PlacementChange:

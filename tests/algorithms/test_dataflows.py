@@ -97,6 +97,15 @@ def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> Non
     assert metrics["compute_log_prob/entropy"] > 0
 
 
+def test_dual_clip_and_entropy_reach_the_update(lab: wb.Workbench) -> None:
+    for algorithm in (
+        wb.PPO(lab, dual_clip=3.0, entropy_coefficient=0.01),
+        wb.GRPO(lab, dual_clip=3.0, entropy_coefficient=0.01),
+    ):
+        given = algorithm.graph()["update_actor"].kwargs
+        assert (given["dual_clip"], given["entropy_coefficient"]) == (3.0, 0.01)
+
+
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
     for make, message in (
         (lambda: wb.RLOO(lab, samples=1), "RLOO.samples=1"),
@@ -105,7 +114,13 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.DAPO(lab, rounds=-1), "DAPO.rounds=-1"),
         (lambda: wb.DAPO(lab, sampling=SHORT, overlong_buffer=7).graph(), "overlong_buffer=7"),
         (lambda: wb.PPO(lab, kl_target=0.0), "target=0"),
-        (lambda: wb.PPO(lab, kl_target=6.0, kl_horizon=3), "responses=16"),
+        (lambda: wb.PPO(lab, kl_target=6.0, kl_horizon=3), r"PPO\(kl_horizon=3\) with 16 responses"),
+        (lambda: wb.PPO(lab, value_clip=-1), r"PPO\.value_clip=-1"),
+        (
+            lambda: wb.PPO(lab, kl_target=0.1, kl_coefficient=0),
+            r"kl_target=0\.1, kl_coefficient=0\).*kl_coefficient to",
+        ),
+        (lambda: wb.GRPO(lab, loss="gspo", dual_clip=3.0), "dual_clip"),
         (lambda: wb.GRPO(lab, loss="trpo").graph(), "loss='trpo'"),
         (lambda: wb.GRPO(lab, correction=2.0).graph(), r"correction=2\.0"),  # type: ignore[arg-type]
         (lambda: wb.GRPO(lab, clip=1.5).graph(), r"clip=1\.5"),

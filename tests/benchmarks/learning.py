@@ -3,9 +3,8 @@
     python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 0 1 2] [--iterations 16] [--rows 64]
 
 grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees,
-before and after. safe_rlhf: the reward grows with the words of a response, each worth less than the one before, the
-cost with its length; the mean cost starts above its limit and has to come down to it and stay, while the multiplier
-moves.
+before and after. safe_rlhf: the cost is the length of a response, and the reward grows with it, ever more slowly; the
+mean cost starts above its limit, and has to come down to it and stay while the multiplier moves, to about 1.5.
 
 Writes curves.csv (a row an iteration) and result.json into runs/learning/.
 """
@@ -28,8 +27,11 @@ from workbench.models import bf16_is_fast  # noqa: E402
 
 MAX_NEW_TOKENS = 16
 COST_LIMIT = 0.5
-# minibatches give several steps an iteration; a critic that starts at 0 has to learn faster than the policy
+# of two steps an iteration; a critic that starts at 0 has to learn faster than the policy
 RATES = {"actor": 1e-5, "critic": 3e-5, "cost_critic": 3e-5}
+# Adam goes on for some ten steps in a direction that is no longer right. For a multiplier to hold a cost at its limit
+# these have to be few iterations: more and smaller steps in each.
+MINIBATCHES = {"grpo": 2, "ppo": 2, "safe_rlhf": 8}
 HELD_OUT = "arithmetic/test"
 SHOWN = ("reward", "cost", "multiplier", "response_tokens", "rollout_gap", "grad_norm")
 
@@ -39,34 +41,34 @@ def right(prompt: str, response: str, answer: str, **row: Any) -> float:
     return wb.verifiers.arithmetic(prompt, response, answer)
 
 
-def wordy(prompt: str, response: str, **row: Any) -> float:
-    """Different words of a response, with diminishing returns: so each multiplier has its own best length.
-
-    Were it linear in the length, as the cost is, no length between none and the longest would ever be the best, and
-    the multiplier could only swing the policy between the two.
-    """
-    return 1 - (1 - min(1.0, len(set(response.split())) / 12)) ** 2
-
-
 def length(prompt: str, response: str, **row: Any) -> float:
     """Characters of a response, as a share of what its tokens allow: about 4 characters each."""
     return min(1.0, len(response) / (4 * MAX_NEW_TOKENS))
+
+
+def fullness(prompt: str, response: str, **row: Any) -> float:
+    """Grows with the same length x, with diminishing returns: 1.5 (1 - (1 - x)^2).
+
+    Its slope is 3 (1 - x): each multiplier has its own best length, and at a mean length of 0.5 the best multiplier is
+    about 1.5. Were it a line, as the cost is, no length between none and the longest would ever be the best.
+    """
+    return 1.5 * (1 - (1 - length(prompt, response)) ** 2)
 
 
 def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workbench:
     """The roles that the algorithm needs, in this process."""
 
     def trained(role: str) -> wb.Model:
-        training = wb.Training(
-            engine="torch", learning_rate=RATES[role] * arguments.rate, minibatches=2, micro_batch_tokens=4096
-        )
+        minibatches = MINIBATCHES[arguments.algorithm]
+        rate = RATES[role] * arguments.rate * 2 / minibatches
+        training = wb.Training(engine="torch", learning_rate=rate, minibatches=minibatches, micro_batch_tokens=4096)
         return wb.Model(arguments.model, training=training, seed=seed)
 
     models: dict[str, Any] = {"actor": trained("actor"), "reward": right}
     if arguments.algorithm != "grpo":
         models |= {"critic": trained("critic"), "reference": arguments.model}
     if arguments.algorithm == "safe_rlhf":
-        models |= {"reward": wordy, "cost": length, "cost_critic": trained("cost_critic")}
+        models |= {"reward": fullness, "cost": length, "cost_critic": trained("cost_critic")}
     return wb.open(
         f"learning-{arguments.algorithm}",
         models=models,
@@ -86,7 +88,7 @@ def make(name: str, lab: wb.Workbench, rows: int) -> Any:
         return wb.GRPO(lab, prompts=rows // 8, samples=8, sampling=sampling)
     if name == "ppo":
         return wb.PPO(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01)
-    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=1.0)
+    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.3)
 
 
 def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:

@@ -15,8 +15,11 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.algorithms.aggregation import denominator
 from workbench.algorithms.correction import correct
-from workbench.algorithms.estimators import gae, moments
-from workbench.algorithms.groups import rloo
+from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards
+from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo
+from workbench.algorithms.kl import kl_loss
+from workbench.algorithms.losses import policy_loss, value_loss
+from workbench.algorithms.macro_actions import macro_gae
 from workbench.checks import CHECKS, CheckReport
 from workbench.dataflow.columns import Ragged
 from workbench.engines.generation.transformers_engine import TransformersEngine
@@ -25,6 +28,7 @@ from workbench.models import load_causal_lm
 from workbench.workers import rollout_weights
 from workbench.workers.micro_batches import each_minibatch
 from workbench.workers.roles import actor as actor_role
+from workbench.workers.roles import critic as critic_role
 from workbench.workers.roles import numeric
 
 MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": TINY}
@@ -90,6 +94,92 @@ def test_advantages_that_depend_on_the_order_of_rows(lab: wb.Workbench, monkeypa
     report = lab.check("advantages")
     assert report["advantages"].culprit.startswith("advantages of row ")
     assert report["advantages"].culprit.endswith("rloo, with its rows in another order, on other ranks")
+
+
+def penalty_for_bonus(scores: Tensor, old: Tensor, ref: Any, mask: Tensor, beta: float, *kind: Any) -> Tensor:
+    return token_rewards(scores, old, 2 * old - ref if beta else ref, mask, beta, *kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "estimators"),
+    [
+        ("rloo", lambda scores, group: -rloo(scores, group), ["rloo"]),
+        ("rloo", lambda scores, group: scores - group_mean(scores, group), ["rloo"]),
+        ("grpo", lambda scores, group, scale_by_std: -grpo(scores, group, scale_by_std), ["grpo", "dr_grpo"]),
+        ("grpo", lambda scores, group, scale_by_std: grpo(scores, group, False), ["grpo"]),
+        ("grpo", lambda scores, group, scale_by_std: grpo(scores, group, True), ["dr_grpo"]),
+        ("lagrangian", lambda reward, cost, multiplier: (reward + multiplier * cost) / (1 + multiplier), ["gae"]),
+        (
+            "reinforce",
+            lambda rewards, mask, gamma, baseline=None: reinforce(
+                rewards, mask, gamma, None if baseline is None else -baseline
+            ),
+            ["remax", "reinforce_pp_baseline"],
+        ),
+        ("reinforce", lambda rewards, mask, gamma, *baseline: reinforce(rewards, mask, 1.0, *baseline), ["reinforce"]),
+        ("overlong_penalty", lambda *arguments: -overlong_penalty(*arguments), ["grpo with overlong_buffer"]),
+        ("macro_gae", lambda r, v, m, gamma, lam, tokens: macro_gae(r, v, m, gamma, lam, 1), ["gae with macro_tokens"]),
+        (
+            "off_policy_baseline",
+            lambda scores, group, weight, norm2: off_policy_baseline(scores, group, torch.ones_like(weight), norm2),
+            ["off_policy_baseline"],
+        ),
+        (
+            "token_rewards",
+            lambda s, old, ref, *more: token_rewards(s, old, 2 * old - ref if more[1] else ref, *more),
+            [""],
+        ),
+        ("whiten", lambda x_BT, mask_BT, total: x_BT, ["gae", "reinforce_pp"]),
+    ],
+)
+def test_advantages_of_another_formula(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, estimators: list[str]
+) -> None:
+    monkeypatch.setattr(numeric, name, wrong)
+    report = lab.check("advantages")
+    assert failed(report) == {"advantages"}
+    _, _, what = report["advantages"].culprit.partition(", ")
+    assert what.startswith(tuple(estimators))
+    assert what.endswith("against the formula")
+
+
+def unclipped(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *clips: Any) -> Any:
+    return policy_loss(kind, now, old, advantages, mask, 1.0, 1e9, None)
+
+
+def one_clip(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, low: float, *more: Any) -> Any:
+    return policy_loss(kind, now, old, advantages, mask, low, low, *more[1:])
+
+
+def without_dual_clip(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *clips: Any) -> Any:
+    return policy_loss(kind, now, old, advantages, mask, *clips[:2])
+
+
+def maximum_for_minimum(kind: Any, now: Tensor, old: Tensor, advantages: Tensor, *more: Any) -> Any:
+    loss, stats = policy_loss(kind, now, old, -advantages, *more)
+    return -loss, stats
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "culprit"),
+    [
+        (actor_role, "policy_loss", unclipped, "actor, "),
+        (actor_role, "policy_loss", one_clip, "actor, "),
+        (actor_role, "policy_loss", without_dual_clip, "actor, ppo, sequence-mean-token-sum"),
+        (actor_role, "policy_loss", maximum_for_minimum, "actor, "),
+        (actor_role, "kl_loss", lambda now, old, ref, kind: kl_loss(ref, old, now, kind), "actor, "),
+        (actor_role, "kl_loss", lambda now, old, ref, kind: kl_loss(now, old, ref, "k3"), "actor, "),
+        (critic_role, "value_loss", lambda new, old, target, clip: value_loss(new, old, target), "critic, "),
+    ],
+)
+def test_a_loss_of_another_formula(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any, culprit: str
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    report = lab.check("losses")
+    assert failed(report) == {"losses"}
+    assert report["losses"].culprit.startswith(culprit)
+    assert "the formula gives" in report["losses"].culprit
 
 
 def test_a_correction_upside_down(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

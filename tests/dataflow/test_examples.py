@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_over_long_rows_are_dropped_cut_or_refused() -> None:
         examples(rows, max_tokens=100, overlong="error")
     with pytest.raises(BadInput, match="none is left for training"):
         examples(rows, max_tokens=10)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_rows_over_the_models_length_are_dropped_without_a_warning(monkeypatch: pytest.MonkeyPatch, chat: bool) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(logging.getLogger("transformers.tokenization_utils_base"), "warning", said.append)
+    long = "x" * 3000  # bytes, of which the tokenizer takes 2048
+    rows = [{"prompt": long, "chosen": long, "rejected": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    assert examples(rows, chat=chat).dropped == 1
+    assert not said
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:

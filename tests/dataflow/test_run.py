@@ -15,7 +15,7 @@ from workbench.workers.backends.base import Pending
 from workbench.workers.calls import Failure, Reply
 
 FAILED = Reply(
-    rank=0, columns={}, metrics={}, meta={}, value=None, spans=[], transfers=[],
+    rank=0, columns={}, metrics={}, meta={}, value=None, spans=[], transfers=[], syncs=[],
     failure=Failure(kind="ValueError", message="bad row", traceback="", error=None),
 )  # fmt: skip
 

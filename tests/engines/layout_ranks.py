@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": False}),
     "deep": (Qwen2ForCausalLM, Qwen2Config, {"num_hidden_layers": 4}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False, "head_dim": 16}),
+    "wide": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
 }
 CASES = ("tied llama", "qwen2", "qwen3", "critic")
 RECOMPUTING = ("tied llama", "critic")
@@ -73,16 +74,18 @@ def groups_of(layout: Layout) -> ParallelGroups:
     return parallel_groups(layout, Communicator(rank, size, recorder), recorder, "cpu")
 
 
-def engine_of(case: str, groups: ParallelGroups, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainingEngine:
+def engine_of(
+    case: str, groups: ParallelGroups, dtype: torch.dtype = torch.float32, kind: str = "torch", **changes: Any
+) -> TrainingEngine:
     # Adam divides by |gradient| + eps: a small eps magnifies rounding
-    given = settings("torch", eps=1e-3, activation_checkpointing=case in RECOMPUTING, **changes)
+    given = settings(kind, eps=1e-3, activation_checkpointing=case in RECOMPUTING, **changes)
     return make_training_engine(module_of(case), given, groups, device=CPU, dtype=dtype)
 
 
-def outcome(case: str, layout: Layout) -> dict[str, Any]:
+def outcome(case: str, layout: Layout, kind: str = "torch") -> dict[str, Any]:
     """What a rank sees of the gradients, three steps, a forward pass, and going back to before the last two steps."""
     groups = groups_of(layout)
-    engine = engine_of(case, groups)
+    engine = engine_of(case, groups, kind=kind)
     loss = squared_values if case == "critic" else negative_log_likelihood
     replica = groups.data.rank, groups.data.world_size
     mine = sequences(9)[replica[0] :: replica[1]]
@@ -104,7 +107,7 @@ def outcome(case: str, layout: Layout) -> dict[str, Any]:
         "restored": all(torch.equal(weight, trained[name]) for name, weight in engine.local_weights()),
         "local": trained,
         "shapes": engine.weight_shapes(),
-        "memory": engine.memory_bytes()["parameters"],
+        "memory": engine.memory_bytes(),
         "moved_bytes": engine.moved_bytes,
         "output": _read(case, engine),
     }
@@ -128,25 +131,31 @@ def _read(case: str, engine: TrainingEngine) -> tuple[Tensor, ...]:
         return engine.everywhere(log_probs), engine.everywhere(entropies)
 
 
-def outcomes(tried: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
-    """Of each layout and case."""
-    return [more(layout) if case == "more" else outcome(case, layout) for layout, case in tried]
+def outcomes(tried: list[tuple[Layout, str]], kinds: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Of each layout and case; kinds: the engine of each, where it is not torch's."""
+    found = []
+    for (layout, case), kind in zip(tried, kinds or ("torch",) * len(tried), strict=True):
+        found.append(more(layout, kind) if case == "more" else outcome(case, layout, kind))
+    return found
 
 
-def more(layout: Layout) -> dict[str, Any]:
+def more(layout: Layout, kind: str) -> dict[str, Any]:
     """bf16, micro-batches, a loss that raises, a skipped step, a frozen model, and a model that cannot be cut."""
     groups = groups_of(layout)
     found: dict[str, Any] = {}
-    low = engine_of("qwen3", groups, torch.bfloat16, schedule="constant", warmup_steps=0)
+    low = engine_of("qwen3", groups, torch.bfloat16, kind, schedule="constant", warmup_steps=0)
     found["bf16 losses"] = [train(low, range(1), replica=(0, 1))[0]["loss"] for _ in range(8)]
+    batch = [negative_log_likelihood(sequences(1))]
+    squares = sum(float(gradient.double().square().sum()) for _, gradient in low.gradients(batch))
+    found["bf16 norms"] = squares**0.5, low.step(batch).grad_norm
     found["bf16 exported"] = {weight.dtype for weight in weights(low).values()}
     norms, ends = [], []
     for cuts in ((), (1, 2, 3, 4, 5, 6), (4,)):
-        engine = engine_of("tied llama", groups)
+        engine = engine_of("tied llama", groups, kind=kind)
         norms.append(train(engine, range(1), cuts=cuts, replica=(0, 1))[0]["grad_norm"])
         ends.append(weights(engine))
     found |= {"norms": norms, "ends": ends}
-    engine = engine_of("qwen2", groups)
+    engine = engine_of("qwen2", groups, kind=kind)
     start = weights(engine)
     skipped = train(engine, range(1), scale=float("nan"), replica=(0, 1))[0]["skipped"]
     found["skipped"] = skipped and all(torch.equal(weight, start[name]) for name, weight in weights(engine).items())
@@ -154,15 +163,18 @@ def more(layout: Layout) -> dict[str, Any]:
     own = weights(engine_of("tied llama", groups))
     found["frozen"] = [bool(torch.equal(weight, own[name])) for name, weight in frozen.named_weights()]
     found["with gradients"] = _refusal(lambda: loss_now(engine, negative_log_likelihood(sequences(0))))
-    found["odd model"] = _refusal(lambda: _odd_model(groups))
+    found["odd model"] = _refusal(lambda: _odd_model(groups, kind))
     return found
 
 
-def _odd_model(groups: ParallelGroups) -> None:
-    """A model that does something to what comes before its first layer."""
+def _odd_model(groups: ParallelGroups, kind: str) -> None:
+    """A model that does something to what comes before its first layer, and to the output of a linear layer's."""
     module = module_of("qwen2")
-    module.get_backbone().register_forward_pre_hook(_scaled, with_kwargs=True)
-    make_training_engine(module, settings("torch"), groups, device=CPU, dtype=torch.float32)
+    backbone: Any = module.get_backbone()
+    backbone.register_forward_pre_hook(_scaled, with_kwargs=True)
+    if kind != "torch":
+        backbone.layers[0].mlp.down_proj.register_forward_hook(lambda _, args, output: output.tanh())
+    make_training_engine(module, settings(kind), groups, device=CPU, dtype=torch.float32)
 
 
 def _scaled(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -137,6 +137,23 @@ def test_a_copy_takes_weights_in(name, tokenizer):
     assert own.weights_version == 2
 
 
+def test_a_copy_sleeps_until_it_is_given_weights(model, tokenizer):
+    own = TransformersEngine(load_causal_lm("tiny-llama"), tokenizer, SETTINGS, owns_model=True)
+    weights, expected = list(model.named_parameters()), own.log_probs(cases.PROMPTS[2])
+    assert own.sleep() == sum(w.nbytes for _, w in weights)
+    assert (own.lacks_weights, own.weights_version, own.memory_bytes()["weights"]) == (True, -1, 0)
+    assert own.sleep() == 0
+    for asked in (lambda: own.log_probs(cases.PROMPTS[2]), lambda: own.generate([[1]], Sampling(), [0])):
+        with pytest.raises(BadInput, match=r"sleeps.*generates=True"):
+            asked()
+    own.update_weights(weights, 4)
+    assert (own.lacks_weights, own.weights_version) == (False, 4)
+    assert torch.equal(own.log_probs(cases.PROMPTS[2]), expected)
+    live = TransformersEngine(model, tokenizer, SETTINGS, owns_model=False)
+    assert live.sleep() == 0
+    assert torch.equal(live.log_probs(cases.PROMPTS[2]), expected)
+
+
 def test_autocast_computes_in_bf16(model, tokenizer):
     ids = cases.PROMPTS[2]
     low = TransformersEngine(model, tokenizer, SETTINGS, owns_model=False, autocast_dtype=torch.bfloat16).log_probs(ids)

@@ -20,6 +20,7 @@ from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
 from workbench.placement.rank_memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
+from workbench.telemetry import Recorder
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -228,6 +229,29 @@ def test_prefixes_are_kept_for_later_turns_alone(engine, monkeypatch):
     assert len(emptied) == 1
     assert engine.generate([prompt], sampling, [1]).response_ids == second.response_ids
     assert len(emptied) == 2
+
+
+def test_prefixes_of_other_weights_are_not_used_again(engine, model):
+    """Later turns of a conversation, with a sync in between."""
+    prompt, sampling = list(range(40, 90)), Sampling(max_new_tokens=4, temperature=0)
+    engine.generate([prompt], sampling, [0])
+    perturb(model)
+    engine.update_weights(model.named_parameters(), 1)
+    continued = engine.generate([prompt], sampling, [0], continued=True)
+    afresh = engine.generate([prompt], sampling, [0])
+    assert (continued.response_ids, continued.log_probs) == (afresh.response_ids, afresh.log_probs)
+
+
+def test_on_a_cpu_it_stays_and_says_so(engine):
+    expected, recorder = engine.generate([[1, 40]], Sampling(max_new_tokens=4), [0]), Recorder()
+    memory = engine.memory_bytes()
+    with recorder.bind(stage="compute_log_prob"):
+        assert engine.sleep() == engine.sleep() == 0
+    assert [(span.kind, span.bytes, span.note) for span in recorder.drain()[0]] == [
+        ("offload", 0, "vLLM stays: it sleeps on GPUs only")
+    ]
+    assert (engine.lacks_weights, engine.weights_version, engine.memory_bytes()) == (False, 0, memory)
+    assert engine.generate([[1, 40]], Sampling(max_new_tokens=4), [0]) == expected
 
 
 def test_memory(engine, model):

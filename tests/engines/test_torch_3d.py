@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import Phi3Config
 
-from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, model_of, outcome, outcomes
+from tests.engines.layout_checks import check_numbers, check_slices
+from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, outcome, outcomes
 from tests.engines.training_ranks import run_ranks
 from workbench.engines.training.cut import check_cut
 from workbench.errors import BadInput
 from workbench.placement import Layout
-from workbench.resharding.weights import model_weights
 
 TRIED = [(layout, case) for layout in (Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2)) for case in CASES]
 TRIED += [(Layout(2, 2, 1), case) for case in CASES]
@@ -44,44 +44,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("layout", "case"), TRIED, ids=str)
 def test_a_layout_changes_nothing(seen: Any, alone: Any, layout: Layout, case: str) -> None:
-    ranks, expected = seen[layout, case], alone[case]
-    counting = [rank for rank in ranks if rank["counts"]]
-    assert len(counting) == layout.d
-    assert min(report["grad_norm"] for report in expected["reports"]) > 1, "the batch must be one that is clipped"
-    for step, report in enumerate(expected["reports"]):
-        # the loss is known where it is computed, everything else on every rank
-        assert sum(rank["reports"][step]["loss"] for rank in counting) == pytest.approx(report["loss"], rel=1e-5)
-        for rank in ranks:
-            assert rank["reports"][step]["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-5)
-            assert rank["reports"][step]["steps"] == step + 1
-    for rank in ranks:
-        assert rank["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            gap = (rank["gradients"][name] - gradient).abs().max()
-            assert gap <= 1e-5 * gradient.abs().max() + 1e-7, name
-        for name, weight in expected["weights"].items():
-            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-5, msg=name)
-        assert rank["weights"].keys() == expected["weights"].keys()
-        for output, one in zip(rank["output"], expected["output"], strict=True):
-            torch.testing.assert_close(output, one, rtol=0, atol=1e-4)
-        assert rank["untouched"]
-        assert rank["restored"]
-        assert (rank["moved_bytes"] > 0) == (layout.t > 1)
+    check_numbers(seen[layout, case], alone[case], layout)
 
 
 @pytest.mark.parametrize(("layout", "case"), TRIED, ids=str)
 def test_a_rank_holds_its_slices_and_no_more(seen: Any, layout: Layout, case: str) -> None:
-    config = model_of("qwen2" if case == "critic" else case).config
-    cut = model_weights(config, head="scalar" if case == "critic" else "lm")
-    for number, rank in enumerate(seen[layout, case]):
-        _, stage, j = layout.coordinates(number)
-        held, whole = rank["local"], rank["weights"]
-        assert list(held) == [weight.name for weight in cut.of_stage(stage, layout.p)]
-        for weight in cut.of_stage(stage, layout.p):
-            mine = weight.cut(whole[weight.name], j, layout.t)
-            assert torch.equal(held[weight.name], mine), weight.name
-        assert rank["memory"] == sum(4 * weight.numel() for weight in held.values())
-        assert rank["shapes"] == {name: tuple(weight.shape) for name, weight in whole.items()}
+    check_slices(seen[layout, case], layout, case)
+    for rank in seen[layout, case]:
+        assert rank["memory"]["parameters"] == sum(4 * weight.numel() for weight in rank["local"].values())
 
 
 def test_replicas_end_with_the_same_bits(seen: Any) -> None:
@@ -97,6 +67,7 @@ def test_what_else_an_engine_promises(seen: Any, layout: Layout) -> None:
     assert losses[-1] < 0.9 * losses[0]
     for rank in ranks:
         assert rank["bf16 exported"] == {torch.bfloat16}
+        assert rank["bf16 norms"][1] == pytest.approx(rank["bf16 norms"][0], rel=1e-5)
         assert all(norm == pytest.approx(rank["norms"][0], rel=1e-5) for norm in rank["norms"])
         for end in rank["ends"][1:]:
             for name, weight in rank["ends"][0].items():

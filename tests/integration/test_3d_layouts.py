@@ -60,9 +60,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("layout", [wb.Layout(1, 2, 1), wb.Layout(2, 1, 1), wb.Layout(1, 2, 1, 1, 1)], ids=str)
-def test_a_layout_gives_the_numbers_of_one_rank(expected: dict[str, Any], tmp_path: Path, layout: wb.Layout) -> None:
-    with open_lab("cut", tmp_path, layout) as lab:
+@pytest.mark.parametrize(
+    ("layout", "engine"),
+    [
+        (wb.Layout(1, 2, 1), "torch"),
+        (wb.Layout(2, 1, 1), "torch"),
+        (wb.Layout(1, 2, 1, 1, 1), "torch"),
+        (wb.Layout(1, 2, 1), "deepspeed"),
+    ],
+    ids=str,
+)
+def test_a_layout_gives_the_numbers_of_one_rank(
+    expected: dict[str, Any], tmp_path: Path, layout: wb.Layout, engine: str
+) -> None:
+    with open_lab("cut", tmp_path, layout, engine=engine) as lab:
         assert generated(lab) == expected["before"]
         metrics = train_on(lab, expected["table"], expected["meta"])
         assert metrics.keys() == expected["metrics"].keys()
@@ -97,7 +108,8 @@ def test_a_layout_gives_the_numbers_of_one_rank(expected: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("layout", "training", "message"),
     [
-        (wb.Layout(1, 2, 1), wb.Training(), r"layouts.'actor'.*deepspeed.*engine='torch'"),
+        (wb.Layout(2, 1, 1), wb.Training(), r"layouts.'actor'.*deepspeed.*engine='torch'"),
+        (wb.Layout(1, 2, 1), wb.Training(zero_stage=3), r"layouts.'actor'.*t=2.*zero_stage=3.*use zero_stage=2"),
         (wb.Layout(1, 4, 1), wb.Training(engine="torch"), "layouts.'actor'.*2 key-value heads over t=4"),
         (wb.Layout(4, 1, 1), wb.Training(engine="torch"), "layouts.'actor'.*2 layers over p=4"),
     ],

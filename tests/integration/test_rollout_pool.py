@@ -149,10 +149,14 @@ def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     assert max(update["start_s"], generation["start_s"]) < min(update["end_s"], generation["end_s"])
 
 
-def test_a_rollout_host_that_dies_takes_no_actor_with_it(cut: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comes last: its pool is lost."""
+def test_a_rollout_host_that_dies_takes_no_actor_with_it(
+    cut: wb.Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comes last: its pool is lost, with the rollouts that lie there."""
     monkeypatch.setattr(run, "GRACE_S", 2.0)
     batch = cut.actor.generate_sequences(cut.prompts.next(4), samples=2, max_new_tokens=6)
+    batch.save(tmp_path / "rollouts.safetensors")
+    batch = cut.load(tmp_path / "rollouts.safetensors")
     train(cut, batch)
     cut.actor.slow_down(1.0)
     syncing = cut.actor.sync_weights.submit()

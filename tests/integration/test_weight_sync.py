@@ -1,4 +1,4 @@
-"""Weight syncs of an actor that is cut over ranks: slices meet by a strategy's plan, and the engine has them all."""
+"""Weight syncs of an actor that ranks hold in slices: these meet by a strategy's plan, and the engine has them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cases import tiny_lab
 from workbench.dataflow.columns import Ragged, Table
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_config
-from workbench.workers.weight_transition import plan_of
+from workbench.workers.weight_transition import plan_of, trained_slices
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,14 +46,15 @@ class Counting:
         return "ab", float(self.number), self.turns == 2
 
 
-def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation) -> wb.Workbench:
+def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation, engine: Any = "torch") -> wb.Workbench:
+    how: dict[str, Any] = {"zero_stage": 3} if layout.p * layout.t == 1 else {"engine": engine}
     return wb.open(
         "cut",
         models={"actor": TINY},
         prompts="arithmetic",
         placement=wb.Placement.colocate(layout.size, layouts={"actor": layout}),
         devices=layout.size,
-        training=wb.Training(engine="torch", learning_rate=1e-2),
+        training=wb.Training(**how, learning_rate=1e-2),
         generation=generation,
         runs=runs,
     )
@@ -94,7 +95,9 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
     known = set(lab.transfers(kind="weights")["run"])
     first, *others = lab.actor.sync_weights(strategy=strategy)
     assert all(other | {"sync_gap/mean": 0} == first | {"sync_gap/mean": 0} for other in others)
-    plan = plan_of(load_config(TINY), layout, generation, "float32", strategy).figures()
+    slices = trained_slices(lab.actor.spec, layout)
+    assert slices is not None
+    plan = plan_of(load_config(TINY), layout, generation, "float32", strategy, slices).figures()
     moved = lab.transfers(kind="weights")
     moved = moved[~moved["run"].isin(known)]
     assert set(moved["stage"]) == {"sync_weights"}
@@ -106,6 +109,10 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
     assert (matrix == plan.matrix).all()
     assert first["sync/received_bytes"] == plan.received.sum() > 0
     assert first["sync/kept_twice_bytes"] == plan.kept_twice.sum()
+    last = lab.syncs().to_dict("records")[-1]
+    assert (last["event"], last["strategy"], last["run"]) == ("sync", strategy, moved["run"].max())
+    assert last["moved_bytes"] == plan.received.sum()
+    assert last["checksum_sent"] == last["checksum_received"] != ""
     return first
 
 
@@ -115,6 +122,7 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
         pytest.param(wb.Layout(1, 4, 1), GROUPS, 10, marks=NEEDS_VLLM, id="groups"),
         pytest.param(wb.Layout(1, 2, 1), ALONE, 2, id="tensor"),
         pytest.param(wb.Layout(2, 1, 1), ALONE, 2, id="pipeline"),
+        pytest.param(wb.Layout(1, 1, 2), GROUPS, 2, marks=NEEDS_VLLM, id="zero"),
     ],
 )
 def test_after_each_update_the_engine_generates_as_the_trainer_would(
@@ -129,16 +137,21 @@ def test_after_each_update_the_engine_generates_as_the_trainer_would(
         moved = lab.traffic("weights", stage="generate_sequences")
         assert moved.minimum_bytes == moved.total_bytes > 0
         lab.actor.update_sft(lab.put(drawn(updates)))
+        assert set(lab.syncs()["verdict"]) == {"ok"}
         costs, same = {}, []
         for strategy in ("hybridflow", "v", "full"):
             costs[strategy] = synced(lab, layout, generation, strategy)["sync/received_bytes"]
             same.append(greedy(lab, tmp_path / strategy))
         assert same[0] == same[1] == same[2]
-        replicas = layout.size // generation.tensor_parallel_size
+        # the first strategy gave the engine the update's weights, the others the same ones again
+        assert lab.syncs()["verdict"].to_list()[-6:] == ["ok", "ok", *["synced twice", "ok"] * 2]
+        together = generation.tensor_parallel_size if layout.p * layout.t > 1 else 1  # ranks that have the same rows
         assert (costs["hybridflow"] < costs["v"]) == (generation.tensor_parallel_size > 1)
         spans = lab.spans()
         tokens = spans[spans["kind"] == "generate"].groupby("run")["processed_tokens"].agg(["sum", np.count_nonzero])
-        assert (tokens == [5 * 6, replicas]).all().all()  # each token counts on one rank, and each replica has its own
+        assert (
+            (tokens == [5 * 6, layout.size // together]).all().all()
+        )  # each token counts on one rank, and each replica has its own
         talk = lab.actor.generate_sequences(
             lab.put(PROMPTS), environment=Counting, temperature=0, max_new_tokens=30,
             min_new_tokens=2, stop_token_ids=[9], logit_bias={9: 100.0},

@@ -19,7 +19,10 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.resharding.counting import Held, generation_ranks
 from workbench.placement import Layout
@@ -204,16 +207,39 @@ def reshards(cases: list[Case], pairs: list[tuple[Any, Any]]) -> dict[str, list[
 
 @dataclass
 class Memory:
-    """Bytes of this rank: planned at the peak, of its training weights and its buffers; measured after every tenth,
-    of all tensors and of the process, and at the peak of the last one. right: whether all weights arrived."""
+    """Bytes of this rank: planned at the peak, of its training weights, of the largest of them and of the buffers;
+    measured after every tenth, of all tensors and of the process, and after each operation of the last one, its peak.
+    right: whether all weights arrived."""
 
     planned: int
     held: int
+    largest: int
     bucket: int
     right: bool = True
     live: list[int] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
     peak: int = 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operation makes: `peak` is the most bytes that were alive after any of them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peak, self._live = 0, dict[int, tuple[StorageWeakRef, int]]()
+        self._follow(tensors)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self._follow(found for found in tree_leaves(made) if isinstance(found, Tensor))
+        return made
+
+    def _follow(self, tensors: Iterable[Tensor]) -> None:
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            reference = StorageWeakRef(storage)
+            self._live[reference.cdata] = reference, storage.nbytes()
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
 
 
 def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int], count: int) -> Memory:
@@ -229,14 +255,20 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
     first, last = shards(before, full, rank), shards(after, full, rank)
     del full
     foreign = _live_bytes() - storage_bytes(held.values())
-    found = Memory(planned=int(plan.figures().peak_parameter[rank]), held=storage_bytes(held.values()), bucket=2**18)
+    found = Memory(
+        planned=int(plan.figures().peak_parameter[rank]),
+        held=storage_bytes(held.values()),
+        largest=max(tensor.nbytes for tensor in held.values()),
+        bucket=2**16,
+    )
     with ledger() as books:
-        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket, checksums=True)
         for step in range(count):
             for name, tensor in held.items():
                 tensor.data.copy_(first[name] + step)
             arrived = engine.reshard(held)
             found.right = found.right and equal(arrived, {name: tensor + step for name, tensor in last.items()})
+            found.right = found.right and not engine.arrival().differ
             del arrived, name, tensor
             engine.restore()
             books.recorder.drain()
@@ -244,15 +276,10 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
                 found.live.append(_live_bytes() - foreign)
                 found.resident.append(psutil.Process().memory_info().rss)
 
-        communicator: Any = books.communicator
-        exchange = communicator.exchange
-
-        def watched(*arguments: Any) -> None:
-            found.peak = max(found.peak, _live_bytes() - foreign)
-            exchange(*arguments)
-
-        communicator.exchange = watched
-        engine.reshard(held)
+        engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
+        with LiveBytes(held.values()) as live:
+            engine.reshard(held)
+        found.peak = live.peak
     return found
 
 

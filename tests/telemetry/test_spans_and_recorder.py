@@ -37,7 +37,7 @@ def test_nested_spans_name_their_parents_and_lie_inside_them():
         with recorder.span("forward", tokens=10) as forward:
             forward.tokens += 5
         compute.tokens = 15
-    spans, transfers = recorder.drain()
+    spans, transfers, _ = recorder.drain()
     by_kind = {made.kind: made for made in spans}
     assert {kind: made.parent for kind, made in by_kind.items()} == {
         "compute": "", "optimizer": "compute", "communication": "optimizer", "forward": "compute",
@@ -51,7 +51,7 @@ def test_nested_spans_name_their_parents_and_lie_inside_them():
     assert (by_kind["communication"].bytes, by_kind["forward"].tokens, by_kind["compute"].tokens) == (64, 15, 15)
     assert abs(by_kind["compute"].start_s - time.time()) < 5
     assert transfers == []
-    assert recorder.drain() == ([], [])
+    assert recorder.drain() == ([], [], [])
 
 
 def test_a_failing_span_is_kept_with_the_error_and_the_next_is_no_child_of_it():
@@ -98,7 +98,7 @@ def test_labels_and_nesting_belong_to_their_thread():
         thread = threading.Thread(target=serve)
         thread.start()
         thread.join()
-    spans, transfers = recorder.drain()
+    spans, transfers, _ = recorder.drain()
     assert [(made.kind, made.parent, made.stage) for made in spans] == [
         ("transfer", "", ""),
         ("compute", "", "update_actor"),
@@ -119,7 +119,7 @@ def test_a_transfer_that_failed_counts_no_bytes():
 
     with pytest.raises(ConnectionError):
         pull()
-    assert recorder.drain() == ([], [])
+    assert recorder.drain() == ([], [], [])
 
 
 def test_a_queue_time_across_two_clocks_is_never_negative():

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
 from workbench.algorithms.correction import Correction, correct
-from workbench.algorithms.estimators import gae, moments, reinforce, token_rewards, whiten
-from workbench.algorithms.groups import group_mean, grpo, rloo
+from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
+from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo
 from workbench.algorithms.kl import KLKind, adaptive_kl_step, kl_estimate, kl_loss
 from workbench.algorithms.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
+from workbench.algorithms.preference import pairwise_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, TOKENS, SAMPLES = 24, 17, 4
@@ -116,6 +117,11 @@ def against_verl() -> Iterator[Row]:
             verl.compute_grpo_outcome_advantage(SCORES, MASK, index, norm_adv_by_std_in_grpo=False),
         ),
         ("RLOO", rloo(scores, GROUP), verl.compute_rloo_outcome_advantage(SCORES, MASK, index)),
+        (  # with equal weights the off-policy baseline is OPO's, scores weighed by lengths
+            "off-policy baseline, on policy (OPO)",
+            scores - off_policy_baseline(scores, GROUP, torch.ones(ROWS), LENGTHS[:, 0]),
+            verl.compute_opo_outcome_advantage(SCORES, MASK, index),
+        ),
     ):
         yield "verl", name, apart(ours[:, None].expand(ROWS, TOKENS), found[0], MASK)
     ours, _ = reinforce(REWARDS, MASK, 0.9)
@@ -170,12 +176,34 @@ def against_verl() -> Iterator[Row]:
 
 
 def against_trl() -> Iterator[Row]:
+    from trl.rewards import get_soft_overlong_punishment
     from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.reward_trainer import RewardTrainer
     from trl.trainer.utils import selective_log_softmax
 
     from workbench.models.heads import TokenLogProbs
 
     yield "trl", "selective log softmax", _head_apart(TokenLogProbs, selective_log_softmax)
+    penalties = get_soft_overlong_punishment(TOKENS - 2, 6)([[0] * length for length in LENGTHS[:, 0].tolist()])
+    own_penalties = overlong_penalty(LENGTHS[:, 0].double(), TOKENS - 2, 6)
+    yield "trl", "overlong penalty", apart(own_penalties, torch.tensor(penalties, dtype=torch.float64))
+
+    def reward_loss(now: Tensor) -> Tensor:
+        """RewardTrainer's own loss of pairs: the first two numbers of each row as scores, the third as a margin."""
+        scores = torch.cat((now[:, 0], now[:, 1]))[:, None]
+        accelerator = types.SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x)
+        stand_in = types.SimpleNamespace(
+            args=types.SimpleNamespace(center_rewards_coefficient=None), accelerator=accelerator,
+            model=types.SimpleNamespace(training=False), _metrics={"eval": defaultdict(list)}, _total_train_tokens=0,
+        )  # fmt: skip
+        model = lambda **inputs: types.SimpleNamespace(logits=scores)  # noqa: E731
+        return RewardTrainer.compute_loss(stand_in, model, {"margin": REF[:, 2]})
+
+    yield (
+        "trl",
+        "reward model, with margin: loss and gradient",
+        losses_apart(lambda now: pairwise_loss(now[:, 0], now[:, 1], REF[:, 2]).mean(), reward_loss),
+    )
 
     def theirs(now: Tensor, loss_type: str, level: str, beta: float, corrected: bool, high: float) -> Tensor:
         """GRPOTrainer's own loss, with a stand-in for what it asks of a trainer and a model."""

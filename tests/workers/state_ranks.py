@@ -67,7 +67,7 @@ def moved(case: Case) -> dict[str, Any]:
 
     def ask(host: str, method: str, *args: Any) -> Any:
         other = everyone[int(host.rpartition("-")[2])]
-        return other.served(*args) if method == "cut_weights" else other.snapshot(args[0]).checksums(args[1])
+        return other.served(*args) if method == "cut_weights" else other.snapshot(args[0]).bit_sums(args[1])
 
     mine = WeightExchange(f"old-{rank}", recorder, ask)
     carried = publish_state(first, move, rank, mine)

@@ -193,15 +193,16 @@ def test_what_looks_at_the_engine_looks_at_theirs(lab: Any, monkeypatch: pytest.
     exchange = worker(lab, "actor").context.exchange
     served = exchange.served
 
-    def corrupted(key: str, wanted: Any) -> Any:
-        wire = served(key, wanted)
-        return {name: (kind, (dtype, -array)) for name, (kind, (dtype, array)) in wire.items()}
+    def corrupted(key: str, wanted: Any, checksums: bool) -> Any:
+        wire, sums = served(key, wanted, checksums)
+        return {name: (kind, (dtype, -array)) for name, (kind, (dtype, array)) in wire.items()}, sums
 
     train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
     monkeypatch.setattr(exchange, "served", corrupted)
-    with pytest.raises(SyncError, match="differ by"):
+    with pytest.raises(SyncError, match=r"did not arrive as it was sent: .*from rank 0 of the actor, on rank 0"):
         lab.actor.generate_sequences(lab.prompts.next(4))
     monkeypatch.undo()
+    assert lab.syncs().iloc[-1]["verdict"] == "checksum differs"
     assert lab.check("weights", "rollout")["weights"].verdict == "ok"  # synced anew
 
 
@@ -210,11 +211,11 @@ def test_a_sync_that_fails_leaves_the_actor_alone_and_is_mended(lab: Any, monkey
     exchange = worker(lab, "actor").context.exchange
     served, asked = exchange.served, []
 
-    def fails_halfway(key: str, wanted: Any) -> Any:
+    def fails_halfway(key: str, wanted: Any, checksums: bool) -> Any:
         asked.append(wanted)
         if len(asked) > 2:
             exchange.release([key])
-        return served(key, wanted)
+        return served(key, wanted, checksums)
 
     monkeypatch.setattr(exchange, "served", fails_halfway)
     with pytest.raises((NotFound, StageError), match=r"rollout.receive_weights failed on rank 0.*were released"):

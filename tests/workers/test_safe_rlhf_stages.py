@@ -128,8 +128,16 @@ def test_what_is_missing_is_named(lab: wb.Workbench, scored: wb.Batch) -> None:
         lab.actor.compute_loss(lab.put({"text": ["a", 3]}))
     with pytest.raises(BadInput, match="without cost and cost_critic"):
         wb.SafeRLHF(_Without(lab, "cost", "cost_critic"))  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="bounds"):
-        wb.SafeRLHF(lab, multiplier=0.1, multiplier_bounds=(1.0, 0.1))
+    settings: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"multiplier": 0.1, "multiplier_bounds": (1.0, 0.1)}, "multiplier_bounds=.*two numbers"),
+        ({"multiplier_bounds": ("a", "b")}, "multiplier_bounds=.*two numbers"),
+        ({"multiplier": 11.0}, r"SafeRLHF\.multiplier=11\.0.*within multiplier_bounds"),
+        ({"multiplier_rate": -1.0}, r"SafeRLHF\.multiplier_rate=-1"),
+        ({"value_clip": -1.0}, r"SafeRLHF\.value_clip=-1"),
+    )
+    for wrong, message in settings:
+        with pytest.raises(BadInput, match=message):
+            wb.SafeRLHF(lab, **wrong)
 
 
 class _Without:

@@ -31,7 +31,13 @@ from workbench.workers.weight_exchange import (
 
 MODELS = ("tiny-llama-tied-4kv", "tiny-qwen2")
 CONTENTS = Contents(
-    version=3, shapes={}, probe_ids=torch.zeros(0), log_probs=torch.zeros(0), aliases={}, vocabulary=frozenset()
+    version=3,
+    restored=0,
+    shapes={},
+    probe_ids=torch.zeros(0),
+    log_probs=torch.zeros(0),
+    aliases={},
+    vocabulary=frozenset(),
 )
 
 

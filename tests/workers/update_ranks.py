@@ -18,7 +18,7 @@ from workbench.placement import Layout
 from workbench.telemetry import Recorder
 from workbench.workers.calls import HostInfo, Shard
 from workbench.workers.communicator import Communicator
-from workbench.workers.roles import actor
+from workbench.workers.roles import actor, hybrid
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import WeightExchange
 from workbench.workers.worker import Context
@@ -36,6 +36,7 @@ class Case:
     rows: int = 8
     without_advantage: tuple[tuple[int, ...], ...] = ((),)
     skipping: bool = True
+    check_sync: bool = False
 
 
 def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
@@ -46,13 +47,12 @@ def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
 def sync_with_gaps(gaps: list[float]) -> list[str]:
     """Two syncs of an actor whose engine then differs by these gaps, one a rank, and a third where none differs: what
     each raised on this rank, "" for nothing."""
-    worker = _worker(Case())
+    worker = worker_of(Case())
     worker.spec = replace(worker.spec, generation=Generation(engine="transformers"))
     worker.generator.weights_version = -1  # as after an update
-    probe = worker._probe_gap
-    said = []
+    measured, said = hybrid.probe_gap, []
     for broken in (True, True, False):
-        worker._probe_gap = (lambda: gaps[dist.get_rank()]) if broken else probe
+        hybrid.probe_gap = (lambda *asked: gaps[dist.get_rank()]) if broken else measured
         try:
             worker.sync_weights()
             said.append("")
@@ -73,7 +73,7 @@ def context_here(folder: str = ".") -> Context:
     )  # fmt: skip
 
 
-def _worker(case: Case) -> Any:
+def worker_of(case: Case) -> Any:
     context = context_here()
     stage = 0 if case.engine == "torch" else int(case.engine[-1])
     training = Training(
@@ -81,7 +81,7 @@ def _worker(case: Case) -> Any:
         # with an eps this large AdamW moves a weight in proportion to its gradient, however small that is
         learning_rate=100.0, eps=1e3, micro_batch_tokens=case.rows * LONGEST,
     )  # fmt: skip
-    generation = Generation(engine="transformers", check_sync=False)
+    generation = Generation(engine="transformers", check_sync=case.check_sync)
     spec = Model(name="tiny-llama", dtype="float32", training=training, generation=generation)
     worker: Any = actor.ActorWorker(spec, context) if case.role == "actor" else CriticWorker(spec, context)
     if case.role == "critic":  # whose head starts at 0, and then sends no gradient into the layers
@@ -92,7 +92,7 @@ def _worker(case: Case) -> Any:
 
 def _run(case: Case) -> list[dict[str, Any]]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    worker = _worker(case)
+    worker = worker_of(case)
     find = actor._rows_without_advantage
     if not case.skipping:
         actor._rows_without_advantage = lambda advantages, mask: frozenset()

@@ -49,6 +49,8 @@ class DAPO(Algorithm):
         at_least("DAPO.samples", self.samples, 2)  # one sample has no variance
         at_least("DAPO.rounds", self.rounds, 0)
         self.need("reward")
+        # it gives as many rows as it is given
+        self._check_rows({"dynamic_sampling": self.prompts * self.samples})
 
     def define(self, lab: Workbench) -> None:
         longest = self.sampling.max_new_tokens

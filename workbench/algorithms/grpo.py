@@ -22,7 +22,8 @@ class GRPO(Algorithm):
 
     prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
     reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is needed. aggregation: how token losses
-    become one; the paper's is "sequence-mean-token-mean". correction: for rollouts of another distribution than the
+    become one; the paper's is "sequence-mean-token-mean". dual_clip, entropy_coefficient: as in
+    `update_actor`. correction: for rollouts of another distribution than the
     trainer's, see `Correction`. Its variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
@@ -44,6 +45,8 @@ class GRPO(Algorithm):
     correction: Correction | None = None
     clip: float = 0.2
     clip_high: float | None = None
+    dual_clip: float | None = None
+    entropy_coefficient: float = 0.0
     epochs: int = 1
     aggregation: Aggregation = "sequence-mean-token-mean"
 
@@ -70,6 +73,8 @@ class GRPO(Algorithm):
             loss=self.loss,
             clip=self.clip,
             clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            entropy_coefficient=self.entropy_coefficient,
             epochs=self.epochs,
             kl_coefficient=self.kl_coefficient,
             kl=self.kl,

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from workbench.dataflow.batch import Batch
 from workbench.dataflow.graph import Graph, Stage, trace
-from workbench.engines.settings import Sampling, at_least
+from workbench.dataflow.run import Run
+from workbench.engines.settings import Sampling, at_least, whole
 from workbench.errors import BadInput
 from workbench.named_fields import NamedFields
 
@@ -127,6 +129,7 @@ class Algorithm(NamedFields, ABC):
         graph = self.graph()
         stage = self._next(graph)
         if not self._under_way:
+            graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
             self.made.clear()
             self._under_way = True
         self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
@@ -163,8 +166,8 @@ class Algorithm(NamedFields, ABC):
         """
         import pandas as pd
 
-        at_least("iterations", iterations, 1)
-        at_least("every", every, 1)
+        whole("iterations", iterations, 1)
+        whole("every", every, 1)
         rows = []
         for number in range(1, iterations + 1):
             self.restart()
@@ -172,8 +175,11 @@ class Algorithm(NamedFields, ABC):
             try:
                 with self.lab.overlap():
                     metrics = self.iterate()
+            except BaseException:  # stages were only submitted: some of what `made` holds never comes
+                self._made = {name: made for name, made in self.made.items() if _is_there(made)}
+                raise
             finally:
-                self.restart()  # stages were only submitted: after a failure, what `made` holds may never come
+                self.restart()
                 self.lab.looping = looping
             rows.append({"iteration": self.lab.iteration, **metrics})
             if evaluate is not None and number % every == 0:
@@ -211,7 +217,12 @@ class Algorithm(NamedFields, ABC):
                 f"it has {', '.join(self.lab.groups)}",
                 "open one with these roles in models=",
             )
-        self.graph()
+        self._check_rows()
+
+    def _check_rows(self, known: Mapping[str, int] | None = None) -> None:
+        """Raise `BadInput` for numbers of prompts, samples and rows that ranks and minibatches cannot take."""
+        counts = (f"{name}={getattr(self, name)}" for name in ("prompts", "samples", "rows") if hasattr(self, name))
+        self.graph().check_rows(f"{type(self).__name__}({', '.join(counts)})", known)
 
     def _check_numbers(self) -> None:
         """Raise `BadInput` for a field that is declared as a number and holds something else."""
@@ -235,3 +246,11 @@ class Algorithm(NamedFields, ABC):
             for stage, values in self.lab.last_metrics.items()
             for name, value in values.items()
         }
+
+
+def _is_there(made: Any) -> bool:
+    """Whether what a stage gave has been made, where it may have been a promise."""
+    if isinstance(made, Batch):
+        made.settle(wait=False)
+        return not made.pending
+    return not isinstance(made, Run) or made.state == "done"

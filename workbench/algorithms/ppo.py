@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.algorithms.correction import Correction
 from workbench.algorithms.kl import adaptive_kl_step
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import Sampling
+from workbench.engines.settings import Sampling, at_least
+from workbench.errors import BadInput
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -24,7 +25,8 @@ class PPO(Algorithm):
     response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
     kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
     arXiv:2410.02743). bootstrap: the critic's value stands for what would have followed a response that was cut. clip,
-    value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`. sampling: how responses are
+    value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; dual_clip,
+    entropy_coefficient: as in `update_actor`. sampling: how responses are
     drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.
     """
 
@@ -43,14 +45,17 @@ class PPO(Algorithm):
     bootstrap: bool = False
     clip: float = 0.2
     value_clip: float | None = 0.2
+    dual_clip: float | None = None
+    entropy_coefficient: float = 0.0
     epochs: int = 1
     correction: Correction | None = None
 
     def __post_init__(self) -> None:
         penalised = self.kl_coefficient or self.kl_target is not None
+        check_value_clip("PPO", self.value_clip)
         self.need("critic", *(["reference"] if penalised else []), "reward")
-        if self.kl_target is not None:  # a setting that the step would refuse is refused now
-            self._adapted(self.kl_target)
+        if self.kl_target is not None:
+            self._check_target(self.kl_target)
 
     def define(self, lab: Workbench) -> None:
         batch = lab.prompts.next(self.prompts)
@@ -70,14 +75,45 @@ class PPO(Algorithm):
             kl=self.kl,
         )
         lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.epochs)
-        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, correction=self.correction)
+        lab.actor.update_actor(
+            batch,
+            clip=self.clip,
+            dual_clip=self.dual_clip,
+            entropy_coefficient=self.entropy_coefficient,
+            epochs=self.epochs,
+            correction=self.correction,
+        )
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """After an iteration, with its metrics: move the KL coefficient for the next one, if it has a target."""
         if self.kl_target is not None:
             self.kl_coefficient = self._adapted(metrics["compute_advantages/reference_kl_per_response"])
 
+    def _check_target(self, target: float) -> None:
+        """Raise `BadInput` for settings that the step of the coefficient would refuse."""
+        at_least("PPO.kl_target", target, 0, strictly=True)
+        at_least("PPO.kl_horizon", self.kl_horizon, 1)
+        if not self.kl_coefficient > 0:
+            raise BadInput(
+                f"PPO(kl_target={target}, kl_coefficient={self.kl_coefficient})",
+                "towards a target the coefficient is moved by factors, which leave 0 where it is",
+                "give a kl_coefficient to begin with, or leave kl_target out",
+            )
+        if self.prompts * self.samples >= 5 * self.kl_horizon:
+            raise BadInput(
+                f"PPO(kl_horizon={self.kl_horizon}) with {self.prompts * self.samples} responses an iteration",
+                "more than 5 horizons at once could turn the coefficient's sign",
+                "give a larger kl_horizon",
+            )
+        self._adapted(target)
+
     def _adapted(self, kl: float) -> float:
         assert self.kl_target is not None
         responses = self.prompts * self.samples
         return adaptive_kl_step(self.kl_coefficient, kl, self.kl_target, responses, self.kl_horizon)
+
+
+def check_value_clip(algorithm: str, clip: object) -> None:
+    """Raise `BadInput` for what a critic's update would refuse, under the name that an algorithm gives it."""
+    if clip is not None:
+        at_least(f"{algorithm}.value_clip", clip, 0, strictly=True)  # type: ignore[arg-type]

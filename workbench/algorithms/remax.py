@@ -20,7 +20,8 @@ class ReMax(Algorithm):
 
     Against PPO: one greedy generation and its rewards more, and no line of a critic (HybridFlow, figure 6).
 
-    prompts: prompts an iteration; samples: responses a prompt, all against the one greedy response.
+    prompts: prompts an iteration; samples: responses a prompt, all against the one greedy response, whose stages are
+    `generate_greedy` and `compute_greedy_reward`.
     kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. correction:
     as in `GRPO`.
     """
@@ -41,8 +42,10 @@ class ReMax(Algorithm):
 
     def define(self, lab: Workbench) -> None:
         prompts = lab.prompts.next(self.prompts)
-        greedy = lab.actor.generate_sequences(prompts, **asdict(replace(self.sampling, temperature=0.0)))
-        greedy = lab.reward.compute_reward(greedy, function=self.reward)
+        with lab.reported_as("generate_greedy"):
+            greedy = lab.actor.generate_sequences(prompts, **asdict(replace(self.sampling, temperature=0.0)))
+        with lab.reported_as("compute_greedy_reward"):
+            greedy = lab.reward.compute_reward(greedy, function=self.reward)
         baseline = greedy.select("rewards").rename(rewards="baseline_rewards").repeat(self.samples)
         batch = lab.actor.generate_sequences(prompts, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)

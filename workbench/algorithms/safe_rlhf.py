@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from workbench.algorithms.correction import Correction
 from workbench.algorithms.lagrangian import dual_step
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import Sampling
+from workbench.algorithms.ppo import check_value_clip
+from workbench.engines.settings import Sampling, at_least
+from workbench.errors import BadInput
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -54,9 +58,27 @@ class SafeRLHF(Algorithm):
     pretrain_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
+        check_value_clip("SafeRLHF", self.value_clip)
         self.need("critic", *(["reference"] if self.kl_coefficient else []), "reward", "cost", "cost_critic")
-        # a setting that the step would refuse is refused now
-        dual_step(self.multiplier, self.limit, self.limit, self.multiplier_rate, self.multiplier_bounds)
+        self._check_multiplier()
+
+    def _check_multiplier(self) -> None:
+        """Raise `BadInput` for settings that the step of the multiplier would refuse."""
+        bounds = self.multiplier_bounds
+        two = isinstance(bounds, tuple | list) and [isinstance(bound, numbers.Real) for bound in bounds] == [True, True]
+        if not two or not 0 < bounds[0] <= bounds[1]:
+            raise BadInput(
+                f"SafeRLHF.multiplier_bounds={bounds!r:.60}",
+                "must be two numbers, 0 < low <= high: the multiplier's logarithm is stepped",
+                "write multiplier_bounds=(0.01, 10.0)",
+            )
+        if not bounds[0] <= self.multiplier <= bounds[1]:
+            raise BadInput(
+                f"SafeRLHF.multiplier={self.multiplier!r}", f"must lie within multiplier_bounds={tuple(bounds)}"
+            )
+        at_least("SafeRLHF.multiplier_rate", self.multiplier_rate, 0)
+        if not math.isfinite(self.limit):
+            raise BadInput(f"SafeRLHF.limit={self.limit!r}", "must be a finite number")
 
     def define(self, lab: Workbench) -> None:
         batch = lab.prompts.next(self.prompts)

@@ -17,7 +17,9 @@ class SFT(Algorithm):
     """`SFT(lab, lab.demonstrations("sft.jsonl")).run(n)`: n batches of demonstrations learned by the actor.
 
     rows: demonstrations a batch, of `Training.minibatches` optimizer steps. epochs: over each batch; the stream goes
-    round by itself, `len(demonstrations) // rows` batches are one epoch of the data.
+    round by itself, `len(demonstrations) // rows` batches are one epoch of the data. Demonstrations that were held out
+    are scored by `lab.actor.compute_log_prob(demonstrations.held_out)`, after which
+    `lab.last_metrics["compute_log_prob"]["old_log_prob/mean"]` is the loss on them with the sign turned.
     """
 
     lab: Workbench

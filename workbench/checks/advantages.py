@@ -9,32 +9,34 @@ import numpy as np
 import torch
 
 from workbench.algorithms.correction import Correction
-from workbench.algorithms.estimators import gae, moments, token_rewards, whiten
+from workbench.checks.advantage_formulas import advantages
 from workbench.checks.report import Finding
-from workbench.checks.subject import SEED, Subject, rows_of
+from workbench.checks.subject import NEW_TOKENS, SEED, Subject, rows_of
 from workbench.dataflow.columns import Ragged, Table
 
-# One call for each way that a number takes through `compute_advantages`.
-GAE: dict[str, Any] = {"estimator": "gae", "gamma": 0.9, "lam": 0.8, "kl_coefficient": 0.1}
+# One call for each way that a number takes through `compute_advantages`; between them, every estimate of the KL.
 ESTIMATES: tuple[dict[str, Any], ...] = (
-    GAE,
-    {"estimator": "gae", "bootstrap": True, "multiplier": 0.5, "kl_coefficient": 0.1},
-    {"estimator": "gae", "macro_tokens": 3},
-    {"estimator": "remax", "kl_coefficient": 0.1},
+    {"estimator": "gae", "gamma": 0.9, "lam": 0.8, "kl_coefficient": 0.1},
+    {"estimator": "gae", "bootstrap": True, "multiplier": 0.5, "kl_coefficient": 0.1, "kl": "k2"},
+    {"estimator": "gae", "gamma": 0.9, "macro_tokens": 3},
+    {"estimator": "remax", "kl_coefficient": 0.1, "kl": "k3"},
     {"estimator": "reinforce_pp", "gamma": 0.9, "kl_coefficient": 0.1},
     {"estimator": "reinforce_pp_baseline"},
     {"estimator": "grpo"},
-    {"estimator": "rloo"},
+    {"estimator": "grpo", "overlong_buffer": 4, "max_response_tokens": NEW_TOKENS - 1},
+    {"estimator": "dr_grpo"},
+    {"estimator": "rloo", "kl_coefficient": 0.1},
     {"estimator": "off_policy_baseline", "correction": Correction(level="sequence")},
 )
+VARIANTS = ("bootstrap", "macro_tokens", "multiplier", "overlong_buffer")
 SCORES = ("rewards", "costs")
 TOKENS = ("values", "cost_values", "old_log_prob", "ref_log_prob", "rollout_log_prob")
 ROUNDING = 1e-4  # computed in float32 whatever the models are
 
 
 def check_advantages(subject: Subject) -> Finding:
-    """Advantages and returns depend neither on what stands outside the mask nor on where a row lies; GAE's are those
-    of the formula over the whole batch."""
+    """Advantages and returns are those of their estimator's formula over the whole batch, for scores of responses and
+    of tokens; and they depend neither on what stands outside the mask nor on where a row lies."""
     table, lab = _table(subject), subject.lab
     order = np.random.default_rng(SEED).permutation(subject.rows)
     dealt, back = rows_of(table, order), np.argsort(order)
@@ -48,6 +50,14 @@ def check_advantages(subject: Subject) -> Finding:
         names = ["advantages", "returns", *(["cost_returns"] if "multiplier" in arguments else [])]
         return {name: column for name, column in batch.fetch(names).items() if isinstance(column, Ragged)}
 
+    def formula(inputs: Table, arguments: dict[str, Any]) -> dict[str, Ragged]:
+        found = {}
+        for name, numbers in advantages(inputs, arguments).items():
+            column = torch.zeros(len(subject.mask.values), dtype=torch.float64)
+            column[subject.mask.values] = torch.tensor(numbers, dtype=torch.float64)
+            found[name] = subject.mask.like(column)
+        return found
+
     def note(one: dict[str, Ragged], two: dict[str, Ragged], what: str) -> None:
         row_of = torch.repeat_interleave(torch.arange(subject.rows), subject.mask.lengths)[subject.mask.values]
         for name, column in two.items():
@@ -55,13 +65,19 @@ def check_advantages(subject: Subject) -> Finding:
             gaps = (mine - theirs).abs().nan_to_num(nan=math.inf) / max(1.0, float(mine.abs().max())) / ROUNDING
             found.append((float(gaps.max()), f"{name} of row {int(row_of[gaps.argmax()])}, {what}"))
 
+    of_responses = dict(table)
+    for name in SCORES:
+        column = table[name]
+        assert isinstance(column, Ragged)
+        of_responses[name] = torch.stack([row.sum() for row in column.rows()])
     for arguments in ESTIMATES:
-        clean, name = stage(table, arguments), str(arguments["estimator"])
+        clean, name = stage(table, arguments), _said(arguments)
         note(clean, stage(spoilt, arguments), f"{name}, with garbage outside the mask")
         moved = {column: values.take(back.tolist()) for column, values in stage(dealt, arguments).items()}
         note(clean, moved, f"{name}, with its rows in another order, on other ranks")
-        if arguments is GAE:
-            note(clean, _gae(subject, table), f"{name}, against the formula")
+        note(formula(table, arguments), clean, f"{name}, against the formula")
+        whole = stage(of_responses, arguments)
+        note(formula(of_responses, arguments), whole, f"{name}, with a score a response, against the formula")
     figure, culprit = max(found)
     about = "relative change of advantages or returns that should be none, in units of what rounding may do"
     return subject.finding(figure, 1.0, culprit, about)
@@ -80,16 +96,7 @@ def _table(subject: Subject) -> Table:
     return table
 
 
-def _gae(subject: Subject, table: Table) -> dict[str, Ragged]:
-    """The columns of GAE, whitened, of all rows at once."""
-    mask_BT = subject.mask.pad().bool()
-    padded = {name: column.pad() for name, column in table.items() if isinstance(column, Ragged)}
-    rewards_BT = token_rewards(
-        padded["rewards"], padded["old_log_prob"], padded["ref_log_prob"], mask_BT, GAE["kl_coefficient"]
-    )
-    advantages_BT, returns_BT = gae(rewards_BT, padded["values"], mask_BT, GAE["gamma"], GAE["lam"])
-    white_BT = whiten(advantages_BT, mask_BT, moments(advantages_BT, mask_BT))
-    return {
-        "advantages": Ragged.unpad(white_BT, subject.mask.lengths),
-        "returns": Ragged.unpad(returns_BT, subject.mask.lengths),
-    }
+def _said(arguments: dict[str, Any]) -> str:
+    """The estimator, and what sets this call apart from others of it."""
+    variants = " and ".join(name for name in VARIANTS if name in arguments)
+    return f"{arguments['estimator']}{' with ' if variants else ''}{variants}"

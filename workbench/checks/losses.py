@@ -7,45 +7,46 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from workbench.algorithms.aggregation import aggregate, denominator
-from workbench.algorithms.correction import correct
-from workbench.algorithms.kl import kl_loss
-from workbench.algorithms.losses import policy_loss, value_loss
-from workbench.checks.forms import said
+from workbench.checks.by_token import ByToken, Numbers
+from workbench.checks.forms import LOSSES, said
 from workbench.checks.gradients import ROUNDING
+from workbench.checks.loss_formulas import aggregated, policy_losses, value_losses
 from workbench.checks.report import Finding, NotApplicable
-from workbench.checks.subject import FORWARD, UPDATES, Subject
+from workbench.checks.subject import FORWARD, SEED, UPDATES, Subject
 from workbench.dataflow.columns import Ragged, Table
 from workbench.workers.protocols import THREE_D_PROTO, minibatch_rows
 from workbench.workers.roles import ROLE_WORKERS
 
+# How far policy and critic have moved since the rollouts, and lie from the reference: standard deviations of
+# log-ratios, and of a value. So that ratios lie on both sides of 1, within every clip and outside.
+MOVED = {"old_log_prob": 0.5, "ref_log_prob": 0.5, "values": 0.5, "cost_values": 0.5}
+
 
 def check_losses(subject: Subject) -> Finding:
-    """The loss of each minibatch is that of the formula on all of its rows at once, denominator and weights included.
+    """The loss of each minibatch is that of the formula on all of its rows at once, denominator and weights included,
+    for a policy that has left the one of its rollouts.
 
     A wrong factor on every rank shows here, which is the same however rows are cut and dealt. Left out are updates of
     one's own, and terms whose value only the model knows: the entropy and the pretraining loss.
     """
-    found = []
+    found, table = [], _moved(subject)
     for role in subject.updated_roles():
         group = subject.lab.groups[role]
         if getattr(group.worker_class, UPDATES[role]) is not getattr(ROLE_WORKERS[role], UPDATES[role]):
             continue
         collected = THREE_D_PROTO.collect(group.layout)
-        for number, form in enumerate(subject.forms(role)):
+        for form in LOSSES[role]:
             arguments, _ = group.operations[UPDATES[role]].arguments((), form)
-            if arguments.get("entropy_coefficient") or arguments.get("pretrain_coefficient"):
-                continue
-            table, ranks = subject.training_table, subject.measure_form(role, number)
-            loss_BT = _policy(table, arguments) if role == "actor" else _regression(subject, role, arguments)
-            mask_BT = _padded(table, "response_mask")
+            ranks = subject.measure(role, table, subject.all_tokens, **form)
+            losses = _policy(subject, table, arguments) if role == "actor" else _critic(subject, role, table, arguments)
             how, longest = arguments["aggregation"], arguments["max_response_tokens"]
             for i, rows in enumerate(minibatch_rows(subject.rows, subject.minibatches(role))):
-                expected = float(aggregate(loss_BT[rows], mask_BT[rows], how, denominator(mask_BT[rows], how, longest)))
+                expected = aggregated([losses[row] for row in rows], how, longest)
                 said_by_ranks = sum(ranks[rank].minibatches[i].share for rank in collected)
-                gap = abs(said_by_ranks - expected) / max(abs(expected), 0.1) / subject.by_dtype(role, *ROUNDING)
+                # tokens' losses may cancel each other, their rounding does not
+                size = aggregated([[abs(loss) for loss in losses[row]] for row in rows], how, longest)
+                gap = abs(said_by_ranks - expected) / max(size, 0.1) / subject.by_dtype(role, *ROUNDING)
                 where = f"{role}{said(form)}, minibatch {i}: {said_by_ranks:.6g}, the formula gives {expected:.6g}"
                 found.append((math.inf if math.isnan(gap) else gap, where))
     if not found:
@@ -55,33 +56,26 @@ def check_losses(subject: Subject) -> Finding:
     return subject.finding(figure, 1.0, culprit, about)
 
 
-def _policy(table: Table, arguments: Mapping[str, Any]) -> Tensor:
-    """The actor's token losses where its policy is still the old one, [B, T]."""
-    old_BT, mask_BT = _padded(table, "old_log_prob"), _padded(table, "response_mask")
-    clip = arguments["clip"]
-    high = clip if arguments["clip_high"] is None else arguments["clip_high"]
-    loss_BT, _ = policy_loss(
-        arguments["loss"], old_BT, old_BT, _padded(table, "advantages"), mask_BT, clip, high, arguments["dual_clip"]
-    )
-    if arguments["correction"] is not None:
-        rollout_BT = _padded(table, "rollout_log_prob")
-        loss_BT = loss_BT * correct(old_BT, rollout_BT, mask_BT, arguments["correction"]).weight_BT
-    if arguments["kl_coefficient"]:
-        kl_BT = kl_loss(old_BT, old_BT, _padded(table, "ref_log_prob"), arguments["kl"])
-        loss_BT = loss_BT + arguments["kl_coefficient"] * kl_BT
-    return loss_BT
+def _moved(subject: Subject) -> Table:
+    """The training table, as it would be had policy and critics taken steps since its columns were made."""
+    generator, table = torch.Generator().manual_seed(SEED + 1), dict(subject.training_table)
+    for name, scale in MOVED.items():
+        column = table[name]
+        assert isinstance(column, Ragged)
+        table[name] = column.like(column.values + scale * torch.randn(len(column.values), generator=generator))
+    return table
 
 
-def _regression(subject: Subject, role: str, arguments: Mapping[str, Any]) -> Tensor:
-    """A critic's token losses at the values that it has now, [B, T]."""
+def _policy(subject: Subject, table: Table, arguments: Mapping[str, Any]) -> list[Numbers]:
+    """The actor's token losses."""
+    now = ByToken({**table, "now": subject.old_log_prob}).tokens("now")
+    return policy_losses(table, now, arguments)
+
+
+def _critic(subject: Subject, role: str, table: Table, arguments: Mapping[str, Any]) -> list[Numbers]:
+    """A critic's token losses."""
+    column = FORWARD[role][1]
     values, _ = subject.forward(role, subject.table)
-    table, column = subject.training_table, FORWARD[role][1]
-    returns_BT = _padded(table, column.replace("values", "returns"))
-    loss_BT, _ = value_loss(values.pad(), _padded(table, column), returns_BT, clip=arguments["clip"])
-    return loss_BT
-
-
-def _padded(table: Table, name: str) -> Tensor:
-    column = table[name]
-    assert isinstance(column, Ragged)
-    return column.pad().bool() if column.values.dtype == torch.bool else column.pad().float()
+    rows = ByToken({**table, "now": values})
+    returns = rows.tokens(column.replace("values", "returns"))
+    return value_losses(rows.tokens("now"), rows.tokens(column), returns, arguments["clip"])

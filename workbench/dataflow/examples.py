@@ -204,7 +204,9 @@ class Examples:
         return Tokenized(
             example=example,
             prompt_ids=render_prompt(tokenizer, prompt, chat=chat),
-            answer_ids=tuple([*tokenizer.encode(answer, add_special_tokens=False), eos] for answer in answers),
+            answer_ids=tuple(
+                [*tokenizer.encode(answer, add_special_tokens=False, verbose=False), eos] for answer in answers
+            ),
         )
 
     def _need_margins(self) -> None:

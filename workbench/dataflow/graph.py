@@ -6,11 +6,13 @@ stages are then carried out, one at a time or all, by the calls that a notebook 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from workbench.dataflow.planning import deal_rows
 from workbench.errors import BadInput, StageError
 from workbench.example_stream import ExampleStream
 from workbench.workers.group import GroupOperation, WorkerGroup
@@ -19,15 +21,16 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench
 
 PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
+KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One node: `operation` of `role` on the outputs of the stages `inputs`.
 
-    name: unique in its graph; a second stage of one operation is called operation_2. role: a role of the workbench,
-    "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an iteration), "batch" (a batch's own
-    method) or "notebook" (a function).
+    name: unique in its graph: as `reported_as` said, or the operation's; a second one is called operation_2.
+    role: a role of the workbench, "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an
+    iteration), "batch" (a batch's own method) or "notebook" (a function).
     columns: what its batch has then; None where that is not known before it runs, or it makes no batch.
     """
 
@@ -127,6 +130,41 @@ class Graph:
                 "return a batch, or put another in its place with replace()",
             )
         return made
+
+    def check_columns(self) -> None:
+        """Raise `BadInput` where an operation cannot do with the columns that its batch will have; those of a batch
+        that a function makes are not known, and are not asked."""
+        for stage in self.stages:
+            have = self[stage.inputs[0]].columns if stage.inputs else None
+            if have is not None and isinstance(stage.function, GroupOperation):
+                arguments, _ = stage.function.arguments(stage.args, stage.kwargs)
+                stage.function.check_columns(arguments, have)
+
+    def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
+        """Raise `BadInput` where the rows of a stage's batch cannot be dealt out to its ranks and minibatches.
+
+        title: begins the message. known: the rows that functions give, by stage; where those are not known, what comes
+        after is not asked.
+        """
+        rows: dict[str, int | None] = dict(known or {})
+        for stage in self.stages:
+            given = rows.get(stage.inputs[0]) if stage.inputs else None
+            if given is not None and stage.samples:
+                given *= stage.kwargs.get("samples", 1)
+            if stage.role == "prompts":
+                given = stage.kwargs.get("n", stage.args[0] if stage.args else None)
+            elif stage.role == "batch" and stage.operation not in KEEP_ROWS:
+                repeated = stage.kwargs.get("n", stage.args[0] if stage.args else None)
+                given = given * repeated if given is not None and stage.operation == "repeat" else None
+            elif stage.role == "notebook":
+                given = rows.get(stage.name)
+            rows[stage.name] = given
+            if given is None or not stage.inputs or not isinstance(stage.function, GroupOperation):
+                continue
+            try:
+                deal_rows(stage.function.group, stage.function.operation, given)
+            except BadInput as error:
+                raise BadInput(f"{title}: {stage.name}: {error.value}", error.rule, error.remedy) from None
 
     def edges(self) -> dict[str, set[str]]:
         """For each stage, those whose columns it reads: fewer than those that its batch has been through."""
@@ -301,6 +339,7 @@ class Tracer:
         self.title, self._lab = title, lab
         self.stages: list[Stage] = []
         self.prompts = _TracedPrompts(self, lab)
+        self._stage_name = ""
 
     def __getattr__(self, name: str) -> Any:
         lab = self._lab
@@ -323,11 +362,25 @@ class Tracer:
         name = str(getattr(function, "__name__", type(function).__name__))
         return self.note(_stage_of(function, name, tuple(batch.stage for batch in batches), (), kwargs))
 
+    @contextlib.contextmanager
+    def reported_as(self, stage: str) -> Iterator[None]:
+        """Inside, an operation's stage gets this name: see `Workbench.reported_as`."""
+        self._stage_name, before = stage, self._stage_name
+        try:
+            yield
+        finally:
+            self._stage_name = before
+
     def note(self, stage: Stage) -> TracedBatch:
-        """Write down a stage."""
-        same = sum(other.operation == stage.operation for other in self.stages)
-        if same:
-            stage = replace(stage, name=f"{stage.operation}_{same + 1}")
+        """Write down a stage, under a name of its own."""
+        taken, number = {other.name for other in self.stages}, 1
+        name = wanted = (
+            self._stage_name if self._stage_name and isinstance(stage.function, GroupOperation) else stage.name
+        )
+        while name in taken:
+            number += 1
+            name = f"{wanted}_{number}"
+        stage = replace(stage, name=name)
         if stage.role == "batch":
             stage = replace(stage, columns=_columns_after(stage, {s.name: s.columns for s in self.stages}))
         self.stages.append(stage)

@@ -14,7 +14,7 @@ from workbench.errors import BadInput
 from workbench.workers.calls import Call
 from workbench.workers.group import WorkerGroup
 from workbench.workers.operation import Operation
-from workbench.workers.protocols import minibatch_rows
+from workbench.workers.protocols import Chunks, minibatch_rows
 
 
 def calls_without_batch(
@@ -49,20 +49,11 @@ def calls_on_batch(
     """
     columns, _ = batch.copies(samples).part(travels)
     rows = batch.rows * samples
-    minibatches = _minibatches(group, operation, rows)
-    where = f"{group.role}.{operation.name}"
-    dealt = operation.protocol.deal(group.layout, minibatches, where)
-    collected = operation.protocol.gather(group.layout, dealt, rows, where)
+    dealt, collected = deal_rows(group, operation, rows)
     sample = columns["prompt_uid"].location.occurrences() if operation.samples else None
     calls = []
     for rank, chunks in enumerate(dealt):
         mine = np.concatenate(chunks)
-        if not all(map(len, chunks)):
-            raise BadInput(
-                f"{rows} rows for {where} on {len(group.hosts)} ranks",
-                f"rank {rank} would have none",
-                f"use at least {len(collected) * len(minibatches)} rows",
-            )
         calls.append(
             Call(
                 **common,
@@ -77,6 +68,25 @@ def calls_on_batch(
             )
         )
     return calls
+
+
+def deal_rows(group: WorkerGroup, operation: Operation, rows: int) -> tuple[list[Chunks], list[int]]:
+    """The row numbers of each rank, one array a minibatch, and the ranks whose outputs make the result.
+
+    Raises `BadInput` where the rows cannot be dealt out: minibatches that do not divide them, a rank without any.
+    """
+    minibatches = _minibatches(group, operation, rows)
+    where = f"{group.role}.{operation.name}"
+    dealt = operation.protocol.deal(group.layout, minibatches, where)
+    collected = operation.protocol.gather(group.layout, dealt, rows, where)
+    for rank, chunks in enumerate(dealt):
+        if not all(map(len, chunks)):
+            raise BadInput(
+                f"{rows} rows for {where} on {len(group.hosts)} ranks",
+                f"rank {rank} would have none",
+                f"use at least {len(collected) * len(minibatches)} rows",
+            )
+    return dealt, collected
 
 
 def _minibatches(group: WorkerGroup, operation: Operation, rows: int) -> list[np.ndarray]:

@@ -42,6 +42,8 @@ HATCHES = {
     "optimizer": "M2 3H4",
     "communication": "M-1 1L1-1M0 6L6 0M5 7L7 5",
     "weight_sync": "M0 0L6 6M0 6L6 0",
+    "offload": "M0 2H6M3 2V6",
+    "load": "M0 4H6M3 4V0",
     "reward": "M1 3H5M3 1V5",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ TRAINING_ENGINES = ("torch", "deepspeed")
 GENERATION_ENGINES = ("transformers", "vllm")
 SYNC_STRATEGIES = ("hybridflow", "v", "full")
 DTYPES = ("float32", "bfloat16")
+ShareMemory = bool | Literal["always"]
+SHARE_MEMORY = (False, True, "always")
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -31,6 +34,20 @@ def at_least(name: str, value: float, least: float, *, strictly: bool = False) -
         raise BadInput(f"{name}={value!r}", f"must be {'more than' if strictly else 'at least'} {least}")
 
 
+def between(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
+    """Raise `BadInput` unless `value` lies in [low, high] (or, `open_below`, in (low, high])."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise BadInput(f"{name}={value!r:.60}", "must be a number")
+    if not low <= value <= high or (open_below and value == low):
+        raise BadInput(f"{name}={value!r}", f"must lie in {'(' if open_below else '['}{low:g}, {high:g}]")
+
+
+def true_or_false(name: str, value: object) -> None:
+    """Raise `BadInput` unless `value` is one of the two."""
+    if not isinstance(value, bool):
+        raise BadInput(f"{name}={value!r:.60}", "must be True or False")
+
+
 def whole(name: str, value: int, least: int = 1) -> None:
     """Raise `BadInput` unless `value` is a whole number of at least `least`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -42,8 +59,8 @@ def whole(name: str, value: int, least: int = 1) -> None:
 class Training(NamedFields):
     """Settings of a trained role.
 
-    engine: "deepspeed", or "torch" (needs nothing more than torch; takes layouts (p, t, d) too).
-    zero_stage: DeepSpeed's ZeRO stage, 0 to 3; ignored by the torch engine.
+    engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
+    zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
     learning_rate, betas, eps, weight_decay: AdamW's.
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
@@ -74,7 +91,17 @@ class Training(NamedFields):
         one_of("Training.zero_stage", self.zero_stage, (0, 1, 2, 3))
         one_of("Training.schedule", self.schedule, ("constant", "linear", "cosine"))
         at_least("Training.learning_rate", self.learning_rate, 0)
+        at_least("Training.eps", self.eps, 0, strictly=True)
+        at_least("Training.weight_decay", self.weight_decay, 0)
         at_least("Training.max_grad_norm", self.max_grad_norm, 0)
+        for name in ("learning_rate", "eps", "weight_decay"):
+            if math.isinf(getattr(self, name)):
+                raise BadInput(f"Training.{name}=inf", "must be a finite number")
+        betas = self.betas if isinstance(self.betas, tuple | list) else ()
+        numbers_ = [b for b in betas if isinstance(b, numbers.Real) and not isinstance(b, bool) and 0 <= b < 1]
+        if not len(betas) == len(numbers_) == 2:
+            raise BadInput(f"Training.betas={self.betas!r:.60}", "must be two numbers in [0, 1)", "write (0.9, 0.95)")
+        true_or_false("Training.activation_checkpointing", self.activation_checkpointing)
         whole("Training.minibatches", self.minibatches, 1)
         whole("Training.micro_batch_tokens", self.micro_batch_tokens, 1)
         whole("Training.warmup_steps", self.warmup_steps, 0)
@@ -96,12 +123,15 @@ class Generation(NamedFields):
     tensor_parallel_size: ranks that hold one copy of vLLM's model between them: consecutive ranks of the pool that
         generates, whose size it must divide. Where that is the actor's it must also divide t of the actor's layout
         (p, t, d) with p*t > 1. The transformers engine knows only 1.
-    strategy: how an actor cut over p*t > 1 ranks gets its weights to the engine: "hybridflow", each rank receives what
-        it lacks; "v", the whole model over the ranks of a training replica; "full", over all ranks.
+    strategy: how an actor cut over p*t > 1 ranks, or sharded by ZeRO-3, gets its weights to the engine: "hybridflow",
+        each rank receives what it lacks; "v", the whole model over the ranks of a training replica; "full", over all
+        ranks (ZeRO-3: "v" too).
     max_model_tokens: longest prompt + response.
-    kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead.
+    kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
+        its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
     max_rows: most sequences decoded at the same time by one engine.
-    check_sync: after each weight sync compare log-probabilities of engine and trainer; `SyncError` when they differ.
+    check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
+        were sent and as they arrived; `SyncError` when they differ.
     """
 
     engine: Literal["vllm", "transformers"] = "vllm"
@@ -126,8 +156,10 @@ class Generation(NamedFields):
         whole("Generation.max_model_tokens", self.max_model_tokens, 2)
         at_least("Generation.kv_cache_gib", self.kv_cache_gib, 0, strictly=True)
         whole("Generation.max_rows", self.max_rows, 1)
-        if not 0 < self.gpu_memory_fraction < 1:
+        at_least("Generation.gpu_memory_fraction", self.gpu_memory_fraction, 0, strictly=True)
+        if not self.gpu_memory_fraction < 1:
             raise BadInput(f"Generation.gpu_memory_fraction={self.gpu_memory_fraction}", "must lie between 0 and 1")
+        true_or_false("Generation.check_sync", self.check_sync)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +214,13 @@ class Sampling(NamedFields):
                 f"temperature={self.temperature}", "must be 0 (greedy) or lie in [0.01, 2]: vLLM samples at no other"
             )
         whole("top_k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise BadInput(f"top_p={self.top_p}", "must lie in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise BadInput(f"min_p={self.min_p}", "must lie in [0, 1]")
+        between("top_p", self.top_p, 0, 1, open_below=True)
+        between("min_p", self.min_p, 0, 1)
         at_least("repetition_penalty", self.repetition_penalty, 0, strictly=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise BadInput(f"{name}={getattr(self, name)}", "must lie in [-2, 2]")
+            between(name, getattr(self, name), -2, 2)
+        _check_bias(self.logit_bias)
+        true_or_false("ignore_eos", self.ignore_eos)
         whole("max_new_tokens", self.max_new_tokens, 1)
         whole("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -220,6 +251,31 @@ class Sampling(NamedFields):
     def token_ids(self) -> list[int]:
         """All token ids that it names."""
         return [*self.stop_token_ids, *(self.logit_bias or ())]
+
+
+def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> None:
+    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word.
+
+    sampling: fields of `Sampling`.
+    """
+    new = sampling["max_new_tokens"]
+    if generation is not None and new >= generation.max_model_tokens:
+        raise BadInput(
+            f"max_new_tokens={new}",
+            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
+            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
+        )
+
+
+def _check_bias(bias: object) -> None:
+    rule = "must be numbers by token id, or None; -inf bans a token"
+    remedy = "write logit_bias={5: -1.0}"
+    if bias is not None and not isinstance(bias, Mapping):
+        raise BadInput(f"logit_bias={bias!r:.60}", rule, remedy)
+    for token, value in (bias or {}).items():
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value and value < math.inf
+        if not isinstance(token, numbers.Integral) or not number:
+            raise BadInput(f"logit_bias={{{token!r:.60}: {value!r:.60}}}", rule, remedy)
 
 
 def _check_environment(environment: type) -> None:

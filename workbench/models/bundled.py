@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from workbench.errors import MissingDependency, ModelUnavailable
-from workbench.models.cache import made_once, save_here
+from workbench.models.cache import made_once, models_home, save_here
 from workbench.models.quiet import no_chatter
 
 
@@ -56,6 +56,11 @@ def bundled_folder(name: str) -> Path:
     Kept in fp32: the file's 4-bit weights are scale x integer + offset, which bf16 would round once more.
     """
     return made_once(f"{name}-{RECIPE}", lambda folder: _convert(name, folder))
+
+
+def is_converted(name: str) -> bool:
+    """Whether `bundled_folder` would find it made."""
+    return (models_home() / f"{name}-{RECIPE}").is_dir()
 
 
 def _convert(name: str, folder: Path) -> None:

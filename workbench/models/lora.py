@@ -6,6 +6,7 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1. Shapes: W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,11 +41,15 @@ class LoRA(NamedFields):
     def __post_init__(self) -> None:
         whole("LoRA.rank", self.rank, 1)
         at_least("LoRA.alpha", self.alpha, 0, strictly=True)
+        if math.isinf(self.alpha):
+            raise BadInput("LoRA.alpha=inf", "must be a finite number")
         if self.targets is not None:
             if isinstance(self.targets, str) or not self.targets:
                 raise BadInput(
                     f"LoRA.targets={self.targets!r}", "must be names of layers, such as ('q_proj', 'v_proj')"
                 )
+            if wrong := [name for name in self.targets if not isinstance(name, str)]:
+                raise BadInput(f"LoRA.targets with {wrong[0]!r:.60}", "must be names of layers", "write ('q_proj',)")
             object.__setattr__(self, "targets", tuple(self.targets))
 
     def __str__(self) -> str:

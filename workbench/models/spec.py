@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.engines.settings import DTYPES, Generation, Training, one_of
+from workbench.engines.settings import DTYPES, Generation, Training, one_of, whole
 from workbench.errors import BadInput
 from workbench.models.lora import LoRA
 from workbench.named_fields import NamedFields
@@ -54,6 +54,7 @@ class Model(NamedFields):
         if self.adapter is not None and not isinstance(self.adapter, LoRA):
             raise BadInput(f"Model.adapter={self.adapter!r:.60}", "must be a wb.LoRA(...), or None")
 
+        whole("Model.seed", self.seed, 0)
         check_settings("Model.training", self.training, Training)
         check_settings("Model.generation", self.generation, Generation)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
-from workbench.models.quiet import quiet_transformers
+from workbench.models.bundled import BUNDLED, gguf_path, is_converted
+from workbench.models.quiet import no_chatter, quiet_transformers
 from workbench.models.resolve import resolve
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def vocabulary(name: str | Path) -> dict[str, int]:
+    """Token -> id of a model. Of a bundled model that was not converted yet it is read from the package's file."""
+    if name not in BUNDLED or is_converted(str(name)):
+        return dict(load_tokenizer(name).get_vocab())
+    from transformers import AutoTokenizer
+
+    file = gguf_path(str(name))
+    with no_chatter():
+        return dict(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).get_vocab())
+
+
 def _filler(tokenizer: Any, name: str) -> str:
     """A special token that the chat template does not write and that neither begins nor ends a sequence."""
     template = tokenizer.chat_template or ""
@@ -99,7 +111,7 @@ def render_prompt(
     if chat is None:
         chat = not is_text or bool(tokenizer.chat_template)
     if not chat:
-        return list(tokenizer(prompt)["input_ids"])
+        return list(tokenizer(prompt, verbose=False)["input_ids"])  # how long it may be, the caller knows
     if not tokenizer.chat_template:
         raise BadInput(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template",
@@ -109,7 +121,13 @@ def render_prompt(
     messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
     # return_dict: transformers 5 wraps the ids in a BatchEncoding unless told otherwise.
     return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)  # type: ignore[arg-type]
+        tokenizer.apply_chat_template(
+            messages,  # type: ignore[arg-type]
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+        )
     )
 
 

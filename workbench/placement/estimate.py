@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,8 @@ class MemoryEstimate:
     """Bytes by role and device of a placement. What processes need for themselves, and batches, come on top.
 
     device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where that is known.
-    unknown: roles with workers of which nothing is known.
+    unknown: roles with workers of which nothing is known. take_turns: roles of a device are there one after another,
+    see `workbench.open(share_memory=...)`.
     """
 
     placement: Placement
@@ -45,6 +46,7 @@ class MemoryEstimate:
     device: str
     device_bytes: int | None
     unknown: tuple[str, ...]
+    take_turns: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -57,22 +59,31 @@ class MemoryEstimate:
 
     def lasting(self, device: int) -> int:
         """Bytes held on a device while nothing computes."""
-        return sum(tenant.memory.lasting for tenant in self.on(device))
+        return self._together(tenant.memory.lasting for tenant in self.on(device))
 
     def peak(self, device: int) -> int:
         """A bound of the most that is held on a device: what lasts, and the role that needs most while it computes."""
+        if self.take_turns:
+            return max((tenant.memory.lasting + tenant.memory.passing for tenant in self.on(device)), default=0)
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
+
+    def _together(self, parts: Iterable[int]) -> int:
+        """What roles of a device hold there: all of them, or those of the largest where they take turns."""
+        return max(parts, default=0) if self.take_turns else sum(parts)
 
     def certain(self, *devices: int) -> int:
         """What devices together cannot do without: without caches and files that are mapped (on a CPU) and activations,
         with the gradients of the role that has most."""
         gradients: dict[str, int] = {}
-        lasting = 0
+        lasting: dict[str, int] = {}
         for tenant in self.tenants:
             if tenant.device in devices:
-                lasting += tenant.memory.certain(on_cpu=self.device == "cpu")
-                gradients[tenant.role] = gradients.get(tenant.role, 0) + tenant.memory.gradients
-        return lasting + max(gradients.values(), default=0)
+                role, memory = tenant.role, tenant.memory
+                lasting[role] = lasting.get(role, 0) + memory.certain(on_cpu=self.device == "cpu")
+                gradients[role] = gradients.get(role, 0) + memory.gradients
+        if self.take_turns:
+            return max((lasting[role] + gradients[role] for role in lasting), default=0)
+        return sum(lasting.values()) + max(gradients.values(), default=0)
 
     def frame(self) -> pd.DataFrame:
         """One row a role and rank: role, pool, rank, device, and bytes by use."""
@@ -128,10 +139,11 @@ def estimate_memory(
     device: str = "cpu",
     device_bytes: int | None = None,
     numbers: Mapping[str, Sequence[int]] | None = None,
+    take_turns: bool = False,
 ) -> MemoryEstimate:
     """The estimate of a placement whose roles all have a model in `models`.
 
-    numbers: the device numbers of each pool's ranks; None: counted up, pool by pool.
+    numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
     Raises `BadInput` where a layout does not cut its model.
     """
     numbers = device_numbers(placement) if numbers is None else numbers
@@ -148,7 +160,7 @@ def estimate_memory(
                 where = {"pool": pool.name, "rank": rank, "device": numbers[pool.name][rank]}
                 tenants.append(Tenant(role=role, memory=memory, **where))  # type: ignore[arg-type]
     return MemoryEstimate(placement=placement, tenants=tuple(tenants), device=device, device_bytes=device_bytes,
-                          unknown=tuple(unknown))  # fmt: skip
+                          unknown=tuple(unknown), take_turns=take_turns)  # fmt: skip
 
 
 def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:

@@ -62,7 +62,7 @@ class RoleModel:
         """The model's weights, in the order of its modules, counted in `dtype`."""
         key = type(self.config), self.config.to_json_string(), self.head, self.dtype
         if key not in _weights:
-            _weights[key] = model_weights(self.config, head=self.head, dtype=self.dtype, known_cuts_only=False)
+            _weights[key] = model_weights(self.config, head=self.head, dtype=self.dtype, unknown="whole")
         return _weights[key]
 
     @cached_property

@@ -5,7 +5,8 @@
     plan.py          from one distribution to another: movements and figures; `Reshard`, between any two
     strategies.py    the three transitions from training to generation; to add one: a subclass and its line there
     report.py        `wb reshard`
-    engine.py        executes a plan on live tensors (`views.py`: boxes as views of them)
+    engine.py        executes a plan on live tensors (`views.py`: boxes as views of them; `checksums.py`: whether all
+                     arrived as it was sent)
 
 All but the last needs no process group, and torch only for the shapes of a model.
 """

@@ -22,6 +22,7 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box
+from workbench.resharding.checksums import Arrival, Checksums
 from workbench.resharding.distribution import WeightShard
 from workbench.resharding.plan import Plan
 from workbench.resharding.views import fill, shared, view_of
@@ -55,10 +56,13 @@ class ReshardingEngine:
     ranks do not divide evenly; a general reshard).
 
     Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator. received_bytes:
-    that this rank received so far.
+    that this rank received so far. checksums: take them of all that moves, for `arrival`; reads it once more on either
+    side, on a CPU up to a quarter of a transition's time.
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, plan: Plan, communicator: Communicator, *, bucket_bytes: int = BUCKET_BYTES, checksums: bool = False
+    ) -> None:
         if max(plan.ranks) >= communicator.world_size:
             raise BadInput(
                 f"a plan for ranks up to {max(plan.ranks)} in a pool of {communicator.world_size}",
@@ -74,6 +78,7 @@ class ReshardingEngine:
             for group, weights in itertools.groupby(plan.weights, key=lambda weight: weight.group)
         }
         self.received_bytes = 0
+        self._checksums, self._sent, self._received = checksums, Checksums(), Checksums()
         self._views: dict[str, Tensor] = {}
         self._away = False
 
@@ -91,7 +96,7 @@ class ReshardingEngine:
         turned into views of what is returned (their `.data` is set): change either and both change.
         dtype, device: of the weights, for ranks that hold none. Raises `BadInput` before anything is sent.
         """
-        self._check(held)
+        self._begin(held)
         for tensor in held.values():
             dtype, device = tensor.dtype, tensor.device
         self._away = True
@@ -120,7 +125,7 @@ class ReshardingEngine:
         `held` stays as it is, so that there is nothing to restore; what is whole already is given as it lies there.
         Beside it, memory is needed for one layer: drop each before asking for the next. Every rank iterates to the end.
         """
-        self._check(held)
+        self._begin(held)
         for tensor in held.values():
             dtype, device = tensor.dtype, tensor.device
         for group, buckets in self._buckets.items():
@@ -139,6 +144,23 @@ class ReshardingEngine:
                 continue  # all of a generation tensor, which is dropped
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         self._away = False
+
+    def arrival(self) -> Arrival:
+        """Whether what the last transition brought is what was sent, by checksums that senders and receivers took of it
+        in their own memory. Every rank of the plan calls it at the same time, once a transition. Needs `checksums`."""
+        sent, received = self._sent.take(), self._received.take()
+        theirs = {rank: torch.empty_like(sums) for rank, (_, sums) in received.items()}
+        self._communicator.exchange([(rank, sums) for rank, (_, sums) in sent.items()], list(theirs.items()))
+        differ = [
+            (names[index], rank)
+            for rank, (names, sums) in received.items()
+            for index in (sums != theirs[rank]).nonzero()[:, 0].tolist()
+        ]
+        return Arrival(
+            sent=sum(int(sums.sum()) for sums in theirs.values()) % 2**64,
+            received=sum(int(sums.sum()) for _, sums in received.values()) % 2**64,
+            differ=tuple(differ),
+        )
 
     def _gathered_shard(self, weight: Weight) -> WeightShard | None:
         """What this rank has of a weight when everything has arrived: its generation shard, or the whole weight."""
@@ -194,11 +216,14 @@ class ReshardingEngine:
         sends = []
         for destinations, slices in bucket.sends.items():
             views = [view_of(held[name].data, self._held[name], box) for name, box in slices]
+            if self._checksums:
+                self._sent.add(destinations, slices, views)
             packed = views[0] if _is_run(views) else torch.cat([view.reshape(-1) for view in views])
             sends += [(rank, packed) for rank in destinations]
-        receives, unpack = [], []
+        receives, unpack, arriving = [], [], []
         for (source, _), slices in bucket.receives.items():
             views = [view_of(gathered[name], self._gathered[name], box) for name, box in slices]
+            arriving.append((source, slices, views))
             if _is_run(views):
                 receives.append((source, views[0]))
             else:
@@ -210,6 +235,8 @@ class ReshardingEngine:
         for buffer, views in unpack:
             for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part.view(view.shape))
+        for source, slices, views in arriving if self._checksums else ():
+            self._received.add((source,), slices, views)
 
     def _generation_shard(self, name: str, gathered: Tensor) -> Tensor:
         wanted, needed = self._gathered[name], self._needed[name]
@@ -234,7 +261,7 @@ class ReshardingEngine:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         return cut
 
-    def _check(self, held: Mapping[str, Tensor]) -> None:
+    def _begin(self, held: Mapping[str, Tensor]) -> None:
         if self._away:
             raise BadInput("reshard() a second time", "training tensors are views since the first", "restore() first")
         if held.keys() != self._held.keys():
@@ -249,6 +276,7 @@ class ReshardingEngine:
                 )
             if not tensor.is_contiguous() or tensor.dtype != next(iter(held.values())).dtype:
                 raise BadInput(f"{name} on rank {self.rank}", "all weights are contiguous and of one dtype")
+        self._sent, self._received = Checksums(), Checksums()  # an unfinished transition may have left some behind
 
 
 def _is_run(views: list[Tensor]) -> bool:

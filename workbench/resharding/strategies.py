@@ -13,7 +13,7 @@ from workbench.placement.layout import Layout
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Boxes
 from workbench.resharding.distribution import Distribution
-from workbench.resharding.plan import Movement, Plan
+from workbench.resharding.plan import Movement, Plan, Reshard
 from workbench.resharding.weights import ModelWeights, Weight
 
 
@@ -21,12 +21,14 @@ class Transition(Plan):
     """From a training layout to a generation layout on the same ranks, 0 to p*t*d - 1; see `Layout` for both.
 
     Plain generation groups, unless a subclass says otherwise: consecutive ranks inside each training replica.
-    vocabulary_multiple: of the generation side, see `Distribution`.
+    trained: who holds what in the layout itself, which `training` may cut further. vocabulary_multiple: of the
+    generation side, see `Distribution`.
     """
 
     def __init__(self, weights: ModelWeights, layout: Layout, *, vocabulary_multiple: int = 1) -> None:
         weights.check(layout.p, layout.t)
         self.layout = layout
+        self.trained = Distribution(weights, layout, tuple(range(layout.size)))
         p_g, t_g = layout.p_g or layout.p, layout.t_g or layout.t
         generation = Layout(p_g, t_g, layout.size // (p_g * t_g))
         after = Distribution(weights, generation, self.generation_ranks(), vocabulary_multiple=vocabulary_multiple)
@@ -34,7 +36,7 @@ class Transition(Plan):
 
     def training(self, weights: ModelWeights) -> Distribution:
         """Who holds what in training."""
-        return Distribution(weights, self.layout, tuple(range(self.layout.size)))
+        return self.trained
 
     def generation_ranks(self) -> tuple[int, ...]:
         """The ranks in the order in which the generation layout counts them."""
@@ -139,6 +141,32 @@ class MicroGroupGather(Transition):
         replica = self.source.replica(self.source.coordinates(rank)[0])
         mine = self.destination.coordinates(rank)[1:]
         return tuple(other for other in replica if self.destination.coordinates(other)[1:] == mine), replica
+
+
+class ZeroSync(Reshard):
+    """From ZeRO-3's flat shards over all ranks to an engine on the same ranks, in groups of t_g consecutive ones.
+
+    Each rank receives what it lacks, |G_r| times (n-1)/n where all divides; with `whole` M (n-1)/n, as DeepSpeed's own
+    gather does. A flat shard is no part of a generation slice: |T_r| is kept twice.
+    """
+
+    shares_storage = False
+
+    def __init__(
+        self, weights: ModelWeights, ranks: int, t_g: int, *, whole: bool = False, vocabulary_multiple: int = 1
+    ) -> None:
+        everyone, self._whole = tuple(range(ranks)), whole
+        self.trained = Distribution(weights, Layout(d=ranks), everyone, "zero")
+        generation = Layout(1, t_g, ranks // t_g)
+        super().__init__(
+            self.trained, Distribution(weights, generation, everyone, vocabulary_multiple=vocabulary_multiple)
+        )
+
+    def materialised(self, weight: Weight, rank: int) -> Boxes:
+        return ((0, weight.matrix[0], 0, weight.matrix[1]),) if self._whole else super().materialised(weight, rank)
+
+    def kept_twice(self, weight: Weight, rank: int) -> int:
+        return boxes.size(self.source.boxes(weight, rank))
 
 
 STRATEGIES: dict[str, type[Transition]] = {

@@ -184,14 +184,14 @@ def model_weights(
     *,
     head: Literal["lm", "scalar"] = "lm",
     dtype: str | None = None,
-    known_cuts_only: bool = True,
+    unknown: Literal["refuse", "whole"] = "refuse",
 ) -> ModelWeights:
     """The weights of the model that a transformers config describes, built on the meta device: no memory, no files.
 
     head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
     dtype: such as "bfloat16"; None: the config's, else float32.
-    known_cuts_only: False takes layers whose cut is not known as whole on every tensor rank: enough where p*t = 1.
-    Raises `BadInput` for a config that makes no language model, and one that names the layers whose cut is not known.
+    unknown: what becomes of layers whose cut is not known: "whole", they are on every tensor rank.
+    Raises `BadInput` for a config that makes no language model, and one that names layers whose cut is not known.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
@@ -221,7 +221,7 @@ def model_weights(
         shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
     cutter = _Cutter(text, base)
     weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
-    if cutter.unknown and known_cuts_only:
+    if cutter.unknown and unknown == "refuse":
         raise BadInput(
             f"{type(model).__name__} has layers whose cut is not known: {', '.join(sorted(cutter.unknown))}",
             "layers are known by the names that Llama, Qwen2, Qwen3 and their kin give them, or by the config's "

@@ -1,4 +1,4 @@
-"""What happened: spans, transfers, metrics and events; recorded where the work is, kept on disk, read as pandas frames.
+"""What happened: spans, transfers, syncs, metrics, events; recorded where the work is, kept on disk, read as frames.
 
 A new kind of span is one line in `spans.KIND_MEANINGS`, and a pattern in `workbench.display.timeline` if it should
 be told apart there.

@@ -1,4 +1,4 @@
-"""Records spans and transfers in the process where the work is done.
+"""Records spans, transfers and syncs in the process where the work is done.
 
 A host binds the labels of a stage call once; code below it, down to the engines, names only the kind:
 
@@ -20,6 +20,7 @@ from typing import Any
 from workbench.errors import BadInput
 from workbench.telemetry.peak import PeakMeter, gauge
 from workbench.telemetry.spans import KINDS, Span, Transfer, TransferKind, check_kind
+from workbench.telemetry.syncs import OpenSync, Sync, SyncEvent
 
 _UNBOUND: dict[str, Any] = {"stage": "", "run": -1, "role": "", "pool": "", "rank": 0, "device": ""}
 
@@ -55,7 +56,7 @@ _active = _Active()
 
 
 class Recorder:
-    """Collects spans and transfers until `drain`. Labels and nesting belong to the thread that set them.
+    """Collects spans, transfers and syncs until `drain`. Labels and nesting belong to the thread that set them.
 
     Times are read from the monotonic clock and shifted to unix time once a stage call, so that a step of the system's
     clock never turns a child out of its parent.
@@ -66,6 +67,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._transfers: list[Transfer] = []
+        self._syncs: list[Sync] = []
         self._meter: PeakMeter | None = None
 
     @property
@@ -159,12 +161,32 @@ class Recorder:
         with self._lock:
             self._transfers.append(made)
 
-    def drain(self) -> tuple[list[Span], list[Transfer]]:
+    @contextmanager
+    def sync(self, event: SyncEvent, *, version: int, trained_version: int, restored: int = 0) -> Iterator[OpenSync]:
+        """Time the block as an event of the ledger of weights, see `Sync`; set on what it yields what it finds out. An
+        error is noted and goes on."""
+        found = OpenSync(version=version, trained_version=trained_version, restored=restored)
+        start_s, failed = self.now_s(), ""
+        try:
+            yield found
+        except BaseException as error:
+            failed = type(error).__name__
+            raise
+        finally:
+            labels = {name: self._here.labels[name] for name in ("stage", "run", "role", "rank")}
+            made = Sync(
+                **labels, **vars(found), event=event, start_s=start_s, end_s=self.now_s(), failed=failed
+            )  # fmt: skip
+            with self._lock:
+                self._syncs.append(made)
+
+    def drain(self) -> tuple[list[Span], list[Transfer], list[Sync]]:
         """What was recorded since the last call, from all threads; open spans come with a later one."""
         with self._lock:
             spans, self._spans = self._spans, []
             transfers, self._transfers = self._transfers, []
-        return spans, transfers
+            syncs, self._syncs = self._syncs, []
+        return spans, transfers, syncs
 
     def _peak_meter(self) -> PeakMeter:
         with self._lock:  # one meter: two would reset each other's mark

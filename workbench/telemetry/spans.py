@@ -18,6 +18,8 @@ KIND_MEANINGS = {
     "optimizer": "gradient clipping, optimizer and schedule",
     "communication": "collectives between the ranks of a group",
     "weight_sync": "giving the generation engine new weights",
+    "offload": "making room on the device for others: tensors moved to host memory, or freed; bytes: of the room",
+    "load": "bringing them back",
     "reward": "the user's reward or cost function",
 }
 KINDS = tuple(KIND_MEANINGS)

@@ -1,7 +1,8 @@
 """Telemetry on disk: append-only JSON lines, read as pandas frames whose column names carry units.
 
-One folder a workbench: spans.jsonl, transfers.jsonl, metrics.jsonl, events.jsonl. Any process may read while another
-writes. A line is written at once and never changed, so a process killed in the middle of one costs that line only.
+One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, events.jsonl. Any process may read
+while another writes. A line is written at once and never changed, so a process killed in the middle of one costs that
+line only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
 from workbench.telemetry.spans import Span, Transfer
+from workbench.telemetry.syncs import Sync, judged
 
 if TYPE_CHECKING:
     import pandas
@@ -57,6 +59,10 @@ class TelemetryStore:
         """Add transfers, as `Recorder.drain` gives them."""
         self._append("transfers", [transfer.row() for transfer in transfers])
 
+    def append_syncs(self, syncs: Iterable[Sync]) -> None:
+        """Add the parts of syncs and generations, as `Recorder.drain` gives them."""
+        self._append("syncs", [sync.row() for sync in syncs])
+
     def append_metrics(self, stage: str, run: int, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
         """Add what one stage call reported. Values (numbers, arrays of one element) become floats; NaN and infinities
         are kept as such. Raises `BadInput` for a name that is a column of its own."""
@@ -77,6 +83,10 @@ class TelemetryStore:
     def transfers(self) -> pandas.DataFrame:
         """One row a transfer, by start: `TRANSFER_COLUMNS`."""
         return _timed_frame(self._read("transfers"), TRANSFER_COLUMNS)
+
+    def syncs(self) -> pandas.DataFrame:
+        """One row a weight sync or generation, in order, with what is wrong with it: see `syncs.judged`."""
+        return judged(self._read("syncs"))
 
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
         """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.

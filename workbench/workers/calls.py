@@ -10,19 +10,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from workbench.algorithms.correction import effective_sample_size
 from workbench.dataflow.columns import Column, Ragged, Table
 from workbench.dataflow.location import Pull
 from workbench.dataflow.row_numbers import pack
-from workbench.errors import StageError
+from workbench.engines.settings import ShareMemory
+from workbench.errors import BadInput, StageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """Who a host is: one process on one device, rank `rank` of its pool's process group. lab: the workbench's id.
+    """Who a host is: one process on one device, rank `rank` of its pool's process group.
 
-    again: how many pools of that name the workbench had before this one, since `lab.move` made and ended pools.
+    lab: the workbench's id. share_memory: see `workbench.open`. again: how many pools of that name the workbench had
+    before this one, since `lab.move` made and ended pools.
     """
 
     lab: str
@@ -32,6 +35,7 @@ class HostInfo:
     device: str
     threads: int
     log_path: str | None
+    share_memory: ShareMemory = False
     again: int = 0
 
     @property
@@ -43,6 +47,11 @@ class HostInfo:
     def peers(self) -> tuple[str, ...]:
         """The names of its pool's hosts, by rank."""
         return tuple(replace(self, rank=rank).name for rank in range(self.world_size))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether roles that are not at work leave the device's memory."""
+        return self.share_memory == "always" or (bool(self.share_memory) and self.device.startswith("cuda"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +116,32 @@ class Shard:
         return len(self.rows)
 
     def ragged(self, name: str) -> Ragged:
-        """A token column."""
+        """A token column; `BadInput` where the column of that name is another kind."""
         column = self.columns[name]
-        assert isinstance(column, Ragged), name
+        if not isinstance(column, Ragged):
+            raise BadInput(
+                f"column {name!r} is {_kind(column)}",
+                "it must be a Ragged, with one number a token of each row",
+                "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+                "mask.like(torch.repeat_interleave(x, mask.lengths))",
+            )
         return column
+
+    def numbers(self, name: str) -> Tensor:
+        """A column of one number a row; `BadInput` where the column of that name is another kind."""
+        column = self.columns[name]
+        if not isinstance(column, Tensor) or column.ndim != 1:
+            raise BadInput(f"column {name!r} is {_kind(column)}", "it must be a Tensor [rows], one number a row")
+        return column
+
+
+def _kind(column: Column) -> str:
+    """What a column is, for messages."""
+    if isinstance(column, Ragged):
+        return "a Ragged, with one number a token"
+    if isinstance(column, Tensor):
+        return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
+    return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +259,7 @@ class Reply:
     value: Any
     spans: list[Any]
     transfers: list[Any]
+    syncs: list[Any]
     failure: Failure | None = None
 
 

@@ -38,6 +38,11 @@ class Communicator:
         self.sent_bytes: Counter[int] = Counter()
         self._recorder, self._group, self._inner, self._hosts = recorder, group, inner, tuple(hosts)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's group of these ranks; None for the whole pool, and for a rank alone."""
+        return self._group
+
     @contextmanager
     def _counted(self, nbytes: int = 0) -> Iterator[None]:
         self.moved_bytes += nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from workbench.dataflow.batch import Batch
@@ -67,7 +67,15 @@ class GroupOperation:
         own = dict(kwargs)
         samples = own.pop("samples", 1) if self.operation.samples else 1
         whole("samples", samples, 1)
-        return checked_arguments(self.operation, self.group.role, args, own), samples
+        arguments = checked_arguments(self.operation, self.group.role, args, own)
+        if self.operation.check_model is not None:
+            self.operation.check_model(arguments, self.group.spec)
+        return arguments, samples
+
+    def check_columns(self, arguments: Mapping[str, Any], names: Collection[str]) -> None:
+        """Raise `BadInput` where a batch with columns of these names will not do for these arguments."""
+        if self.operation.check_columns is not None:
+            self.operation.check_columns(arguments, self.group.spec, names)
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
         """A short text that is equal for equal code, arguments and, where a function scores, function."""

@@ -39,6 +39,7 @@ from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Re
 from workbench.workers.communicator import Communicator
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
+from workbench.workers.shared_device import SharedDevice
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -63,6 +64,7 @@ class Host:
         self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
         self._incoming: dict[str, Worker] = {}  # built, and not yet in their places
+        self._device = SharedDevice(info, self.recorder, self.workers)
         self._shards: dict[str, TensorDict] = {}
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
@@ -134,6 +136,7 @@ class Host:
         )
         self._busy = f"loading {role}"
         try:
+            self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
             with torch.random.fork_rng(enabled=waits):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
@@ -163,6 +166,7 @@ class Host:
                     )
                     arguments = (shard, *arguments)
                 with recorder.span("compute"):
+                    self._device.turn_to(call.role, call.method)
                     # looked up by name at call time, so that reloaded code takes effect with state kept
                     result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
                 output = result if isinstance(result, Output) else Output(value=result)
@@ -172,7 +176,7 @@ class Host:
             failure = Failure.of(error)
         finally:
             self._busy = ""
-        spans, transfers = recorder.drain()
+        spans, transfers, syncs = recorder.drain()
         return Reply(
             rank=info.rank,
             columns={name: column_summary(column) for name, column in columns.items()},
@@ -181,6 +185,7 @@ class Host:
             value=output.value,
             spans=spans,
             transfers=transfers,
+            syncs=syncs,
             failure=failure,
         )
 
@@ -296,13 +301,13 @@ class Host:
         assert contents is not None
         return contents
 
-    def cut_weights(self, key: str, wanted: Sequence[Slice]) -> dict[str, Any]:
-        """Cut slices of published weights for another process."""
-        return self._exchange.served(key, wanted)
+    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[dict[str, Any], list[int]]:
+        """Cut slices of published weights for another process; with the checksum of each where asked for."""
+        return self._exchange.served(key, wanted, checksums)
 
-    def weight_checksums(self, key: str, wanted: Sequence[Slice]) -> list[int]:
+    def weight_bit_sums(self, key: str, wanted: Sequence[Slice]) -> list[int]:
         """Sums of the bits of such slices, for who has taken them."""
-        return self._exchange.snapshot(key).checksums(wanted)
+        return self._exchange.snapshot(key).bit_sums(wanted)
 
     # --- a change of placement ---------------------------------------------------------------------------------------
 
@@ -379,13 +384,17 @@ class Host:
 
     def snapshot(self, key: str, roles: Iterable[str]) -> int:
         """Keep the state of roles under a key; its bytes."""
-        self._snapshots[key] = {role: self.workers[role].state() for role in roles}
+        self._snapshots[key] = {}
+        for role in roles:
+            self._device.turn_to(role)
+            self._snapshots[key][role] = self.workers[role].state()
         tensors = torch.utils._pytree.tree_leaves(self._snapshots[key])
         return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
 
     def restore(self, key: str) -> None:
         """Put roles back as they were at `snapshot`."""
         for role, state in self._snapshots[key].items():
+            self._device.turn_to(role)
             self.workers[role].load_state(state)
 
     def drop_snapshot(self, key: str) -> None:

@@ -19,6 +19,24 @@ class ModelWorker(Worker):
 
     engine: TrainingEngine | None
 
+    @property
+    def uses_device(self) -> bool:
+        return self.engine is not None
+
+    def memory_bytes(self) -> dict[str, int]:
+        if self.engine is None:
+            return {}
+        offloaded = {"offloaded": self.engine.offloaded_bytes} if self.context.host.share_memory else {}
+        return {**self.engine.memory_bytes(), **offloaded}
+
+    def offload(self) -> None:
+        if self.engine is not None:
+            self.engine.offload()
+
+    def load(self, *, generates: bool = False) -> None:
+        if self.engine is not None:
+            self.engine.load("parameters")  # gradients and optimizer come with the first step
+
     def carried(self) -> dict[str, Any]:
         return {}  # what `state` gives is the engine's, which is taken by its parts
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from workbench.engines.settings import one_of
 from workbench.errors import BadInput
+from workbench.models.spec import Model
+from workbench.named_fields import meant
 from workbench.workers.protocols import PROTOCOLS, TransferProtocol
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 ALL_TEXT = "all text"
 Check = Callable[[Mapping[str, Any]], object]
+CheckModel = Callable[[Mapping[str, Any], Model], object]
+CheckColumns = Callable[[Mapping[str, Any], Model, Collection[str]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -39,8 +43,11 @@ class Operation:
     writes: columns that it adds, or such a function.
     minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
     updates: takes optimizer steps, so its minibatches must be equally large.
+    generates: asks something of the generation engine, which other operations send to sleep where roles share memory.
     samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
     range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
+    check_model: raises for arguments that do not suit the role's model, given second. check_columns: for a batch whose
+    columns have the names given third. Both are asked before anything is done, by an algorithm as well.
     """
 
     name: str
@@ -51,7 +58,10 @@ class Operation:
     minibatched: bool = False
     updates: bool = False
     samples: bool = False
+    generates: bool = False
     check: Check | None = None
+    check_model: CheckModel | None = None
+    check_columns: CheckColumns | None = None
     signature: inspect.Signature
     choices: Mapping[str, tuple[Any, ...]]
     doc: str
@@ -96,7 +106,10 @@ def register(
     minibatched: bool = False,
     updates: bool = False,
     samples: bool = False,
+    generates: bool = False,
     check: Check | None = None,
+    check_model: CheckModel | None = None,
+    check_columns: CheckColumns | None = None,
 ) -> Callable[[F], F]:
     """Bind a protocol, itself or by name, to a worker's method.
 
@@ -121,7 +134,10 @@ def register(
             minibatched=minibatched,
             updates=updates,
             samples=samples,
+            generates=generates,
             check=check,
+            check_model=check_model,
+            check_columns=check_columns,
             signature=signature.replace(parameters=parameters),
             choices=_choices(method),
             doc=inspect.getdoc(method) or "",
@@ -164,7 +180,12 @@ def checked_arguments(
         bound = operation.signature.replace(parameters=parameters).bind(*args, **kwargs)
     except TypeError as error:
         names = [p.name for p in parameters] + (["samples"] if operation.samples else [])
-        raise BadInput(f"{owner}.{operation.name}: {error}", f"it takes {', '.join(names) or 'nothing more'}") from None
+        unknown = next((name for name in kwargs if name not in names), None)
+        raise BadInput(
+            f"{owner}.{operation.name}: {error}",
+            f"it takes {', '.join(names) or 'nothing more'}",
+            meant(unknown, names) if unknown else "",
+        ) from None
     bound.apply_defaults()
     for name, values in operation.choices.items():
         one_of(name, bound.arguments[name], values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,12 +10,31 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from workbench.errors import RewardError
+from workbench.errors import BadInput, RewardError
+from workbench.named_fields import meant
 from workbench.workers.user_calls import accepted, call_each, event_loop, finite_number, short
 
 RewardFunction = Callable[..., Any]
 Score = float | list[float]
 ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
+
+
+def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
+    """Raise `BadInput` where a function cannot do without a parameter that no row has. given: names of what rows
+    have."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not say
+        return
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for parameter in parameters:
+        if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
+            near = meant(parameter.name, given, str)
+            raise BadInput(
+                f"reward function {getattr(function, '__name__', function)} takes {parameter.name!r}",
+                f"it is called with what a row has, by name: {', '.join(given)}",
+                f"{near + ', ' if near else ''}give it a default, or add the column to the data",
+            )
 
 
 def score_rows(

@@ -17,7 +17,7 @@ from workbench.placement import Layout
 from workbench.placement.state import Part
 from workbench.resharding import boxes
 from workbench.workers.model_worker import random_state
-from workbench.workers.weight_exchange import Published, Snapshot, WeightExchange, WeightIntake, checksum
+from workbench.workers.weight_exchange import Published, Snapshot, WeightExchange, WeightIntake, bit_sum
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {
@@ -73,6 +73,8 @@ class Carried:
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> Carried:
     """Let others take what this rank holds, without a copy: until it is released, it must not change."""
     engine = _engine(worker)
+    if engine is not None:
+        engine.load()
     carried = Carried(
         steps=0 if engine is None else getattr(engine, "steps", 0),
         moments=engine is not None and engine.has_moments,
@@ -100,18 +102,19 @@ def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchan
     """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
     engine = _engine(worker)
     if engine is not None:
+        engine.load()
         engine.begin_state(carried.moments)
         for part, kind, published in move.of_kinds(moments=carried.moments):
             intake = WeightIntake(part.reshard(move.source, move.destination), rank, exchange)
             for name, tensor in intake.shards(published):
                 engine.load_part(kind, name, tensor)
-            _verify(move, kind, intake.checksums(published), engine)
+            _verify(move, kind, intake.bit_sums(published), engine)
         engine.end_state(carried.steps)
     worker.carry_on(carried.more)
 
 
 def _verify(move: RoleMove, kind: StateKind, sent: dict[str, int], engine: TrainingEngine) -> None:
-    arrived = {name: checksum(tensor) for name, tensor in engine.held_state(kind)}
+    arrived = {name: bit_sum(tensor) for name, tensor in engine.held_state(kind)}
     for name in arrived.keys() | sent.keys():
         if arrived.get(name, 0) != sent.get(name, 0):
             raise StageError(

@@ -23,6 +23,7 @@ from workbench.errors import NotFound
 from workbench.placement import Layout
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box, Boxes
+from workbench.resharding.checksums import Arrival, checksum
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
@@ -52,13 +53,15 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is published, beside the weights. version: optimizer steps that they have seen.
+    """What is published, beside the weights. version: optimizer steps that they have seen. restored: how often they
+    were put back to an earlier state, after which equal versions are not equal weights.
 
     shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and what the
     publisher gives ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see `PackedModule`.
     """
 
     version: int
+    restored: int
     shapes: Mapping[str, tuple[int, ...]]
     probe_ids: Tensor
     log_probs: Tensor
@@ -82,19 +85,25 @@ class Snapshot:
         return torch.cat([view_of(*self.slices[name], box).reshape(-1).cpu() for name, box in wanted])
 
     def checksums(self, wanted: Iterable[Slice]) -> list[int]:
-        """`checksum` of each of these boxes."""
-        return [checksum(view_of(*self.slices[name], box)) for name, box in wanted]
+        """The checksum of each of these boxes, as it lies here."""
+        return [int(checksum(view_of(*self.slices[name], box), box[0])) for name, box in wanted]
+
+    def bit_sums(self, wanted: Iterable[Slice]) -> list[int]:
+        """`bit_sum` of each of these boxes."""
+        return [bit_sum(view_of(*self.slices[name], box)) for name, box in wanted]
 
 
-def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, as integers: that of a whole is the sum of its parts'."""
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's elements, their bits read as integers: that of a whole is the sum of its parts', so that
+    what a rank holds in the end can be held against what several ranks sent."""
     bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
     """The weights of a model for these layouts; how its layers are cut must be known only where one of them does."""
-    return model_weights(config, dtype=dtype, known_cuts_only=any(layout.p * layout.t > 1 for layout in layouts))
+    is_cut = any(layout.p * layout.t > 1 for layout in layouts)
+    return model_weights(config, dtype=dtype, unknown="refuse" if is_cut else "whole")
 
 
 def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
@@ -178,9 +187,10 @@ class WeightExchange:
             raise NotFound(f"published weights {key} on host {self._host}", "they were released", "sync again")
         return found
 
-    def served(self, key: str, wanted: Sequence[Slice]) -> dict[str, Any]:
-        """Slices of a snapshot, for another process."""
-        return to_wire(carry({"weights": self.snapshot(key).cut(wanted)}))
+    def served(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[dict[str, Any], list[int]]:
+        """Slices of a snapshot, for another process, and the checksum of each where they are asked for."""
+        snapshot = self.snapshot(key)
+        return to_wire(carry({"weights": snapshot.cut(wanted)})), snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
         """What is published, as its first rank says it."""
@@ -194,35 +204,42 @@ class WeightExchange:
         """Whether what rank `rank` of the publisher keeps is on this host."""
         return published.hosts[rank] == self._host
 
-    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], what: str) -> Tensor:
-        """Slices that rank `rank` of the publisher keeps, end to end. what: their name in the record of transfers."""
+    def pull(
+        self, published: Published, rank: int, wanted: Sequence[Slice], what: str, *, checksums: bool = False
+    ) -> tuple[Tensor, list[int]]:
+        """Slices that rank `rank` of the publisher keeps, end to end, and the checksum of each at their sender.
+
+        what: their name in the record of transfers. No checksums where they are not asked for, or nothing was sent.
+        """
         host = published.hosts[rank]
         if self.is_here(published, rank):
-            return self.snapshot(published.key).cut(wanted)
+            return self.snapshot(published.key).cut(wanted), []
         with self._recorder.transfer(host, self._host, columns=what, kind=published.kind) as moved:
-            wire = self._ask(host, "cut_weights", published.key, wanted)
+            wire, sums = self._ask(host, "cut_weights", published.key, wanted, checksums)
             flat = columns_of(from_wire(wire))["weights"]
             assert isinstance(flat, Tensor)
             moved.bytes = flat.nbytes
-        return flat
+        return flat, sums
 
-    def checksums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
-        """`checksum` of each of these slices, where they are kept."""
+    def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
+        """`bit_sum` of each of these slices, where they are kept."""
         if self.is_here(published, rank):
-            return self.snapshot(published.key).checksums(wanted)
-        found: list[int] = self._ask(published.hosts[rank], "weight_checksums", published.key, wanted)
+            return self.snapshot(published.key).bit_sums(wanted)
+        found: list[int] = self._ask(published.hosts[rank], "weight_bit_sums", published.key, wanted)
         return found
 
 
 class WeightIntake:
     """One rank's part of a plan of taking, again and again, a layer at a time.
 
-    rank: in the taker's layout. received_bytes: that it received from other hosts so far. Beside what the taker makes
+    rank: in the taker's layout. received_bytes: that it received from other hosts so far. checksums: compare those of
+    slices as they were sent and as they arrived. arrival: what that said of the last time. Beside what the taker makes
     of a layer, memory is needed for what one host sends of it.
     """
 
-    def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange) -> None:
+    def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange, *, checksums: bool = False) -> None:
         self._exchange, self.received_bytes = exchange, 0
+        self._checksums, self.arrival = checksums, Arrival()
         self._layers: list[_Layer] = []
         me = plan.destination.ranks[rank]
         for group, weights in groupby(plan.weights, key=lambda weight: weight.group):
@@ -241,6 +258,7 @@ class WeightIntake:
     def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
         this rank's slices written."""
+        self.arrival = Arrival()
         for layer in self._layers:
             matrices: dict[str, Tensor] = {}
             by_name = {weight.name: weight for weight in layer.weights}
@@ -262,31 +280,36 @@ class WeightIntake:
                 view_of(tensors[name], shard, box).copy_(part)
             yield from tensors.items()
 
-    def checksums(self, published: Published) -> dict[str, int]:
-        """For each weight the `checksum` that what this rank holds of it must have, as the publishers say."""
+    def bit_sums(self, published: Published) -> dict[str, int]:
+        """For each weight the `bit_sum` that what this rank holds of it must have, as the publishers say."""
         wanted: dict[int, list[Slice]] = {}
         for layer in self._layers:
             for rank, slices in layer.sources.items():
                 wanted.setdefault(rank, []).extend(slices)
         found: dict[str, int] = {}
         for rank, slices in wanted.items():
-            sums = self._exchange.checksums(published, rank, slices)
+            sums = self._exchange.bit_sums(published, rank, slices)
             for (name, _), total in zip(slices, sums, strict=True):
                 found[name] = found.get(name, 0) + total
         return found
 
     def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns]."""
+        self.arrival = Arrival()
         for layer in self._layers:
             yield from self._pulled(published, layer)
 
     def _pulled(self, published: Published, layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
         for rank, wanted in layer.sources.items():
-            flat = self._exchange.pull(published, rank, wanted, layer.group)
+            flat, sent = self._exchange.pull(published, rank, wanted, layer.group, checksums=self._checksums)
             self.received_bytes += 0 if self._exchange.is_here(published, rank) else flat.nbytes
-            parts = flat.split([boxes.size((box,)) for _, box in wanted])
+            split = flat.split([boxes.size((box,)) for _, box in wanted])
+            parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in zip(wanted, split, strict=True)]
+            if sent:
+                received = [int(checksum(part, box[0])) for (_, box), part in zip(wanted, parts, strict=True)]
+                self.arrival = self.arrival.with_slices(rank, [name for name, _ in wanted], sent, received)
             for (name, box), part in zip(wanted, parts, strict=True):
-                yield name, box, part.view(box[1] - box[0], box[3] - box[2])
+                yield name, box, part
 
 
 @dataclass

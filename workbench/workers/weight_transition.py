@@ -1,13 +1,13 @@
 """From the slices that an actor is trained in to what its generation engine needs of them: the transition of a sync.
 
-Trained in a layout (p, t, d) with p*t > 1, generated with on the same ranks in groups of t_g (HybridFlow's
-3D-HybridEngine, arXiv:2409.19256, section 5).
+Trained in a layout (p, t, d) with p*t > 1 or sharded by ZeRO-3, generated with on the same ranks in groups of t_g
+(HybridFlow's 3D-HybridEngine, arXiv:2409.19256, section 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from torch import Tensor
 from workbench.engines.generation import VOCABULARY_MULTIPLE, GenerationEngine
 from workbench.engines.settings import Generation
 from workbench.engines.training import TrainingEngine
+from workbench.errors import SyncError
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.resharding.distribution import Distribution, WeightShard
+from workbench.resharding.checksums import Arrival
+from workbench.resharding.distribution import WeightShard
 from workbench.resharding.engine import ReshardingEngine
-from workbench.resharding.strategies import Transition, plan_sync
+from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
 from workbench.resharding.views import fill
 from workbench.resharding.weights import Weight, model_weights
+from workbench.telemetry.syncs import OpenSync
 from workbench.workers.calls import Mean, Metrics
 from workbench.workers.communicator import Communicator
 from workbench.workers.worker import Context
@@ -29,45 +32,111 @@ from workbench.workers.worker import Context
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+Slices = Literal["layout", "zero"]
+
+
+def trained_slices(spec: Model, layout: Layout) -> Slices | None:
+    """How the ranks hold the actor that they train: in slices of a layout with p*t > 1, in ZeRO-3's flat shards; None:
+    whole. An adapter under ZeRO-3 counts as whole: to be added to the model both are gathered, a layer at a time."""
+    if layout.p * layout.t > 1:
+        return "layout"
+    training = spec.training
+    zero = training is not None and training.engine == "deepspeed" and training.zero_stage == 3
+    return "zero" if zero and layout.size > 1 and spec.adapter is None else None
+
 
 def plan_of(
-    config: PreTrainedConfig, layout: Layout, generation: Generation, dtype: str, strategy: str | None = None
-) -> Transition:
-    """The plan of a sync of a model by a strategy (None: the settings' own), counted in `dtype`, the engine's."""
-    return plan_sync(
-        model_weights(config, dtype=dtype),
-        layout.generating(generation.tensor_parallel_size),
-        strategy or generation.strategy,
-        vocabulary_multiple=VOCABULARY_MULTIPLE[generation.engine],
+    config: PreTrainedConfig,
+    layout: Layout,
+    generation: Generation,
+    dtype: str,
+    strategy: str | None = None,
+    slices: Slices = "layout",
+) -> Transition | ZeroSync:
+    """The plan of a sync of a model by a strategy (None: the settings' own), counted in `dtype`, the engine's.
+
+    From ZeRO-3's shards "v" is "full": there is no replica smaller than all ranks.
+    """
+    t_g, multiple = generation.tensor_parallel_size, VOCABULARY_MULTIPLE[generation.engine]
+    chosen = strategy or generation.strategy
+    if slices == "zero":
+        weights = model_weights(config, dtype=dtype, unknown="whole")
+        whole = chosen != "hybridflow"
+        return ZeroSync(weights, layout.size, t_g, whole=whole, vocabulary_multiple=multiple)
+    weights = model_weights(config, dtype=dtype)
+    return plan_sync(weights, layout.generating(t_g), chosen, vocabulary_multiple=multiple)
+
+
+def not_as_sent(version: int, said: Sequence[str]) -> SyncError:
+    """What to raise where weights arrived with other checksums than they were sent with; said: which, and where."""
+    return SyncError(
+        f"weights version {version} did not arrive as it was sent: {'; '.join(said[:3])}"
+        + (f"; {len(said) - 3} more" if len(said) > 3 else ""),
+        "what a rank receives has its sender's checksum",
+        "sync again; lab.syncs() has all of them",
     )
 
 
 class WeightTransitions:
-    """The syncs of an actor whose layout has p*t > 1, each by the strategy that is asked for."""
+    """The syncs of an actor whose ranks hold slices of it, each by the strategy that is asked for.
+
+    slices: see `trained_slices`; None: there is nothing to do here.
+
+    There is no way back to go: slices are trained where they always were, and what was gathered of a layer is dropped
+    once the engine has taken it. The engine's own copy and its key-value cache stay until the next sync, or until its
+    `sleep`, where roles share memory; cached prefixes are dropped with the weights that they were computed with.
+    """
 
     def __init__(self, trainer: TrainingEngine, generator: GenerationEngine, spec: Model, context: Context) -> None:
         self._trainer, self._generator, self._spec, self._context = trainer, generator, spec, context
+        self.slices = trained_slices(spec, context.layout)
         self._made: dict[str, WeightTransition] = {}
 
-    def sync(self, strategy: str) -> tuple[int, Metrics]:
-        """Give the engine the trainer's weights: bytes that it took on this rank, and what that moved on all ranks."""
+    def sync(self, strategy: str, noted: OpenSync) -> Metrics:
+        """Give the engine the trainer's weights; what that moved on all ranks. noted: this rank's line of the ledger.
+
+        Raises `SyncError`, on all ranks, where a weight is not what was sent.
+        """
+        assert self.slices is not None
         assert self._spec.generation is not None
         assert self._spec.dtype is not None
         communicator = self._context.communicator
         if strategy not in self._made:
             module: Any = self._trainer.module
-            config = module.get_backbone().config
-            plan = plan_of(config, self._context.layout, self._spec.generation, self._spec.dtype, strategy)
-            self._made[strategy] = WeightTransition(plan, communicator)
+            config, layout = module.get_backbone().config, self._context.layout
+            plan = plan_of(config, layout, self._spec.generation, self._spec.dtype, strategy, self.slices)
+            self._made[strategy] = WeightTransition(plan, communicator, checksums=self._spec.generation.check_sync)
         transition = self._made[strategy]
         received, handed = transition.received_bytes, transition.handed_bytes
         weights = transition.weights(dict(self._trainer.local_weights()), getattr(torch, self._spec.dtype))
         self._generator.update_weights(weights, self._trainer.steps)
-        everywhere = communicator.all_reduce(torch.tensor([transition.received_bytes - received])).item()
-        return transition.handed_bytes - handed, {
-            "sync/received_bytes": Mean(total=everywhere, count=1),
+        noted.strategy, arrival = strategy, Arrival()
+        if self._spec.generation.check_sync:
+            arrival = transition.arrival()
+            noted.sent, noted.received = arrival.sent, arrival.received
+        noted.moved_bytes = transition.received_bytes - received
+        noted.taken_bytes = transition.handed_bytes - handed
+        noted.differ = tuple(f"{name} from rank {rank}" for name, rank in arrival.differ)
+        everywhere = communicator.all_reduce(torch.tensor([noted.moved_bytes, len(noted.differ)])).tolist()
+        if everywhere[1]:
+            self._generator.weights_version = -1
+            raise self._not_as_sent(transition, arrival)
+        return {
+            "sync/received_bytes": Mean(total=everywhere[0], count=1),
             "sync/kept_twice_bytes": Mean(total=transition.kept_twice_bytes, count=1),
         }
+
+    def _not_as_sent(self, transition: WeightTransition, arrival: Arrival) -> SyncError:
+        """The same error on every rank: which weights, on which ranks."""
+        names = [weight.name for weight in transition.plan.weights]
+        mine = torch.tensor([[names.index(name), source] for name, source in arrival.differ], dtype=torch.int64)
+        found = self._context.communicator.all_gather(mine.view(-1, 2))
+        said = [
+            f"{names[n]} on rank {rank}, from rank {source}"
+            for rank, rows in enumerate(found)
+            for n, source in rows.tolist()
+        ]
+        return not_as_sent(self._trainer.steps, said)
 
 
 class WeightTransition:
@@ -78,10 +147,9 @@ class WeightTransition:
     kept_twice_bytes: that all ranks together keep beside their generation shards, by the plan.
     """
 
-    def __init__(self, plan: Transition, communicator: Communicator) -> None:
+    def __init__(self, plan: Transition | ZeroSync, communicator: Communicator, *, checksums: bool = False) -> None:
         self.plan, self.handed_bytes = plan, 0
-        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, communicator)
-        self._trained = Distribution(plan.weights, plan.layout, tuple(range(plan.layout.size)))
+        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, communicator, checksums=checksums)
         self._by_name = {weight.name: weight for weight in plan.weights}
         self.kept_twice_bytes = int(plan.figures().kept_twice.sum())
 
@@ -94,7 +162,7 @@ class WeightTransition:
         """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
         this rank's slices written. A layer moves when it is asked for; every rank iterates to the end.
 
-        trained: this rank's slices in the training layout, by transformers' names; they stay as they are.
+        trained: this rank's slices (`plan.trained`), by transformers' names; they stay as they are.
         """
         held = {name: self._source_shard(self._by_name[name], tensor).to(dtype) for name, tensor in trained.items()}
         for layer in self._engine.layers(held):
@@ -102,9 +170,13 @@ class WeightTransition:
                 self.handed_bytes += shard.nbytes
                 yield name, self._whole(self._by_name[name], shard)
 
+    def arrival(self) -> Arrival:
+        """Whether what the last transition brought is what was sent, see `ReshardingEngine.arrival`."""
+        return self._engine.arrival()
+
     def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
         """What the plan starts from: the slice that is trained, or a flat part of it."""
-        mine, source = self._trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
+        mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
         assert mine is not None
         assert source is not None
         if mine == source:

@@ -73,9 +73,20 @@ class Worker:
     def __init__(self, spec: Model, context: Context) -> None:
         self.spec, self.context = spec, context
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether it holds memory on the device, which it leaves and comes back to where roles share it."""
+        return False
+
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that this worker holds on its device, by what they are for."""
+        """Bytes that this worker holds on its device, by what they are for; "offloaded": in host memory."""
         return {}
+
+    def offload(self) -> None:
+        """Leave the device's memory to other roles; called before their stages, see `wb.open(share_memory=...)`."""
+
+    def load(self, *, generates: bool = False) -> None:
+        """Come back for an operation of its own; generates: as it was registered."""
 
     def state(self) -> dict[str, Any]:
         """Everything that training changes in it, as copies; `load_state` goes back to it. Empty: nothing changes."""

@@ -28,17 +28,19 @@ def make_generation_engine(
     dtype: torch.dtype,
     device: torch.device,
     threads: int,
+    sleeps: bool = False,
 ) -> GenerationEngine:
     """The engine that `settings.engine` names, for the model `name`.
 
     trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
     sync moves nothing. None where the trainer's weights are sharded.
+    sleeps: whether it will be sent to `sleep`.
     """
     if settings.engine == "vllm":
         from workbench.engines.generation.vllm_engine import VllmEngine
         from workbench.models import resolve
 
-        return VllmEngine(resolve(name), settings, dtype=dtype, device=device, threads=threads)
+        return VllmEngine(resolve(name), settings, dtype=dtype, device=device, threads=threads, sleeps=sleeps)
     from workbench.engines.generation.transformers_engine import TransformersEngine
 
     if trainer is not None:

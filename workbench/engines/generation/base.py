@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from workbench.engines.settings import Sampling
+from workbench.errors import BadInput
 
 Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens made so far
 
@@ -39,7 +40,8 @@ class Rollout:
 class GenerationEngine(ABC):
     """Draws responses from the newest weights it was given.
 
-    weights_version: what `update_weights` said last; -1 after one that failed, until the next succeeds.
+    weights_version: what `update_weights` said last; -1 after one that failed, and after `sleep`, until the next
+    succeeds.
     """
 
     weights_version: int
@@ -79,9 +81,31 @@ class GenerationEngine(ABC):
         packed or cut. A vocabulary matrix may have rows of padding at its end."""
         return {}
 
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether its weights were freed by `sleep`, and no `update_weights` came since."""
+        return False
+
+    def sleep(self) -> int:
+        """Lend the device's memory to others: free weights and key-value cache, without a copy of either; bytes freed.
+
+        A sync brings every weight anew, and what was cached for other weights is of no use: so nothing is kept.
+        `update_weights` makes room for the weights again, what generates or scores for the cache. An engine that has
+        nothing of its own to free, or cannot, goes on as before: 0.
+        """
+        return 0
+
+    def _require_weights(self) -> None:
+        if self.lacks_weights:
+            raise BadInput(
+                "a generation engine that sleeps",
+                "its weights were freed, to lend the memory of its device to a trainer",
+                "give it weights first; an operation of your own that generates is registered with generates=True",
+            )
+
     @abstractmethod
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that live on this rank: {"weights": .., "kv_cache": ..}."""
+        """Bytes that live on this rank's device: {"weights": .., "kv_cache": ..}."""
 
     @abstractmethod
     def close(self) -> None:

@@ -30,18 +30,22 @@ from workbench.engines.generation.endings import (
 )
 from workbench.engines.generation.penalties import LogitBias, Penalties
 from workbench.engines.generation.row_sampler import RowSampler
+from workbench.engines.host_memory import HostMemory
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import SyncError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+WEIGHTS = "generation weights"
+
 
 class TransformersEngine(GenerationEngine):
     """Decodes up to `settings.max_rows` rows at a time with a dynamic key-value cache.
 
     model: in evaluation mode. With `owns_model=False` it is the trainer's live module: every new weight is there
-        already, and `update_weights` moves nothing. With `owns_model=True` it is a copy, and weights are copied in.
+        already, and `update_weights` moves nothing: the trainer's parameters must be on the device. With
+        `owns_model=True` it is a copy, and weights are copied in.
     autocast_dtype: compute in this type under autocast, for a module whose parameters are fp32.
     """
 
@@ -61,6 +65,7 @@ class TransformersEngine(GenerationEngine):
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.weights_version = 0
+        self._memory = HostMemory()
 
     @torch.no_grad()
     def generate(
@@ -73,6 +78,7 @@ class TransformersEngine(GenerationEngine):
         *,
         continued: bool = False,
     ) -> Rollout:
+        self._require_weights()
         most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
         ends = Endings(self._tokenizer, sampling, self._end_ids)
@@ -142,6 +148,7 @@ class TransformersEngine(GenerationEngine):
 
     @torch.no_grad()
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        self._require_weights()
         check_sequence(token_ids, self._settings, self._vocab_size)
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         with self._autocast():
@@ -154,6 +161,7 @@ class TransformersEngine(GenerationEngine):
         taken = 0
         self.weights_version = -1  # until every weight is there
         if self._owns_model:
+            self._memory.give_back([WEIGHTS])
             # One entry a tensor: tied weights answer to every name they have, and need only one of them.
             mine = dict(self._model.named_parameters(remove_duplicate=False))
             missing = {id(parameter): name for name, parameter in mine.items()}
@@ -181,8 +189,19 @@ class TransformersEngine(GenerationEngine):
 
     def memory_bytes(self) -> dict[str, int]:
         """The key-value cache lives only while a batch is decoded; a live module's weights are the trainer's."""
-        own = sum(parameter.nbytes for parameter in self._model.parameters()) if self._owns_model else 0
+        here = self._owns_model and not self.lacks_weights
+        own = sum(parameter.nbytes for parameter in self._model.parameters()) if here else 0
         return {"weights": own, "kv_cache": 0}
+
+    @property
+    def lacks_weights(self) -> bool:
+        return WEIGHTS in self._memory
+
+    def sleep(self) -> int:
+        if not self._owns_model or self.lacks_weights:
+            return 0
+        self.weights_version = -1
+        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=False)
 
     def close(self) -> None:
         self._model = None

@@ -37,6 +37,7 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
 from workbench.models.quiet import quiet_transformers
 from workbench.models.tokenizers import load_tokenizer
+from workbench.telemetry import span
 
 GIB = 2**30
 
@@ -50,6 +51,7 @@ class VllmEngine(GenerationEngine):
     model_path: folder with config, weights and tokenizer.  dtype: of weights and cache.
     settings.tensor_parallel_size: ranks of a tensor group; it must divide the ranks of the default group.
     threads: computing threads on a CPU host while the engine works (None: as the process has them).
+    sleeps: whether it will be sent to `sleep`, for which vLLM allocates weights and cache in a pool of their own.
     Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
     """
 
@@ -61,6 +63,7 @@ class VllmEngine(GenerationEngine):
         dtype: torch.dtype,
         device: torch.device,
         threads: int | None = None,
+        sleeps: bool = False,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependency(
@@ -80,8 +83,10 @@ class VllmEngine(GenerationEngine):
         else:
             self._end_ids = end_token_ids(config.get_text_config(), self._tokenizer)
         self.weights_version = 0
+        # idle: nothing was asked of it since it was last sent to sleep, or on a CPU since it started
+        self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         with _threads(threads), _process_kept(device):
-            self._engine: Any = _start(Path(model_path), settings, dtype, device)
+            self._engine: Any = _start(Path(model_path), settings, dtype, device, sleeps=sleeps)
 
     def generate(
         self,
@@ -93,7 +98,9 @@ class VllmEngine(GenerationEngine):
         *,
         continued: bool = False,
     ) -> Rollout:
+        self._require_weights()
         most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
+        self._wake("kv_cache")
         ends = Endings(self._tokenizer, sampling, self._end_ids)
         total = len(prompt_ids)
         responses: list[list[int]] = [[] for _ in range(total)]
@@ -125,7 +132,9 @@ class VllmEngine(GenerationEngine):
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
 
+        self._require_weights()
         check_sequence(token_ids, self._settings, self._vocab_size)
+        self._wake("kv_cache")
         with self._working():
             self._add(0, token_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
             outputs: list[Any] = []
@@ -144,6 +153,7 @@ class VllmEngine(GenerationEngine):
                 yield name, weight.detach()
 
         self.weights_version = -1  # until every weight is there
+        self._wake("weights")
         with self._working():
             try:
                 self._reload(counted())
@@ -168,7 +178,35 @@ class VllmEngine(GenerationEngine):
     def memory_bytes(self) -> dict[str, int]:
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
-        return {"weights": sum(self._engine.apply_model(_weight_bytes)), "kv_cache": sum(caches.values())}
+        held = {"weights": sum(self._engine.apply_model(_weight_bytes)), "kv_cache": sum(caches.values())}
+        return {use: 0 if use in self._asleep else n for use, n in held.items()}
+
+    @property
+    def lacks_weights(self) -> bool:
+        return "weights" in self._asleep
+
+    def sleep(self) -> int:
+        """See the base class. On a CPU vLLM has no sleep mode: then a span says that it stays."""
+        if self._idle:
+            return 0
+        self._idle = True
+        if not self._sleeps:
+            with span("offload", note="vLLM stays: " + ("it sleeps on GPUs only" if self._on_cpu else "sleeps=False")):
+                return 0
+        freed = sum(self.memory_bytes().values())
+        with span("offload", bytes=freed, note="generation weights, generation kv_cache, freed"):
+            # level 1 would copy the weights to host memory, for the next sync to write over
+            self._engine.sleep(level=2)
+        self._asleep, self.weights_version = {"weights", "kv_cache"}, -1
+        return freed
+
+    def _wake(self, part: str) -> None:
+        """Make room on the device for a part that was freed."""
+        self._idle = False
+        if part in self._asleep:
+            with span("load", note=f"room for generation {part}"):
+                self._engine.wake_up([part])
+            self._asleep.discard(part)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -220,7 +258,7 @@ class VllmEngine(GenerationEngine):
             yield
 
 
-def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device) -> Any:
+def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *, sleeps: bool) -> Any:
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -262,6 +300,7 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         gpu_memory_utilization=settings.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
         enforce_eager=on_cpu,
+        enable_sleep_mode=sleeps,
         skip_tokenizer_init=True,
         generation_config="vllm",  # nothing from the checkpoint's generation_config.json
         disable_log_stats=True,

@@ -8,7 +8,6 @@ from workbench.engines.settings import Training
 from workbench.engines.training.base import StepReport, TrainingEngine
 from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.passes import Pass
-from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 
 __all__ = ["ParallelGroups", "Pass", "StepReport", "TrainingEngine", "make_training_engine"]
@@ -19,14 +18,12 @@ def make_training_engine(
 ) -> TrainingEngine:
     """The engine that `settings.engine` names, around `module`; without settings, torch's, which then only runs it."""
     if settings is not None and settings.engine == "deepspeed":
+        if groups.model_parallel:
+            from workbench.engines.training.deepspeed_tensor_engine import DeepSpeedTensorEngine
+
+            return DeepSpeedTensorEngine(module, settings, groups, device=device, dtype=dtype)
         from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 
-        if groups.model_parallel:
-            raise BadInput(
-                f"layout {groups.layout} with Training(engine='deepspeed')",
-                "DeepSpeed's engine here is data parallel: p*t must be 1",
-                "use Training(engine='torch')",
-            )
         return DeepSpeedEngine(module, settings, groups.data, device=device, dtype=dtype)
     if groups.model_parallel:
         from workbench.engines.training.torch_3d_engine import Torch3DEngine

@@ -6,17 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from workbench.engines.host_memory import HostMemory, distinct_storages
 from workbench.engines.settings import Training
 from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, merged_weight
 from workbench.telemetry import span
+
+Part = Literal["parameters", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +131,7 @@ class TrainingEngine(ABC):
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of the weights, live, by transformers' names, in the dtype in which it is held; without
         any communication. With a layout (p, t, d) those are slices of the weights of its stage, cut as
-        `workbench.resharding.weights` says."""
+        `workbench.resharding.weights` says; with ZeRO-3 flat shards without their padding."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
             yield names.get(name, name), parameter.detach()
@@ -177,8 +182,35 @@ class TrainingEngine(ABC):
         """Whether the optimizer has taken a step."""
 
     @abstractmethod
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """All that this rank holds, by part. Memory that two parts share belongs to the first of them."""
+
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that live on this rank: {"parameters": .., "gradients": .., "optimizer": ..}."""
+        """Bytes that live on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
+        held = distinct_storages(self.tensors())
+        return {part: sum(storage.nbytes() for storage in storages) for part, storages in held.items()}
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that wait in host memory."""
+        return self._host_memory.nbytes
+
+    def offload(self, *parts: Part) -> int:
+        """Move parts (none named: all) to host memory, to lend their device's to others; bytes moved. What is there
+        already stays, so that it costs nothing to ask again.
+
+        On a CPU this moves them to other memory of the same kind, which is good for nothing but tests.
+        """
+        return self._host_memory.take(self.tensors(), parts or PARTS)
+
+    def load(self, *parts: Part) -> int:
+        """Bring parts (none named: all) back to the device, bit for bit; bytes moved. What computes (`forward`, `step`,
+        `gradients`, the state dicts) brings back what it needs; who reads weights loads the parameters first."""
+        return self._host_memory.give_back(parts or PARTS)
+
+    @cached_property
+    def _host_memory(self) -> HostMemory:
+        return HostMemory()
 
 
 @torch.no_grad()
@@ -302,12 +334,6 @@ def require_passes(passes: Sequence[Pass]) -> None:
     """Raise `BadInput` for an optimizer step without a micro-batch."""
     if not passes:
         raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
-
-
-def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the distinct storages behind `tensors`: views and shared tensors count once."""
-    storages = {s.data_ptr(): s.nbytes() for t in tensors if t is not None and (s := t.untyped_storage()).nbytes()}
-    return sum(storages.values())
 
 
 def cpu_copy(value: Any) -> Any:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BLOCKS = {"self_attn": "o_proj", "mlp": "down_proj"}  # of a decoder layer, and the layer that leads out of each
-CUT_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", *BLOCKS.values(), "embed_tokens", "lm_head")
+INTO_BLOCKS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+CUT_LAYERS = (*INTO_BLOCKS, *BLOCKS.values(), *VOCABULARY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,49 +89,93 @@ def cut_model(module: PackedModule, groups: ParallelGroups) -> Cut:
     weights = check_cut(backbone.config, layout, "scalar" if isinstance(module, TokenValues) else "lm")
     if layout.p > 1 and module.padded_because is not None:
         raise BadInput(f"p={layout.p}", f"a pipeline takes packed sequences: {module.padded_because}", "use p=1")
-    tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
-    inputs: dict[str, Any] = {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
+    trial = Trial(module)
     with torch.no_grad():
-        expected = module.hidden_states(**inputs)
-        held = _slices(module, weights, groups)
-        partial = _tensor_parallel(module, weights, groups) if layout.t > 1 else frozenset[str]()
+        held = held_weights(module, weights, groups)
+        _slice(held, weights, groups)
+        if layout.t > 1:
+            _cut_blocks(module, groups)
+            _cut_vocabulary(module, weights, groups)
         if layout.p > 1:
             _drop_other_stages(module, weights, groups)
-        pipeline = Pipeline(module, groups, expected.shape[-1], expected.dtype)
-        seen = pipeline.hidden_states(inputs)
-    error = torch.zeros(()) if seen is None else ((seen - expected).float().norm() / expected.float().norm()).cpu()
-    # rounding; a layer that is left out or computed twice makes 1
-    wrong = torch.tensor([float(not error <= (1e-3 if expected.dtype == torch.float32 else 0.15))])
-    if groups.pipeline.all_reduce_max(wrong).item():
-        raise BadInput(
-            f"{type(backbone).__name__} over p={layout.p} stages and t={layout.t} tensor ranks",
-            f"cut like that it computes something else (relative error {float(error):.2g})",
-            "take a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
-        )
-    return Cut(weights=weights, held=held, partial=partial)
+        pipeline = Pipeline(module, groups, trial.expected.shape[-1], trial.expected.dtype)
+        trial.require_same(pipeline.hidden_states(trial.inputs()), groups)
+    return Cut(weights=weights, held=held, partial=partial_weights(weights) if layout.t > 1 else frozenset())
 
 
-def _slices(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
-    """Each parameter of this stage reduced to this rank's slice; a tied one is one parameter, before as after."""
-    layout, names, by_name = groups.layout, transformers_names(module), {weight.name: weight for weight in weights}
+def cut_vocabulary(module: PackedModule, groups: ParallelGroups) -> Cut:
+    """Cut the embedding and the output head of `module` in place, and leave its layers to DeepSpeed's AutoTP, which
+    keeps their parameters, and cuts them alike. `BadInput` as from `cut_model`."""
+    backbone: Any = module.get_backbone()
+    weights = check_cut(backbone.config, groups.layout, "scalar" if isinstance(module, TokenValues) else "lm")
+    held = held_weights(module, weights, groups)
+    rows = {name: held[name] for name in held if name.split(".")[-2] in VOCABULARY}
+    _slice(rows, weights, groups)
+    _cut_vocabulary(module, weights, groups)
+    return Cut(weights=weights, held=held, partial=partial_weights(weights))
+
+
+class Trial:
+    """A model's hidden states before it is cut, to be compared with those after it."""
+
+    def __init__(self, module: PackedModule) -> None:
+        self._module = module
+        with torch.no_grad():
+            self.expected = module.hidden_states(**self.inputs())
+
+    def inputs(self) -> dict[str, Any]:
+        """Two short sequences, where the module is now."""
+        backbone: Any = self._module.get_backbone()
+        tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
+        return {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
+
+    def require_same(self, seen: Tensor | None, groups: ParallelGroups) -> None:
+        """Raise `BadInput` on every rank of the replica unless `seen` [T, hidden], of the last stage, is as before."""
+        expected, error = self.expected.float(), torch.zeros(())
+        if seen is not None:
+            error = ((seen.to(expected.device) - expected).float().norm() / expected.norm()).cpu()
+        low = seen is not None and torch.bfloat16 in (seen.dtype, self.expected.dtype)
+        # rounding; a layer that is left out or computed twice makes 1
+        wrong = torch.tensor([float(not error <= (0.15 if low else 1e-3))])
+        if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
+            raise BadInput(
+                f"{type(self._module.get_backbone()).__name__} over p={groups.layout.p} stages and "
+                f"t={groups.layout.t} tensor ranks",
+                f"cut like that it computes something else (relative error {float(error):.2g})",
+                "take a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
+            )
+
+
+def held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
+    """The parameters of this stage by transformers' names; a tied one is one parameter."""
+    names, by_name = transformers_names(module), {weight.name: weight for weight in weights}
     found = {names.get(own, own): parameter for own, parameter in module.named_parameters()}
     if differ := found.keys() ^ by_name.keys():
         raise BadInput(f"weight {min(differ)!r}", "is not both in the model and in its configuration's class")
-    held = {}
-    for weight in weights.of_stage(groups.pipeline.rank, layout.p):
-        parameter = held[weight.name] = found[weight.name]
-        parameter.data = weight.cut(parameter.data, groups.tensor.rank, layout.t).clone()
-    return held
+    return {weight.name: found[weight.name] for weight in weights.of_stage(groups.pipeline.rank, groups.layout.p)}
 
 
-def _tensor_parallel(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> frozenset[str]:
-    """Put layers that know of their tensor group in place of plain ones; the names of `Cut.partial`."""
+def _slice(held: dict[str, nn.Parameter], weights: ModelWeights, groups: ParallelGroups) -> None:
+    """Reduce parameters to this rank's slices."""
+    for weight in weights:
+        if weight.name in held:
+            parameter = held[weight.name]
+            parameter.data = weight.cut(parameter.data, groups.tensor.rank, groups.layout.t).clone()
+
+
+def _cut_blocks(module: PackedModule, groups: ParallelGroups) -> None:
+    """Put layers that know of their tensor group in place of plain ones, in attention and MLP blocks."""
     backbone: Any = module.get_backbone()
     for layer in backbone.layers:
         for name, out in BLOCKS.items():
             block = getattr(layer, name)
             enter_block(block, groups.tensor)
             setattr(block, out, RowParallelLinear(getattr(block, out), groups.tensor))
+
+
+def _cut_vocabulary(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:
+    """The same for the embedding and the output head."""
+    backbone: Any = module.get_backbone()
     by_layer = {weight.name.rpartition(".")[0].rpartition(".")[2]: weight for weight in weights}
 
     def start(layer: str) -> int:
@@ -141,13 +187,17 @@ def _tensor_parallel(module: PackedModule, weights: ModelWeights, groups: Parall
     if head is not None:
         rows = "lm_head" if "lm_head" in by_layer else "embed_tokens"
         head.lm_head = VocabularyParallelHead(head.lm_head, start(rows), groups.tensor)
-    return frozenset(weight.name for weight in weights if _inside_block(weight))
 
 
-def _inside_block(weight: Weight) -> bool:
-    """Whether a whole weight acts between the two ends of a block; the bias of the last layer is added after it."""
-    steps = weight.name.split(".")
-    return weight.axis is None and any(name in steps and out not in steps for name, out in BLOCKS.items())
+def partial_weights(weights: ModelWeights) -> frozenset[str]:
+    """The names of `Cut.partial`: weights that are whole and act between the two ends of a block; the bias of its last
+    layer is added after it."""
+
+    def inside_block(weight: Weight) -> bool:
+        steps = weight.name.split(".")
+        return weight.axis is None and any(name in steps and out not in steps for name, out in BLOCKS.items())
+
+    return frozenset(weight.name for weight in weights if inside_block(weight))
 
 
 def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:

@@ -30,7 +30,6 @@ from workbench.engines.training.base import (
     require_passes,
     set_optimizer_steps,
     state_names,
-    storage_bytes,
     trained_state,
     transformers_names,
 )
@@ -50,6 +49,9 @@ class DeepSpeedEngine(TrainingEngine):
     With bfloat16, stages 1 to 3 hold bf16 weights, and fp32 masters (which start from the bf16 weights) in the sharded
     optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are
     accumulated and reduced in fp32.
+
+    `offload` moves storages and asks nothing of DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in
+    bfloat16, and at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
     Raises `MissingDependency` without deepspeed, `BadInput` without settings.
@@ -77,14 +79,23 @@ class DeepSpeedEngine(TrainingEngine):
         deepspeed = _quiet_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
-        self.module = place(module, device, trained=stored, frozen=dtype)
+        self.module = place(module, self._start_device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        _forget_ended_group()
+        self._prepare_groups()
         if settings.activation_checkpointing:
             recompute_activations(module)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
         )
+
+    def _prepare_groups(self) -> None:
+        """Before DeepSpeed takes the process groups that it computes in."""
+        _forget_ended_group()
+
+    @property
+    def _start_device(self) -> torch.device:
+        """Where DeepSpeed is given the module."""
+        return self._device
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -105,6 +116,7 @@ class DeepSpeedEngine(TrainingEngine):
         }
 
     def forward(self, **inputs: Any) -> Any:
+        self.load("parameters")
         autocast = self._dtype == torch.bfloat16 and not self._sharded_bf16
         with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
             return self._engine(**inputs)
@@ -113,6 +125,7 @@ class DeepSpeedEngine(TrainingEngine):
         rate = rate_scale * learning_rate(self.settings, self.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        self.load()
         try:
             self._backward(passes)
             with span("optimizer"):
@@ -128,6 +141,7 @@ class DeepSpeedEngine(TrainingEngine):
         from deepspeed.utils import safe_get_full_grad
 
         names = transformers_names(self.module)
+        self.load()
         try:
             self._backward(passes)
             for name, parameter in self.module.named_parameters():
@@ -151,12 +165,17 @@ class DeepSpeedEngine(TrainingEngine):
         return float(self._engine.get_global_grad_norm())
 
     def _step_without_zero(self) -> float:
-        limit = self.settings.max_grad_norm or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit))
-        if norm < float("inf"):
+        norm = self._norm()
+        if torch.isfinite(norm):
+            if self.settings.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
             self._engine.step()
         release_gradients(self.module)
-        return norm
+        return float(norm)
+
+    def _norm(self) -> Tensor:
+        """The global norm of the gradients in the parameters."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def _drop_gradients(self) -> None:
         """Forget what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
@@ -175,21 +194,32 @@ class DeepSpeedEngine(TrainingEngine):
         return deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self._stage == 3:
-            raise BadInput(
-                "local_weights() with zero_stage=3",
-                "a rank holds stretches of flattened weights",
-                "use named_weights(), which gathers them",
-            )
-        return super().local_weights()
+        if self._stage < 3:
+            yield from super().local_weights()
+            return
+        names = transformers_names(self.module)
+        parameter: Any  # to which DeepSpeed has added what it knows of its shards
+        for name, parameter in self.module.named_parameters():
+            shard = parameter.ds_tensor.detach()
+            # the last shards are padded, or padding altogether
+            start = min(self._rank * shard.numel(), parameter.ds_numel)
+            yield names.get(name, name), shard[: parameter.ds_numel - start]
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        names = transformers_names(self.module)
+        return {
+            names.get(name, name): tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()
+        }
 
     def state_dict(self) -> dict[str, Any]:
+        self.load()
         state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}
         if self._stage == 0:  # from stage 1 on the optimizer's state holds the fp32 weights of this rank
             state["module"] = trained_state(self.module)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load()
         # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
         saved, optimizer = cpu_copy(state["optimizer"]), self._engine.optimizer
         if self._stage == 0:
@@ -289,10 +319,9 @@ class DeepSpeedEngine(TrainingEngine):
         elif self._stage:
             optimizer.refresh_fp32_params()
 
-    def memory_bytes(self) -> dict[str, int]:
+    def tensors(self) -> dict[str, list[Tensor]]:
         parameters, optimizer = list(self.module.parameters()), self._engine.optimizer
         adam = self._adam
-        held = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)])
         # The names under which DeepSpeed's four optimizers keep masters and gradients.
         masters = _attributes(
             optimizer, "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"
@@ -300,12 +329,10 @@ class DeepSpeedEngine(TrainingEngine):
         accumulated = _attributes(optimizer, "averaged_gradients", "all_grad_tensors")
         buffers = _attributes(optimizer, "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
         moments = [t for entry in adam.state.values() for t in entry.values() if isinstance(t, Tensor)]
-        # In fp32 the masters may be the weights themselves, which are counted once.
-        both = storage_bytes([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters), *masters, *moments])
         return {
-            "parameters": held,
-            "gradients": storage_bytes([*(p.grad for p in parameters), *accumulated, *buffers]),
-            "optimizer": both - held,
+            "parameters": [*parameters, *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))],
+            "gradients": [*(p.grad for p in parameters if p.grad is not None), *accumulated, *buffers],
+            "optimizer": [*masters, *moments],  # in fp32 the masters may be the weights themselves
         }
 
 

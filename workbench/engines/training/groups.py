@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from workbench.placement.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Collectives(Protocol):
@@ -29,6 +32,10 @@ class ModelCollectives(Collectives, Protocol):
 
     moved_bytes: int
 
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """torch's group of these ranks; None for a whole pool, and for a rank alone."""
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order; their first axis may differ."""
 
@@ -48,7 +55,7 @@ class ParallelGroups:
     """
 
     layout: Layout
-    data: Collectives
+    data: ModelCollectives
     tensor: ModelCollectives
     pipeline: ModelCollectives
 

@@ -26,7 +26,6 @@ from workbench.engines.training.base import (
     require_passes,
     set_optimizer_steps,
     state_names,
-    storage_bytes,
     trained_state,
     transformers_names,
 )
@@ -69,6 +68,7 @@ class TorchEngine(TrainingEngine):
                 recompute_activations(module)
 
     def forward(self, **inputs: Any) -> Any:
+        self.load("parameters")
         with self._autocast():
             return self.module(**inputs)
 
@@ -80,6 +80,7 @@ class TorchEngine(TrainingEngine):
         if self.settings is None or self._optimizer is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
         rate = rate_scale * learning_rate(self.settings, self.steps)
+        self.load()
         try:
             self._backward(passes)
             norm = self._norm(self._summed_gradients())
@@ -106,6 +107,7 @@ class TorchEngine(TrainingEngine):
     @contextmanager
     def _whole_gradients(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Inside, the parameters have the gradients of these micro-batches."""
+        self.load("parameters", "gradients")
         try:
             self._backward(passes)
             self._summed_gradients()
@@ -145,10 +147,12 @@ class TorchEngine(TrainingEngine):
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
+        self.load()
         optimizer = None if self._optimizer is None else cpu_copy(self._optimizer.state_dict())
         return {"module": trained_state(self.module), "optimizer": optimizer, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load()
         load_trained_state(self.module, state["module"])
         if self._optimizer is not None:
             # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
@@ -191,13 +195,13 @@ class TorchEngine(TrainingEngine):
         if self._optimizer is not None:
             set_optimizer_steps(self._optimizer, steps)
 
-    def memory_bytes(self) -> dict[str, int]:
+    def tensors(self) -> dict[str, list[Tensor]]:
         parameters = list(self.module.parameters())
         kept = [] if self._optimizer is None else self._optimizer.state.values()
         return {
-            "parameters": storage_bytes(parameters),
-            "gradients": storage_bytes(parameter.grad for parameter in parameters),
-            "optimizer": storage_bytes(t for entry in kept for t in entry.values() if isinstance(t, Tensor)),
+            "parameters": [*parameters],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": [t for entry in kept for t in entry.values() if isinstance(t, Tensor)],
         }
 
 

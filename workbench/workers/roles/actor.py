@@ -175,7 +175,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
 
         Without bonus and penalty a row whose advantages are all 0 has no gradient: it counts in the denominators, but
         no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others. A
-        minibatch of such rows alone is a step all the same, in which AdamW moves by its momentum.
+        minibatch of such rows alone is a step all the same, in which AdamW moves by its momentum. `skipped/fraction` is
+        another thing: the optimizer steps that were not taken, for want of a finite gradient norm.
         """
         scale = old_log_prob_temperature(batch, temperature)
         old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))

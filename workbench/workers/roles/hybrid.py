@@ -15,6 +15,7 @@ from workbench.errors import BadInput
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
+from workbench.telemetry.syncs import OpenSync
 from workbench.workers.calls import Metrics
 from workbench.workers.engine_weights import (
     EngineWeights,
@@ -54,7 +55,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         assert spec.name and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
-        self._moved = False
+        self._restored, self._moved = 0, False
         if not context.waits:
             self.begin()
 
@@ -64,6 +65,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             return
         assert spec.name and spec.dtype
         module: Any = self.engine.module
+        # whether the engine samples from weights of its own, not from the trainer's
+        self._own_weights = spec.generation.engine != "transformers" or not self._whole_weights()
+        self._leave_to_generator()  # vLLM starts only where there is room for all that it will use
         self.generator = make_generation_engine(
             spec.name,
             spec.generation,
@@ -72,10 +76,14 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
+            sleeps=context.host.offloads and context.device.type == "cuda",
         )
         if self._moved:
             self.generator.weights_version = -1
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
+
+    def trained(self) -> tuple[int, int]:
+        return self.engine.steps, self._restored
 
     def carry_on(self, carried: dict[str, Any]) -> None:
         self._moved = True
@@ -88,13 +96,38 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         return not sharded and not self.context.groups.model_parallel
 
     def memory_bytes(self) -> dict[str, int]:
-        held = self.engine.memory_bytes()
+        held = super().memory_bytes()
         if self.spec.generation is not None:
             held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
         return held
 
+    def offload(self) -> None:
+        if self.spec.generation is not None:
+            self.generator.sleep()
+        super().offload()
+
+    def load(self, *, generates: bool = False) -> None:
+        """Trainer and engine take turns too: the engine sleeps unless the operation generates; if so, gradients and
+        optimizer leave, and of an engine with weights of its own a sync brings the trainer's parameters when one is
+        due."""
+        if self.spec.generation is None:
+            self.engine.load("parameters")
+            return
+        if not generates:
+            self.generator.sleep()
+        else:
+            self.engine.offload("gradients", "optimizer")
+        if not (generates and self._own_weights):
+            self.engine.load("parameters")
+
+    def _leave_to_generator(self) -> None:
+        """Make room for the engine: the trainer's part of generating, the sync, is over."""
+        if self.context.host.offloads and self._own_weights:
+            self.engine.offload()
+
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
+        self._restored += 1
         if self.spec.generation is not None:
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
@@ -103,48 +136,64 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             self.generator.close()
 
     def before_rollouts(self) -> Metrics:
-        return self._sync()
+        metrics = self._sync()
+        self._leave_to_generator()
+        return metrics
 
-    @register(ONE_TO_ALL, check=check_strategy)
+    @register(ONE_TO_ALL, generates=True, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
         """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
 
         strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
-        layout has p*t > 1. Gives `sync_gap/mean`, the gap on the probe in nats; with p*t > 1 also `sync/received_bytes`
-        and, what ranks kept beside what they generate with, `sync/kept_twice_bytes`, both of all ranks together.
+        ranks hold slices of it: its layout has p*t > 1, or ZeRO-3 shards it. Gives `sync_gap/mean`, the gap on the
+        probe in nats; where slices moved also `sync/received_bytes` and, what ranks kept beside what they generate
+        with, `sync/kept_twice_bytes`, both of all ranks together.
         """
-        if strategy is not None and not self.context.groups.model_parallel:
+        if strategy is not None and self.transitions.slices is None:
             raise BadInput(
                 f"sync_weights(strategy={strategy!r}) in the layout {self.context.layout}",
-                "strategies differ in how slices of the model meet: with p*t = 1 there are none",
-                "call sync_weights(), or give the actor a layout with p*t > 1",
+                "strategies differ in how slices of the model meet: with p*t = 1 and without ZeRO-3 there are none",
+                "call sync_weights(), or give the actor a layout with p*t > 1 or Training(zero_stage=3)",
             )
         return {name: metric.value for name, metric in self._sync(strategy).items()}
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, generates=True)
     def check_sync(self) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens."""
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens; of an
+        engine that sleeps, after a sync."""
+        if self.generator.lacks_weights:
+            self._sync()
+        self.engine.load("parameters")
         return probe_gap(self._trainer_weights(), self.generator)
 
     def _sync(self, strategy: str | None = None) -> Metrics:
         if strategy is None and self.generator.weights_version == self.engine.steps:
             return {}
+        self.engine.load("parameters")
+        with self.ledger("sync", self.engine.steps) as noted:
+            return self._give_weights(strategy, noted)
+
+    def _give_weights(self, strategy: str | None, noted: OpenSync) -> Metrics:
         assert self.spec.generation is not None
         metrics: Metrics = {}
         with self.context.recorder.span("weight_sync") as counted:
-            if self.context.groups.model_parallel:
-                counted.bytes, metrics = self.transitions.sync(strategy or self.spec.generation.strategy)
+            if self.transitions.slices is not None:
+                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted)
             else:
-                counted.bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+                noted.taken_bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+            counted.bytes = noted.taken_bytes
             if not self.spec.generation.check_sync:
                 return metrics
-            gap = probe_gap(self._trainer_weights(), self.generator)
+            trained = self._trainer_weights()
+            self._leave_to_generator()  # before the engine's key-value cache comes back
+            gap = probe_gap(trained, self.generator)
         return {**self.require_small(gap, self.engine.steps), **metrics}
 
-    @register(ONE_TO_ALL)
+    @register(ONE_TO_ALL, generates=True)
     def compare_weights(self) -> EngineWeights:
         """The weights of the generation engine against the trainer's, after a sync if one is due."""
         self._sync()
+        self.engine.load("parameters")
         return compare_weights(self._trainer_weights(), self.generator)
 
     def _trainer_weights(self) -> TrainerWeights:
@@ -174,6 +223,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         ids = probe_ids(self.engine) if probe else empty
         contents = Contents(
             version=self.engine.steps,
+            restored=self._restored,
             shapes={weight.name: weight.shape for weight in model} if weights else {},
             probe_ids=ids,
             log_probs=trainer_log_probs(self.engine, ids, self.context.device) if probe else empty,

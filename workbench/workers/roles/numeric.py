@@ -194,7 +194,7 @@ class NumericWorker(Worker):
                     return rewards_BT, *macro_gae(rewards_BT, values_BT, mask_BT, gamma, lam, macro_tokens)
                 if bootstrap:
                     after_B = torch.where(
-                        _numbers(batch, "finished").bool(), 0.0, _numbers(batch, f"final_{signal.values}")
+                        batch.numbers("finished").bool(), 0.0, batch.numbers(f"final_{signal.values}")
                     )
                 advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
                 both = all_reduce(torch.stack([moments(x, mask_BT) for x in (returns_BT, returns_BT - values_BT)]))
@@ -294,8 +294,7 @@ class NumericWorker(Worker):
         """The advantage of each response over its prompt's others, [B], by penalised scores; that a prompt has nothing
         to teach is told by the scores alone."""
         # The samples of a prompt may lie on several ranks: every rank sees all scores, a number a row.
-        groups_B = batch.columns["prompt_uid"]
-        assert isinstance(groups_B, Tensor)
+        groups_B = batch.numbers("prompt_uid")
         communicator = self.context.communicator
         shards = communicator.all_gather(penalised_B)
         scores_N, groups_N = torch.cat(shards), self._gathered(groups_B)
@@ -328,10 +327,3 @@ class NumericWorker(Worker):
 
     def _gathered(self, x_B: Tensor) -> Tensor:
         return torch.cat(self.context.communicator.all_gather(x_B))
-
-
-def _numbers(batch: Shard, name: str) -> Tensor:
-    """A column of one number a row."""
-    column = batch.columns[name]
-    assert isinstance(column, Tensor), name
-    return column

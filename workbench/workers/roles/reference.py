@@ -39,9 +39,6 @@ class FrozenWorker(ModelWorker):
             module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
 
-    def memory_bytes(self) -> dict[str, int]:
-        return self.engine.memory_bytes()
-
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "sequences": self.sequences}
 

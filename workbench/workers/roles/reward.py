@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.algorithms.preference import pairwise_loss
 from workbench.dataflow.columns import Column, Ragged
+from workbench.dataflow.references import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.engines.settings import at_least, whole
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput, RewardError
@@ -26,7 +27,7 @@ from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import LAST_TOKEN_SCORES
-from workbench.workers.reward_function import ALIKE, RewardFunction, score_rows
+from workbench.workers.reward_function import ALIKE, RewardFunction, check_parameters, score_rows
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
@@ -35,6 +36,7 @@ from workbench.workers.worker import Context
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
 OPTIONAL = (*OF_ROW, "response_mask")
+_NUMBERS = {*NUMBER_COLUMNS, *TOKEN_COLUMNS, "prompt_uid"} - set(OF_ROW)  # which it never is
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
@@ -56,6 +58,22 @@ def _check(arguments: Mapping[str, Any]) -> None:
             f"function={getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}",
             f"it is called with prompt=, response= and the row's other columns by name, and has no {lacks[0]!r}",
             "def fn(prompt, response, **row)",
+        )
+
+
+def _check_row(arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
+    function = arguments["function"] or model.function
+    if function is not None:
+        given = {"prompt", "response", *(name for name in columns if name not in _NUMBERS)}
+        check_parameters(function, sorted(given))
+
+
+def _check_trained(arguments: Mapping[str, Any], model: Model) -> None:
+    if not model.trained:
+        raise BadInput(
+            f"{model}, which is not trained",
+            "a reward or cost model has an optimizer where its settings are given",
+            "open with wb.Model(name, training=wb.Training(...)) for this role",
         )
 
 
@@ -88,9 +106,6 @@ class RewardWorker(ModelWorker):
                 self.engine = self._trainer.engine
             else:
                 self.engine = make_training_engine(module, None, context.groups, device=context.device, dtype=dtype)
-
-    def memory_bytes(self) -> dict[str, int]:
-        return self.engine.memory_bytes() if self.engine else {}
 
     def state(self) -> dict[str, Any]:
         return {**self._trainer.state(), "shift": self._module.shift} if self._trainer else {}
@@ -146,6 +161,7 @@ class RewardWorker(ModelWorker):
         THREE_D_PROTO,
         reads=lambda arguments: ("prompt_ids", arguments["answers"]),
         updates=True,
+        check_model=_check_trained,
     )
     def center(self, batch: Shard, *, answers: str = "response_ids") -> Output:
         """Shift all scores so that the answers in this batch have mean 0. The shift is kept with the weights.
@@ -179,7 +195,13 @@ class RewardWorker(ModelWorker):
         return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
 
     @register(
-        THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True, updates=True, check=_check_epochs
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=("margin",),
+        minibatched=True,
+        updates=True,
+        check=_check_epochs,
+        check_model=_check_trained,
     )
     def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
@@ -215,7 +237,15 @@ class RewardWorker(ModelWorker):
     def describe(self) -> dict[str, Any]:
         return super().describe() | ({"sequences": self.sequences} if self.engine else {})
 
-    @register(THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, writes=("rewards",), minibatched=True, check=_check)
+    @register(
+        THREE_D_PROTO,
+        reads=TOKENS,
+        optional=OPTIONAL,
+        writes=("rewards",),
+        minibatched=True,
+        check=_check,
+        check_columns=_check_row,
+    )
     def compute_reward(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
@@ -290,7 +320,15 @@ class CostWorker(RewardWorker):
     compute_pair_rewards = None  # type: ignore[assignment]
     update_reward = None  # type: ignore[assignment]
 
-    @register(THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, writes=("costs",), minibatched=True, check=_check)
+    @register(
+        THREE_D_PROTO,
+        reads=TOKENS,
+        optional=OPTIONAL,
+        writes=("costs",),
+        minibatched=True,
+        check=_check,
+        check_columns=_check_row,
+    )
     def compute_cost(
         self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
     ) -> Output:
@@ -310,7 +348,13 @@ class CostWorker(RewardWorker):
         return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
 
     @register(
-        THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True, updates=True, check=_check_epochs
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=("margin",),
+        minibatched=True,
+        updates=True,
+        check=_check_epochs,
+        check_model=_check_trained,
     )
     def update_cost(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.

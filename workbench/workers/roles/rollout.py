@@ -13,7 +13,9 @@ from workbench.errors import BadInput, SyncError
 from workbench.models import load_config, load_tokenizer
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.resharding.checksums import Arrival
 from workbench.resharding.plan import Reshard
+from workbench.telemetry.syncs import OpenSync
 from workbench.workers.calls import Mean, Metrics
 from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
 from workbench.workers.operation import register
@@ -22,6 +24,7 @@ from workbench.workers.roles.hybrid import check_strategy
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.weight_exchange import Contents, Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 
 # what the actor is asked for, and rollout workers carry out where there are any
@@ -53,7 +56,7 @@ class RolloutWorker(SamplingWorker):
         assert spec.name and spec.generation and spec.dtype
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
-        self._moved = False
+        self._moved, self._trained = False, (0, 0)
         self._layout = rollout_layout(spec, context.layout.size)
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
         self._unreported: Metrics = {}
@@ -80,6 +83,9 @@ class RolloutWorker(SamplingWorker):
         if not self.context.waits:
             self.generator.weights_version = -1  # those that the model began with
 
+    def trained(self) -> tuple[int, int]:
+        return self._trained
+
     def memory_bytes(self) -> dict[str, int]:
         return {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
 
@@ -105,12 +111,18 @@ class RolloutWorker(SamplingWorker):
 
         def take() -> list[int]:
             found.append(self.context.exchange.contents(published))
+            self._trained = noted.trained_version, noted.restored = found[0].version, found[0].restored
+            noted.version = noted.trained_version
             intake = self._intake(published.layout, self._layout)
             before = intake.received_bytes
-            self.generator.update_weights(intake.weights(published, self.context.device), found[0].version)
-            return [intake.received_bytes - before]
+            weights = intake.weights(published, self.context.device)
+            noted.taken_bytes = self.generator.update_weights(weights, found[0].version)
+            noted.moved_bytes = intake.received_bytes - before
+            self._require_as_sent(intake.arrival, noted)
+            return [noted.moved_bytes]
 
-        with self.context.recorder.span("weight_sync") as counted:
+        version = self.generator.weights_version
+        with self.ledger("sync", version) as noted, self.context.recorder.span("weight_sync") as counted:
             try:
                 received = shared_by_group(communicator, communicator.world_size, take)
                 counted.bytes = received[communicator.rank]
@@ -122,6 +134,16 @@ class RolloutWorker(SamplingWorker):
                 self.generator.weights_version = -1
                 raise
         self._unreported = metrics
+
+    def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
+        """Note the checksums of what arrived; `SyncError` where they are not those of what was sent."""
+        assert self.spec.generation is not None
+        if not self.spec.generation.check_sync:
+            return
+        noted.sent, noted.received = arrival.sent, arrival.received
+        noted.differ = tuple(f"{name} from rank {rank} of the actor" for name, rank in arrival.differ)
+        if noted.differ:
+            raise not_as_sent(noted.version, [f"{what}, on rank {self.context.host.rank}" for what in noted.differ])
 
     @register(ONE_TO_ALL, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
@@ -170,6 +192,9 @@ class RolloutWorker(SamplingWorker):
     def _intake(self, publisher: Layout, mine: Layout) -> WeightIntake:
         """What this rank takes of an actor in a layout, to hold as `mine` says."""
         if (publisher, mine) not in self._intakes:
+            assert self.spec.generation is not None
             plan = plan_of_rollout(self.spec, publisher, mine)
-            self._intakes[publisher, mine] = WeightIntake(plan, self.context.host.rank, self.context.exchange)
+            self._intakes[publisher, mine] = WeightIntake(
+                plan, self.context.host.rank, self.context.exchange, checksums=self.spec.generation.check_sync
+            )
         return self._intakes[publisher, mine]

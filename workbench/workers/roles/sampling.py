@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from workbench.dataflow.columns import Ragged
 from workbench.dataflow.seeds import sample_seed
 from workbench.engines.generation import GenerationEngine
-from workbench.engines.settings import Generation, Sampling
-from workbench.errors import BadInput, SyncError
+from workbench.engines.settings import Sampling, check_room, whole
+from workbench.errors import SyncError
+from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.environment import Environments
@@ -35,18 +37,9 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     settings = {name: value for name, value in arguments.items() if name != "seed"}
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
+    if arguments["seed"] is not None:
+        whole("seed", arguments["seed"], 0)
     return Sampling(**settings)
-
-
-def _check_length(sampling: Sampling, generation: Generation | None) -> None:
-    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word."""
-    assert generation is not None
-    if sampling.max_new_tokens >= generation.max_model_tokens:
-        raise BadInput(
-            f"max_new_tokens={sampling.max_new_tokens}",
-            f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
-            "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
-        )
 
 
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -68,6 +61,16 @@ class SamplingWorker(Worker):
         """See to it that the engine has the weights to sample with; what that took. Every rank calls it."""
         raise NotImplementedError
 
+    def trained(self) -> tuple[int, int]:
+        """Of the trainer's weights, as far as is known here: optimizer steps that they have seen, and how often they
+        were put back to an earlier state."""
+        raise NotImplementedError
+
+    def ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:
+        """A line in the ledger of weights. version: of the engine's weights, after a sync."""
+        steps, restored = self.trained()
+        return self.context.recorder.sync(event, version=version, trained_version=steps, restored=restored)
+
     @register(
         THREE_D_ALL_MICRO_DP,
         reads=_rollout_reads,
@@ -75,7 +78,9 @@ class SamplingWorker(Worker):
         writes=_rollout_writes,
         minibatched=True,
         samples=True,
+        generates=True,
         check=_sampling,
+        check_model=lambda arguments, model: check_room(arguments, model.generation),
     )
     def generate_sequences(
         self,
@@ -135,10 +140,14 @@ class SamplingWorker(Worker):
             concurrency=concurrency,
             timeout_s=timeout_s,
         )
-        _check_length(sampling, self.spec.generation)
         metrics = self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
-        with self.context.recorder.span("generate") as counted:
+        drawn_with = self.generator.weights_version
+        with (
+            self.ledger("generation", drawn_with) as noted,
+            self.context.recorder.span("generate") as counted,
+        ):
+            noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
             if environment is None:
                 rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
                 columns = single_turn(rollout, mine)

@@ -1,0 +1,95 @@
+"""DeepSpeed's tensor parallelism with ZeRO over the replicas computes what one process computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.layout_checks import check_numbers, check_slices
+from tests.engines.layout_ranks import outcome, outcomes
+from tests.engines.training_ranks import run_ranks
+from workbench.engines.settings import Training
+from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
+from workbench.errors import BadInput
+from workbench.placement import Layout
+
+TWO, FOUR = Layout(1, 2, 1), Layout(1, 2, 2)
+# one that generates in tensor groups of two: there the ranks of its training group are not in the pool's order
+PERMUTED = Layout(1, 4, 1).generating(2)
+TRIED = [
+    (TWO, "tied llama", "zero0"), (TWO, "tied llama", "zero2"), (TWO, "qwen2", "zero1"), (TWO, "qwen3", "zero1"),
+    (TWO, "critic", "zero1"),
+    (FOUR, "tied llama", "zero1"), (FOUR, "qwen2", "zero2"), (FOUR, "qwen3", "zero0"), (FOUR, "critic", "zero2"),
+    (PERMUTED, "wide", "zero1"),
+]  # fmt: skip
+MORE = ("zero0", "zero1", "zero2")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return {case: outcome(case, Layout()) for case in {case for _, case, _ in TRIED}}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[Layout, str, str], list[dict[str, Any]]]:
+    """What each rank saw, by layout, case and engine. In one process all DeepSpeed engines have the same t."""
+    found: dict[tuple[Layout, str, str], list[dict[str, Any]]] = {}
+    every = [*TRIED, *((TWO, "more", kind) for kind in MORE)]
+    for world in sorted({(layout.size, layout.t) for layout, _, _ in every}):
+        tried = [one for one in every if (one[0].size, one[0].t) == world]
+        arguments = [(layout, case) for layout, case, _ in tried], tuple(kind for _, _, kind in tried)
+        found |= dict(zip(tried, map(list, zip(*run_ranks(outcomes, world[0], *arguments), strict=True)), strict=True))
+    return found
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("layout", "case", "kind"), TRIED, ids=str)
+def test_tensor_ranks_change_nothing(seen: Any, alone: Any, layout: Layout, case: str, kind: str) -> None:
+    check_numbers(seen[layout, case, kind], alone[case], layout)
+
+
+@pytest.mark.parametrize(("layout", "case", "kind"), TRIED, ids=str)
+def test_a_rank_holds_its_slices(seen: Any, layout: Layout, case: str, kind: str) -> None:
+    ranks = seen[layout, case, kind]
+    check_slices(ranks, layout, case)
+    for rank in ranks:
+        held = sum(4 * weight.numel() for weight in rank["local"].values())
+        assert held <= rank["memory"]["parameters"] <= 1.05 * held  # ZeRO pads what it flattens
+        # two moments; the fp32 masters of ZeRO are the weights themselves, or a copy of its share
+        whole = 2 * held / (1 if kind == "zero0" else layout.d)
+        assert whole <= rank["memory"]["optimizer"] <= 1.6 * whole
+
+
+def test_replicas_end_with_the_same_bits(seen: Any) -> None:
+    for tried in TRIED:
+        first, *others = (rank["weights"] for rank in seen[tried])
+        assert all(torch.equal(weight, other[name]) for other in others for name, weight in first.items())
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_what_else_an_engine_promises(seen: Any, kind: str) -> None:
+    for rank in seen[TWO, "more", kind]:
+        assert rank["bf16 losses"][-1] < 0.9 * rank["bf16 losses"][0]
+        assert rank["bf16 exported"] == {torch.bfloat16}
+        assert rank["bf16 norms"][1] == pytest.approx(rank["bf16 norms"][0], rel=1e-5)
+        assert all(norm == pytest.approx(rank["norms"][0], rel=1e-5) for norm in rank["norms"])
+        for end in rank["ends"][1:]:
+            for name, weight in rank["ends"][0].items():
+                torch.testing.assert_close(end[name], weight, rtol=0, atol=1e-5)
+        assert rank["skipped"]
+        assert rank["with gradients"] == ""
+        assert "computes something else" in rank["odd model"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "message"),
+    [(Layout(2, 2, 1), 1, r"p=2.*engine='torch'"), (Layout(1, 2, 2), 3, r"t=2.*zero_stage=3.*use zero_stage=2")],
+)
+def test_layouts_that_deepspeed_does_not_train_in(layout: Layout, stage: Any, message: str) -> None:
+    check_deepspeed_layout(Layout(1, 2, 2), Training(zero_stage=2))
+    with pytest.raises(BadInput, match=message):
+        check_deepspeed_layout(layout, Training(zero_stage=stage))

@@ -1,0 +1,124 @@
+"""What `compute_advantages` is to give, written from the papers, see `by_token`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl, on_last
+from workbench.dataflow.columns import Table
+
+WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
+
+
+def advantages(table: Table, arguments: Mapping[str, Any]) -> dict[str, Numbers]:
+    """`advantages`, `returns` and, with a multiplier, `cost_returns`, of the tokens inside the mask, end to end.
+
+    arguments: of `compute_advantages`, as far as they are not its defaults.
+    """
+    rows = ByToken(table)
+    multiplier = arguments.get("multiplier")
+    found, returns = _of_signal(rows, arguments, "rewards", "values", "baseline_rewards", 1)
+    columns = {"returns": _flat(returns)}
+    flat = _flat(found)
+    if multiplier is not None:
+        of_costs, cost_returns = _of_signal(rows, arguments, "costs", "cost_values", "baseline_costs", -1)
+        columns["cost_returns"] = _flat(cost_returns)
+        flat = [(a - multiplier * c) / (1 + multiplier) for a, c in zip(flat, _flat(of_costs), strict=True)]
+    if arguments["estimator"] in WHITENED:
+        mean = sum(flat) / len(flat)
+        variance = sum((a - mean) ** 2 for a in flat) / (len(flat) - 1)
+        flat = [(a - mean) / (variance + 1e-8) ** 0.5 for a in flat]
+    return {"advantages": flat, **columns}
+
+
+def _of_signal(
+    rows: ByToken, arguments: Mapping[str, Any], scores_name: str, values_name: str, baseline_name: str, sign: int
+) -> tuple[list[Numbers], list[Numbers]]:
+    """Advantages, before whitening, and returns of rewards (sign 1) or costs (-1)."""
+    estimator, gamma, lam = arguments["estimator"], arguments.get("gamma", 1.0), arguments.get("lam", 0.95)
+    scores, rewards = rows.scores(scores_name)
+    coefficient, kind = arguments.get("kl_coefficient", 0.0), arguments.get("kl", "k1")
+    penalties = [[0.0] * len(row) for row in rewards]
+    if coefficient:
+        pairs = zip(rows.tokens("old_log_prob"), rows.tokens("ref_log_prob"), strict=True)
+        penalties = [[-sign * coefficient * kl(old, ref, kind) for old, ref in zip(*row, strict=True)] for row in pairs]
+    overlong = [0.0] * len(rows)
+    if sign == 1 and (buffer := arguments.get("overlong_buffer", 0)):
+        start = arguments["max_response_tokens"] - buffer
+        overlong = [-min(1.0, max(0.0, (length - start) / buffer)) for length in rows.lengths]
+    last = [on_last(penalty, len(row)) for penalty, row in zip(overlong, rewards, strict=True)]
+    rewards = [[sum(parts) for parts in zip(*row, strict=True)] for row in zip(rewards, penalties, last, strict=True)]
+
+    if estimator == "gae":
+        after = [0.0] * len(rows)
+        if arguments.get("bootstrap"):
+            ended, final = rows.numbers("finished"), rows.numbers(f"final_{values_name}")
+            after = [0.0 if end else value for end, value in zip(ended, final, strict=True)]
+        size = arguments.get("macro_tokens", 1)
+        values = rows.tokens(values_name)
+        both = [_gae(*row, gamma, lam, size) for row in zip(rewards, values, after, strict=True)]
+        return [a for a, _ in both], [g for _, g in both]
+
+    if estimator in ("reinforce_pp", "reinforce_pp_baseline", "remax"):
+        to_go = [[sum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+        baseline = [0.0] * len(rows)
+        if estimator == "remax":
+            baseline = rows.numbers(baseline_name)
+        elif estimator == "reinforce_pp_baseline":
+            baseline = [sum(group) / len(group) for group in _groups(rows, scores)]
+        return [[g - b for g in row] for row, b in zip(to_go, baseline, strict=True)], to_go
+
+    # one number a response: its score with its penalties, against those of its prompt
+    totals = [s + o + sum(row) for s, o, row in zip(scores, overlong, penalties, strict=True)]
+    found = _over_group(rows, totals, arguments)
+    return [[a] * len(row) for a, row in zip(found, rewards, strict=True)], [
+        [total] * len(row) for total, row in zip(totals, rewards, strict=True)
+    ]
+
+
+def _gae(
+    rewards: Numbers, values: Numbers, after: float, gamma: float, lam: float, size: int
+) -> tuple[Numbers, Numbers]:
+    """Of one response, in steps of `size` tokens: A_m is the sum of (gamma lam)^k delta_{m+k}."""
+    steps = [slice(t, t + size) for t in range(0, len(rewards), size)]
+    reward = [sum(rewards[step]) for step in steps]
+    value = [sum(values[step]) / len(values[step]) for step in steps]
+    following = [*value[1:], after][: len(value)]  # none where every token is masked out
+    delta = [r + gamma * v_next - v for r, v, v_next in zip(reward, value, following, strict=True)]
+    found = [sum((gamma * lam) ** k * d for k, d in enumerate(delta[m:])) for m in range(len(delta))]
+    each = [t // size for t in range(len(rewards))]
+    return [found[m] for m in each], [found[m] + value[m] for m in each]
+
+
+def _over_group(rows: ByToken, totals: Numbers, arguments: Mapping[str, Any]) -> Numbers:
+    """The advantage of each response over the others to its prompt."""
+    estimator, found = arguments["estimator"], []
+    importance = [1.0] * len(rows)
+    if estimator == "off_policy_baseline":
+        pairs = zip(rows.tokens("old_log_prob"), rows.tokens("rollout_log_prob"), strict=True)
+        weights = [importance_weights(*pair, arguments["correction"]) if pair[0] else [] for pair in pairs]
+        importance = [sum(w * w for w in row) for row in weights]  # mean w^2 x tokens
+    for total, group, shares in zip(totals, _groups(rows, totals), _groups(rows, importance), strict=True):
+        mean = sum(group) / len(group)
+        if estimator == "rloo":
+            found.append(total - (sum(group) - total) / (len(group) - 1))
+        elif estimator == "off_policy_baseline":
+            weighed = sum(share * other for share, other in zip(shares, group, strict=True))
+            found.append(total - (weighed / sum(shares) if sum(shares) else mean))
+        elif estimator == "dr_grpo":
+            found.append(total - mean)
+        else:
+            deviation = (sum((other - mean) ** 2 for other in group) / (len(group) - 1)) ** 0.5
+            found.append((total - mean) / (deviation + 1e-6))
+    return found
+
+
+def _groups(rows: ByToken, numbers: Numbers) -> list[Numbers]:
+    """For each response, the numbers of all responses to its prompt."""
+    prompts = rows.numbers("prompt_uid")
+    return [[x for x, other in zip(numbers, prompts, strict=True) if other == prompt] for prompt in prompts]
+
+
+def _flat(rows: list[Numbers]) -> Numbers:
+    return [x for row in rows for x in row]

@@ -1,0 +1,90 @@
+"""What engines of a model that is cut over ranks share: whole weights from slices, the norm of gradients in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engines.training.base import TrainingEngine
+from workbench.engines.training.cut import Cut
+from workbench.engines.training.groups import ParallelGroups
+from workbench.errors import BadInput
+from workbench.resharding.weights import Weight
+
+
+class CutEngine(TrainingEngine):
+    """Each rank holds `_cut.held`, slices of the weights of its stage."""
+
+    _groups: ParallelGroups
+    _cut: Cut
+    _device: torch.device
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._groups.moved_bytes
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+        raise BadInput("gathered() of a parameter that is cut", "its parts are slices", "use named_weights()")
+
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole_weights(self._stored)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole_weights(self._dtype)
+
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._cut.held.items():
+            yield name, parameter.detach()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {weight.name: weight.shape for weight in self._cut.weights}
+
+    @property
+    def _stored(self) -> torch.dtype:
+        return next(iter(self._cut.held.values())).dtype
+
+    def _on_two_stages(self) -> list[Weight]:
+        """The weights of this stage that another one holds too: a tied embedding."""
+        weights, p = self._cut.weights, self._groups.layout.p
+        return [w for w in weights.of_stage(self._groups.pipeline.rank, p) if len(weights.stages(w, p)) > 1]
+
+    @torch.no_grad()
+    def _global_norm(self, gradient: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """The norm of the whole model's gradient; `gradient` gives this rank's part of it."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        elsewhere = {weight.name for weight in self._on_two_stages()} if not self._groups.first else set()
+        for weight in self._cut.weights.of_stage(self._groups.pipeline.rank, self._groups.layout.p):
+            mine = weight.axis is not None or self._groups.tensor.rank == 0
+            if mine and weight.name not in elsewhere:
+                squares += torch.linalg.vector_norm(gradient(self._cut.held[weight.name])).double().square()
+        return self._groups.pipeline.all_reduce(self._groups.tensor.all_reduce(squares)).sqrt().float()
+
+    def _whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for weight in self._cut.weights:
+            held = self._cut.held.get(weight.name)
+            yield weight.name, self._whole(weight, None if held is None else held.detach().to(dtype), dtype)
+
+    @torch.no_grad()
+    def _whole(self, weight: Weight, held: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole of what each rank holds a part of, on all of them: gathered in the tensor group of the first stage
+        that has it, then given to the other stages."""
+        groups, t = self._groups, self._groups.layout.t
+        source = self._cut.weights.stages(weight, groups.layout.p)[0]
+        whole = torch.empty(weight.shape, dtype=dtype, device=self._device)
+        if groups.pipeline.rank == source:
+            assert held is not None
+            if weight.axis is None or t == 1:
+                whole = held
+            else:
+                parts = groups.tensor.all_gather(held.movedim(weight.axis, 0).contiguous())
+                for j, part in enumerate(parts):
+                    begin = 0
+                    for start, stop in weight.intervals(j, t):
+                        piece = part[begin : begin + stop - start].movedim(0, weight.axis)
+                        whole.narrow(weight.axis, start, stop - start).copy_(piece)
+                        begin += stop - start
+        return groups.pipeline.broadcast(whole, source)

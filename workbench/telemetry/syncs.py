@@ -1,0 +1,137 @@
+"""The ledger of weights: what each sync gave a generation engine, and with which weights each generation was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pandas
+
+SyncEvent = Literal["sync", "generation"]
+SYNC_COLUMNS = {
+    "run": "int64", "stage": "str", "role": "str", "event": "str", "version": "int64", "trained_version": "int64",
+    "strategy": "str", "duration_s": "float64", "moved_bytes": "int64", "taken_bytes": "int64", "checksum_sent": "str",
+    "checksum_received": "str", "verdict": "str", "culprit": "str", "remedy": "str",
+}  # fmt: skip
+REMEDIES = {
+    "checksum differs": "memory or transport of these ranks changes bits: sync again, and if it comes back leave the "
+    "hosts out; until a sync succeeds nothing is generated",
+    "not synced": "these rollouts are off-policy: draw them again after lab.actor.sync_weights(), or weight them with "
+    "wb.Correction",
+    "synced twice": "leave this sync out: the engine had these weights already",
+    "failed": "the next generation syncs again; lab.logs() has the error",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """One rank's part in one event.
+
+    event: "sync", the engine takes weights; "generation", it draws responses. version: of the engine's weights, after a
+    sync; trained_version: of the trainer's, both in optimizer steps. restored: how often the trainer's weights had been
+    put back to an earlier state, after which equal versions are not equal weights. strategy: by which slices moved
+    between ranks; "" where each rank had whole weights. moved_bytes: that arrived from other ranks. taken_bytes: handed
+    to the engine. sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has
+    another checksum here than at its sender, "weight from rank n". failed: the kind of error that ended it.
+    """
+
+    stage: str
+    run: int
+    role: str
+    rank: int
+    start_s: float
+    end_s: float
+    event: SyncEvent
+    version: int
+    trained_version: int
+    restored: int = 0
+    strategy: str = ""
+    moved_bytes: int = 0
+    taken_bytes: int = 0
+    sent: int | None = None
+    received: int | None = None
+    differ: tuple[str, ...] = ()
+    failed: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """The part as stored."""
+        return asdict(self)
+
+
+@dataclass
+class OpenSync:
+    """An event that is not over: what may not be known before, see `Sync`."""
+
+    version: int
+    trained_version: int
+    restored: int = 0
+    strategy: str = ""
+    moved_bytes: int = 0
+    taken_bytes: int = 0
+    sent: int | None = None
+    received: int | None = None
+    differ: tuple[str, ...] = ()
+
+
+def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+    """One row an event, all its ranks together, in order: `SYNC_COLUMNS`.
+
+    verdict: "ok", or what was found wrong, with the culprit: "checksum differs", a weight is not what was sent; "not
+    synced", the engine generated with other weights than the trainer had; "synced twice", its last sync had given it
+    the same weights; "failed", an error ended the sync.
+    """
+    import pandas
+
+    events: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    counts: dict[tuple[Any, ...], int] = {}
+    for part in parts:  # a rank's parts are in order; those of one run with the same number belong together
+        key = (part["run"], part["role"], part["event"])
+        counts[*key, part["rank"]] = number = counts.get((*key, part["rank"]), 0) + 1
+        events.setdefault((*key, number), []).append(part)
+    rows, given = [], dict[str, tuple[tuple[int, int], int]]()
+    for ranks in sorted(events.values(), key=lambda ranks: min(part["start_s"] for part in ranks)):
+        first, starts = ranks[0], [part["start_s"] for part in ranks]
+        verdict, culprit = _verdict(ranks, given.get(first["role"]))
+        if first["event"] == "sync" and verdict in ("ok", "synced twice"):
+            given[first["role"]] = (first["trained_version"], first["restored"]), first["run"]
+        taken = all(part["sent"] is not None for part in ranks)
+        sent, received = (
+            f"{sum(part[side] for part in ranks) % 2**64:016x}" if taken else "" for side in ("sent", "received")
+        )
+        rows.append(
+            {
+                **{name: first[name] for name in ("run", "stage", "role", "event", "trained_version", "strategy")},
+                "version": min(part["version"] for part in ranks),
+                "duration_s": max(part["end_s"] for part in ranks) - min(starts),
+                "moved_bytes": sum(part["moved_bytes"] for part in ranks),
+                "taken_bytes": sum(part["taken_bytes"] for part in ranks),
+                "checksum_sent": sent,
+                "checksum_received": received,
+                "verdict": verdict,
+                "culprit": culprit,
+                "remedy": REMEDIES.get(verdict, ""),
+            }
+        )
+    return pandas.DataFrame(rows, columns=list(SYNC_COLUMNS)).astype(SYNC_COLUMNS)
+
+
+def _verdict(ranks: list[Mapping[str, Any]], given: tuple[tuple[int, int], int] | None) -> tuple[str, str]:
+    """Verdict and culprit of an event. given: which weights the sync before it gave, and its run."""
+    for part in ranks:
+        if part["differ"]:
+            return "checksum differs", f"rank {part['rank']}: {'; '.join(part['differ'])}"
+    failed = next((part for part in ranks if part["failed"]), None)
+    if failed is not None and failed["event"] == "sync":
+        return "failed", f"rank {failed['rank']}: {failed['failed']}"
+    for part in ranks:
+        if part["version"] != part["trained_version"]:
+            return "not synced", (
+                f"rank {part['rank']}: its engine has weights version {part['version']}, the trainer's is "
+                f"{part['trained_version']}"
+            )
+    weights = (ranks[0]["trained_version"], ranks[0]["restored"])
+    if ranks[0]["event"] == "sync" and given is not None and given[0] == weights:
+        return "synced twice", f"{ranks[0]['stage']}: version {weights[0]} came with run {given[1]}"
+    return "ok", ""
