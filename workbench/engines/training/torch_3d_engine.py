@@ -86,6 +86,9 @@ class Torch3DEngine(CutEngine, TorchEngine):
             for weight in self._cut.weights:
                 yield weight.name, self._whole(weight, held[weight.name].grad if weight.name in held else None)
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return self._cut.held
+
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
