@@ -48,6 +48,15 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
     lab._release()  # what nobody refers to need not move
     change = lab.diff(placement)
     change.require_fit()
+    for role in change.roles:
+        training = lab.description.models[role.role].training
+        cut = role.action == "rebuilt" and role.old_layout.t > 1 and role.old_layout.t != role.new_layout.t
+        if cut and lab.description.models[role.role].trained and training and training.engine == "deepspeed":
+            raise BadInput(
+                f"{role.role} from {role.old_layout} to {role.new_layout} in pool {role.new_pool!r}",
+                "DeepSpeed knows one size of tensor groups a process, for good",
+                "give the pool another name: it gets new processes then",
+            )
     with Progress(f"moving {lab.name}") as bar:
 
         def note(text: str) -> None:
