@@ -49,6 +49,11 @@ class DeepSpeedTensorEngine(CutEngine, DeepSpeedEngine):
             self._cut.held[name].register_hook(lambda gradient: groups.tensor.all_reduce(gradient.clone()))
         super().__init__(module, settings, groups.data, device=device, dtype=dtype)
         _count_bytes(module, groups.tensor)
+        from deepspeed.module_inject.layers import TensorParallel_Layer
+
+        for part in module.modules():  # AutoTP makes new layers, in training mode
+            if isinstance(part, TensorParallel_Layer):
+                part.eval()
         for weight in self._cut.weights:
             shape = tuple(self._cut.held[weight.name].shape)
             if shape != weight.local_shape(groups.tensor.rank, groups.layout.t):
