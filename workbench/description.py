@@ -224,11 +224,10 @@ class Description:
         return changed
 
     def role_models(self) -> dict[str, RoleModel | None]:
-        """What decides the bytes of each role; None: a function, a worker of a kind that is not the role's, or rollout
-        workers, which hold an engine and no weights of their own."""
+        """What decides the bytes of each role; None: a function, or a worker of a kind that is not the role's."""
         found: dict[str, RoleModel | None] = {}
         for role, model in self.models.items():
-            if role == ROLLOUT or not self._is_ours(role):
+            if not self._is_ours(role):
                 found[role] = None
                 continue
             assert model.name is not None and model.dtype is not None and model.training is not None
@@ -237,9 +236,10 @@ class Description:
                 head=_head(role),
                 dtype=model.dtype,
                 training=model.training,
-                trained=model.trained,
-                generation=model.generation if role == "actor" else None,
+                trained=model.trained and role != ROLLOUT,
+                generation=model.generation if role in ("actor", ROLLOUT) else None,
                 adapter=model.adapter,
+                samples_only=role == ROLLOUT,
             )
         return found
 
@@ -417,7 +417,7 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
 
 
 def _head(role: str) -> Literal["lm", "scalar"]:
-    return "lm" if role in ("actor", "reference") else "scalar"
+    return "lm" if role in ("actor", "reference", ROLLOUT) else "scalar"
 
 
 def _local_device() -> str:

@@ -188,6 +188,8 @@ def test_what_looks_at_the_engine_looks_at_theirs(lab: Any, monkeypatch: pytest.
     assert "21 weights compared" in report["weights"].about
     topology = lab.topology().set_index("role")
     assert topology.loc["rollout", "generation_weights_bytes"] > 0 == topology.loc["actor", "generation_weights_bytes"]
+    estimated = lab.estimate().frame().set_index("role")["generation_weights_bytes"]
+    assert (estimated == topology["generation_weights_bytes"].reindex(estimated.index)).all()
     assert wb.GRPO(lab).graph()["generate_sequences"].role == "rollout"
     # a weight that is not what it was on the way
     exchange = worker(lab, "actor").context.exchange

@@ -158,7 +158,8 @@ def _generation(role: RoleModel, layout: Layout, stage: int, rank: int, device_b
         return 0, 0
     if settings.engine == "transformers":
         # with whole weights it samples from the trainer's module
-        return (role.weights.nbytes if stage == 3 or layout.p * layout.t > 1 else 0), 0
+        own = role.samples_only or stage == 3 or layout.p * layout.t > 1
+        return (role.weights.nbytes if own else 0), 0
     weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=device_bytes is None)
     if device_bytes is None:
         return weights, int(settings.kv_cache_gib * GIB)

@@ -28,7 +28,8 @@ class RoleModel:
     """A role's model by its configuration; no weights are read.
 
     head: as of `model_weights`. dtype: in which it computes. training: also of a role that is only run, for its
-    micro-batches. trained: whether its weights, or its adapter's, move. generation: of the actor.
+    micro-batches. trained: whether its weights, or its adapter's, move. generation: of who generates.
+    samples_only: of rollout workers, which hold the engine and nothing beside it.
     """
 
     config: PreTrainedConfig
@@ -38,6 +39,7 @@ class RoleModel:
     trained: bool
     generation: Generation | None = None
     adapter: LoRA | None = None
+    samples_only: bool = False
 
     @property
     def engine(self) -> str:
@@ -90,7 +92,7 @@ class RoleModel:
     @property
     def frozen_weights(self) -> ModelWeights:
         """Those that never move."""
-        moves = self.trained and self.adapter is None
+        moves = (self.trained and self.adapter is None) or self.samples_only
         return ModelWeights((), self.weights.layers) if moves else self.weights
 
     def standing(self, layout: Layout) -> Layout:
