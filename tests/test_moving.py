@@ -20,6 +20,7 @@ from workbench.errors import BadInput, StageError
 from workbench.placement import ROLES
 from workbench.starting import load_roles
 from workbench.workers.model_worker import digest
+from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import Snapshot
 
 TRAINED = ("actor", "critic")
@@ -204,6 +205,21 @@ def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path) -> Non
             drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
             assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2
             assert lab.actor.check_sync()[0] < 1e-3
+
+
+class Counting(CriticWorker):
+    """A critic with a state of its own, and no way for it to other processes."""
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "count": 1}
+
+
+def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path) -> None:
+    models = {"actor": TINY, "critic": wb.Model(TINY, worker=Counting)}
+    with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
+        with pytest.raises(BadInput, match=r"moving Counting.*state of its own.*goes on as it was.*`carried`"):
+            lab.critic.move("own", devices=1)
+        assert lab.critic.pool.name == "shared"
 
 
 def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ class Workbench(HeldBatches):
         following = ("reference", ROLLOUT)
         changing = [role for role, model in description.models.items() if model.trained or role in following]
         self.weights = {role: Weights(steps=0, state="") for role in changing}
+        if ROLLOUT in self.weights and description.models["actor"].worker is not None:  # it may load weights of its own
+            self.weights[ROLLOUT] = Weights(steps=0, state="as the model has them")
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
         self._heirs: dict[str, str] = {}
@@ -649,7 +651,10 @@ class Workbench(HeldBatches):
             return
         self._run_number, self._batch_number = state["run"], state["batch"]
         self.iteration, self.prompts.drawn = state["iteration"], state["drawn"]
-        self.weights |= {role: Weights(**weights) for role, weights in state["weights"].items()}
+        # what that kernel had called may have gone on without it: no weights are known to be those of then, and rollout
+        # workers are sent the actor's anew
+        for role, weights in state["weights"].items():
+            self.weights[role] = Weights(steps=weights["steps"], state=secrets.token_hex(4))
         self._draws[self.iteration] = state["draws"]
         if self.prompts.source and state["prompts"]:
             self.prompts.source.load_state_dict(state["prompts"])

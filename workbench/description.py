@@ -320,6 +320,13 @@ class Description:
                 "rollout workers, for which the placement has a pool, carry that out",
                 "leave 'rollout' out of the placement: then the actor generates itself",
             )
+        beside = [r for r in self.placement.pool_of(ROLLOUT).roles if r != ROLLOUT and self.models[r].name]
+        if self.share_memory and beside:
+            raise BadInput(
+                f"share_memory={self.share_memory!r} with {beside[0]} in the pool of 'rollout'",
+                "rollout workers do not take turns: their engine keeps the weights that it was sent",
+                "give 'rollout' a pool of its own, or leave share_memory out",
+            )
         model = self.models[ROLLOUT]
         assert model.name and model.generation
         size = model.generation.tensor_parallel_size

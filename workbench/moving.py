@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from workbench.placement.change import PlacementChange
     from workbench.workers.backends import Pending
 
-# How long hosts get to answer that they are there, and to forget what was built for a move that came to nothing.
-ANSWER_S = 10.0
+# How long hosts get to forget what was built for a move that came to nothing: a healthy one may still be loading it.
+ANSWER_S = 60.0
 
 
 def move(lab: Workbench, placement: Placement) -> PlacementChange:
@@ -37,6 +37,12 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
     lab._check_open()
     if not isinstance(placement, Placement):
         raise BadInput(f"move({placement!r:.60})", "takes a placement", "lab.move(wb.Placement.split(4))")
+    if any(info.offloads for info in lab._infos):
+        raise BadInput(
+            f"move() with share_memory={lab.description.share_memory!r}",
+            "what moves is held twice for a while, where roles that take turns leave no room for it",
+            "open the workbench without share_memory, or with the other placement",
+        )
     for group in lab.groups.values():
         lab._check_alive(group)
     if lab.overlapping or lab._keeping:
@@ -48,15 +54,6 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
     lab._release()  # what nobody refers to need not move
     change = lab.diff(placement)
     change.require_fit()
-    for role in change.roles:
-        training = lab.description.models[role.role].training
-        cut = role.action == "rebuilt" and role.old_layout.t > 1 and role.old_layout.t != role.new_layout.t
-        if cut and lab.description.models[role.role].trained and training and training.engine == "deepspeed":
-            raise BadInput(
-                f"{role.role} from {role.old_layout} to {role.new_layout} in pool {role.new_pool!r}",
-                "DeepSpeed knows one size of tensor groups a process, for good",
-                "give the pool another name: it gets new processes then",
-            )
     with Progress(f"moving {lab.name}") as bar:
 
         def note(text: str) -> None:

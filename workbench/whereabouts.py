@@ -14,13 +14,14 @@ from workbench.dataflow.carrier import carry, from_wire, to_wire
 from workbench.dataflow.store import Weights
 from workbench.description import Description
 from workbench.errors import NotFound
-from workbench.placement import Placement
+from workbench.placement import ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend
 from workbench.workers.calls import HostInfo
 from workbench.workers.group import WorkerGroup
+from workbench.workers.roles.rollout import rollout_layout
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +72,9 @@ class Whereabouts:
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
-                replica, stage, tensor = self.groups[role].layout.coordinates(info.rank)
+                group = self.groups[role]
+                layout = rollout_layout(group.spec, len(group.hosts)) if role == ROLLOUT else group.layout
+                replica, stage, tensor = layout.coordinates(info.rank)
                 row = {
                     "role": role,
                     "model": held["model"],
@@ -149,7 +152,7 @@ class Whereabouts:
             models=description.role_models(),
             numbers=self._numbers(),
             batch_bytes={f"{i.pool}-{i.rank}": s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
-            fresh=[role for role, weights in self.weights.items() if not weights.steps],
+            fresh=[role for role, weights in self.weights.items() if not weights.steps and not weights.state],
             device=description.device,
             has_bytes=self._room(seen),
             bandwidth_bytes_s=bandwidth,

@@ -11,6 +11,7 @@ from tests.engines.layout_checks import check_numbers, check_slices
 from tests.engines.layout_ranks import outcome, outcomes
 from tests.engines.training_ranks import run_ranks
 from workbench.engines.settings import Training
+from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.errors import BadInput
 from workbench.placement import Layout
@@ -83,6 +84,15 @@ def test_what_else_an_engine_promises(seen: Any, kind: str) -> None:
         assert rank["skipped"]
         assert rank["with gradients"] == ""
         assert "computes something else" in rank["odd model"]
+
+
+def test_a_process_has_one_size_of_tensor_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepSpeedEngine, "_tensor_ranks", 1)
+    for size in (1, 2, 2):
+        DeepSpeedEngine._require_tensor_ranks(size)
+    for size in (1, 4):
+        with pytest.raises(BadInput, match=f"t={size} in a process that has had one with t=2.*pool of another name"):
+            DeepSpeedEngine._require_tensor_ranks(size)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_the_same_weights_again_are_named_unless_they_were_lost_or_put_back():
     assert "leave this sync out" in again["remedy"].to_list()[2]
     assert verdicts(part("sync", 1), part("sync", 1)) == ["ok", "synced twice"]  # twice in one run
     assert verdicts(part("sync", 1), part("sync", 2, restored=1)) == ["ok", "ok"]
+    assert verdicts(part("sync", 1), part("sync", 2, lacked=True)) == ["ok", "ok"]
     assert verdicts(part("sync", 1), part("sync", 2, version=2, trained_version=2)) == ["ok", "ok"]
     assert verdicts(part("sync", 1, failed="SyncError"), part("sync", 2)) == ["failed", "ok"]
     assert verdicts(part("sync", 1, role="actor"), part("sync", 2, role="other")) == ["ok", "ok"]

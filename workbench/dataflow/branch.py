@@ -63,6 +63,7 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
         everywhere(f"restoring {', '.join(roles)}", "restore")
         lab.weights.update(weights)
         lab._draws = dict(draws)
+        lab._save_state()
 
     everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
     lab._keeping += 1

@@ -31,8 +31,9 @@ class Sync:
 
     event: "sync", the engine takes weights; "generation", it draws responses. version: of the engine's weights, after a
     sync; trained_version: of the trainer's, both in optimizer steps. restored: how often the trainer's weights had been
-    put back to an earlier state, after which equal versions are not equal weights. strategy: by which slices moved
-    between ranks; "" where each rank had whole weights. moved_bytes: that arrived from other ranks. taken_bytes: handed
+    put back to an earlier state, after which equal versions are not equal weights. lacked: the engine had none, as
+    after its sleep or when it was made anew. strategy: by which slices moved between ranks; "" where each rank had
+    whole weights. moved_bytes: that arrived from other ranks. taken_bytes: handed
     to the engine. sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has
     another checksum here than at its sender, "weight from rank n". failed: the kind of error that ended it.
     """
@@ -47,6 +48,7 @@ class Sync:
     version: int
     trained_version: int
     restored: int = 0
+    lacked: bool = False
     strategy: str = ""
     moved_bytes: int = 0
     taken_bytes: int = 0
@@ -67,6 +69,7 @@ class OpenSync:
     version: int
     trained_version: int
     restored: int = 0
+    lacked: bool = False
     strategy: str = ""
     moved_bytes: int = 0
     taken_bytes: int = 0
@@ -132,6 +135,7 @@ def _verdict(ranks: list[Mapping[str, Any]], given: tuple[tuple[int, int], int] 
                 f"{part['trained_version']}"
             )
     weights = (ranks[0]["trained_version"], ranks[0]["restored"])
-    if ranks[0]["event"] == "sync" and given is not None and given[0] == weights:
+    lacked = any(part.get("lacked") for part in ranks)
+    if ranks[0]["event"] == "sync" and given is not None and given[0] == weights and not lacked:
         return "synced twice", f"{ranks[0]['stage']}: version {weights[0]} came with run {given[1]}"
     return "ok", ""

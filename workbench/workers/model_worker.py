@@ -37,9 +37,6 @@ class ModelWorker(Worker):
         if self.engine is not None:
             self.engine.load("parameters")  # gradients and optimizer come with the first step
 
-    def carried(self) -> dict[str, Any]:
-        return {}  # what `state` gives is the engine's, which is taken by its parts
-
     @register(ONE_TO_ALL)
     def weight_digests(self, *, frozen: bool = False) -> dict[str, str]:
         """For each weight a short text that is equal on ranks, and at times, at which it has the same bits.

@@ -81,6 +81,12 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
         random=random_state(),
         more=worker.carried(),
     )
+    if carried.moments and "moments" not in {part.what for part in move.parts}:
+        raise StageError(
+            f"{move.role} has moments after {carried.steps} optimizer steps",
+            "none were expected: the update that made them did not end as it should have",
+            "run an update of the role to its end, then move",
+        )
     for part, kind, published in move.of_kinds(moments=carried.moments):
         assert engine is not None
         distribution = part.distribution(*move.source)

@@ -238,7 +238,7 @@ class WeightIntake:
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange, *, checksums: bool = False) -> None:
-        self._exchange, self.received_bytes = exchange, 0
+        self._exchange, self._rank, self.received_bytes = exchange, rank, 0
         self._checksums, self.arrival = checksums, Arrival()
         self._layers: list[_Layer] = []
         me = plan.destination.ranks[rank]
@@ -300,7 +300,8 @@ class WeightIntake:
             yield from self._pulled(published, layer)
 
     def _pulled(self, published: Published, layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
-        for rank, wanted in layer.sources.items():
+        first = self._rank % max(1, len(layer.sources))  # takers begin at different sources, not all at one
+        for rank, wanted in [*layer.sources.items()][first:] + [*layer.sources.items()][:first]:
             flat, sent = self._exchange.pull(published, rank, wanted, layer.group, checksums=self._checksums)
             self.received_bytes += 0 if self._exchange.is_here(published, rank) else flat.nbytes
             split = flat.split([boxes.size((box,)) for _, box in wanted])

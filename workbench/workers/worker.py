@@ -98,10 +98,10 @@ class Worker:
     def carried(self) -> dict[str, Any]:
         """What goes along, beside weights, moments and step count, when the role moves to other processes: small. Of
         ranks that become more or fewer, each new one is given some old one's."""
-        if type(self).state is not Worker.state:
+        if not type(self).state.__module__.startswith("workbench."):
             raise BadInput(
                 f"moving {type(self).__name__}", "it keeps a state of its own kind",
-                "derive it from the role's worker, or give it `carried` and `carry_on`",
+                "give it `carried` and `carry_on`, beside `state` and `load_state`",
             )  # fmt: skip
         return {}
 

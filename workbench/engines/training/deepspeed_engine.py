@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,8 @@ class DeepSpeedEngine(TrainingEngine):
     Raises `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
+    _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once more than 1, for good
+
     def __init__(
         self,
         module: nn.Module,
@@ -89,8 +91,21 @@ class DeepSpeedEngine(TrainingEngine):
         )
 
     def _prepare_groups(self) -> None:
-        """Before DeepSpeed takes the process groups that it computes in."""
-        _forget_ended_group()
+        """Before DeepSpeed takes the process groups that it computes in, one set a process for all of its engines."""
+        forget_ended_group()
+        self._require_tensor_ranks(1)
+
+    @staticmethod
+    def _require_tensor_ranks(t: int) -> None:
+        """Raise `BadInput` where engines of this process are cut over another number of tensor ranks."""
+        known = DeepSpeedEngine._tensor_ranks
+        if known not in (1, t):
+            raise BadInput(
+                f"a DeepSpeed engine with t={t} in a process that has had one with t={known}",
+                "DeepSpeed knows one size of tensor groups a process, for good",
+                "use Training(engine='torch'), or a pool of another name: it gets new processes",
+            )
+        DeepSpeedEngine._tensor_ranks = t
 
     @property
     def _start_device(self) -> torch.device:
@@ -354,7 +369,7 @@ def _quiet_deepspeed() -> Any:
     return deepspeed
 
 
-def _forget_ended_group() -> None:
+def forget_ended_group() -> None:
     """DeepSpeed clones the default process group once a process, and would go on with the clone of one that has ended:
     that of an inline workbench that was closed."""
     from deepspeed.utils import groups

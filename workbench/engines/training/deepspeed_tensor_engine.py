@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workbench.engines.settings import Training
 from workbench.engines.training.cut import BLOCKS, INTO_BLOCKS, Trial, cut_vocabulary
 from workbench.engines.training.cut_engine import CutEngine
-from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
+from workbench.engines.training.deepspeed_engine import DeepSpeedEngine, forget_ended_group
 from workbench.engines.training.groups import ModelCollectives, ParallelGroups
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
@@ -70,7 +70,8 @@ class DeepSpeedTensorEngine(CutEngine, DeepSpeedEngine):
         layout's where an engine generates in smaller tensor groups: let it take the layout's."""
         from deepspeed.utils import groups
 
-        super()._prepare_groups()
+        self._require_tensor_ranks(self._groups.layout.t)
+        forget_ended_group()
         groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = self._groups.tensor.process_group
         groups._DATA_PARALLEL_GROUP = self._groups.data.process_group or dist.new_subgroups(1)[0]
 

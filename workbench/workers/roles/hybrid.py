@@ -171,7 +171,10 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             return {}
         self.engine.load("parameters")
         with self.ledger("sync", self.engine.steps) as noted:
-            return self._give_weights(strategy, noted)
+            noted.lacked = self._moved or self.generator.lacks_weights
+            metrics = self._give_weights(strategy, noted)
+            self._moved = False
+            return metrics
 
     def _give_weights(self, strategy: str | None, noted: OpenSync) -> Metrics:
         assert self.spec.generation is not None

@@ -123,6 +123,7 @@ class RolloutWorker(SamplingWorker):
 
         version = self.generator.weights_version
         with self.ledger("sync", version) as noted, self.context.recorder.span("weight_sync") as counted:
+            noted.lacked = self._moved
             try:
                 received = shared_by_group(communicator, communicator.world_size, take)
                 counted.bytes = received[communicator.rank]
@@ -133,7 +134,7 @@ class RolloutWorker(SamplingWorker):
             except BaseException:
                 self.generator.weights_version = -1
                 raise
-        self._unreported = metrics
+        self._unreported, self._moved = metrics, False
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
         """Note the checksums of what arrived; `SyncError` where they are not those of what was sent."""
