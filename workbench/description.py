@@ -103,6 +103,8 @@ class Description:
         check_settings("generation", generation, Generation)
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
         filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
+        if placement is not None:
+            _require_placement(placement)
         if placement is not None and placement.has_rollout:
             filled = _with_rollout(filled)
         if all(model.name is None for model in filled.values()):
@@ -219,6 +221,7 @@ class Description:
 
     def placed(self, placement: Placement) -> Description:
         """The same workbench under another placement of its roles; checked as at its opening."""
+        _require_placement(placement)
         changed = replace(self, placement=placement.restrict(self.models), moved=())
         changed._check()
         return changed
@@ -421,6 +424,13 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
     return {**models, "actor": actor.without_generation(), ROLLOUT: replace(actor, adapter=None, worker=None)}
+
+
+def _require_placement(placement: Any) -> None:
+    if not isinstance(placement, Placement):
+        raise BadInput(
+            f"placement={placement!r:.60}", "takes a placement", "wb.Placement.colocate(1), .split(2), .of({...})"
+        )
 
 
 def _head(role: str) -> Literal["lm", "scalar"]:

@@ -35,8 +35,7 @@ ANSWER_S = 60.0
 def move(lab: Workbench, placement: Placement) -> PlacementChange:
     """`lab.move(placement)`."""
     lab._check_open()
-    if not isinstance(placement, Placement):
-        raise BadInput(f"move({placement!r:.60})", "takes a placement", "lab.move(wb.Placement.split(4))")
+    lab.description.placed(placement)
     if any(info.offloads for info in lab._infos):
         raise BadInput(
             f"move() with share_memory={lab.description.share_memory!r}",

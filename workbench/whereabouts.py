@@ -142,7 +142,8 @@ class Whereabouts:
         memory that it needs on each device, and how long it should take. Nothing is touched.
 
         Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room is
-        `.fits`; `.require_fit()` raises.
+        `.fits`; `.require_fit()` raises. `move` also needs devices for new processes: the inline backend has none, and
+        of GPUs as many as there are new ones have to be free.
         """
         description, seen = self.description.placed(placement), self._seen()
         bandwidth, measured = self._bandwidth()

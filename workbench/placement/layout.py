@@ -56,7 +56,7 @@ class Layout:
                 raise BadInput(
                     f"Layout.{own}={size}",
                     f"must divide {axis}={limit}: a generation replica is cut out of a training replica",
-                    f"use one of {', '.join(str(n) for n in range(1, limit + 1) if limit % n == 0)}",
+                    f"use one of {', '.join(str(n) for n in range(1, min(limit, 128) + 1) if limit % n == 0)}",
                 )
 
     @property

@@ -10,6 +10,8 @@ from workbench.placement.layout import Layout
 from workbench.resharding.strategies import plan_transition
 from workbench.resharding.weights import ModelWeights, model_weights
 
+MOST_RANKS = 8192  # of whose matrix 512 MiB are held
+
 
 def report(model: str | Path, train: str, generate: str, strategy: str, dtype: str | None = None) -> dict[str, Any]:
     """The figures of a transition as plain values.
@@ -18,6 +20,12 @@ def report(model: str | Path, train: str, generate: str, strategy: str, dtype: s
     dtype: None: the config's, else float32. Raises `BadInput` or `ModelUnavailable`.
     """
     layout = parse_layouts(train, generate)
+    if layout.size > MOST_RANKS:
+        raise BadInput(
+            f"--train {train}, {layout.size} ranks",
+            f"the matrix of who sends to whom has a place for each pair: at most {MOST_RANKS} ranks",
+            "plan fewer replicas (d): each training replica moves what every other does",
+        )
     from workbench.models.loading import read_config
 
     weights = model_weights(read_config(model), dtype=dtype)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Interval = tuple[int, int]
 
 
+MOST_TENSOR_RANKS = 64  # of those that a remedy names
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A stretch of a weight's cut axis that is dealt out by itself: a whole weight, or q, k and v of a fused one.
@@ -176,7 +179,15 @@ class ModelWeights:
         """Raise `BadInput`, naming the weight, where p stages of t tensor ranks cannot hold the model."""
         for weight in self.weights:
             self.stages(weight, p)
-            weight.intervals(0, t)
+            try:
+                weight.intervals(0, t)
+            except BadInput as error:
+                fitting = ", ".join(str(n) for n in range(1, MOST_TENSOR_RANKS + 1) if self._fits(n))
+                raise BadInput(error.value, error.rule, f"use one of t={fitting}") from None
+
+    def _fits(self, t: int) -> bool:
+        """Whether t tensor ranks cut every weight."""
+        return all(part.held_units(0, t, 1) is not None for weight in self.weights for part in weight.parts)
 
 
 def model_weights(

@@ -101,9 +101,7 @@ def _with_units(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 def check_kind(name: str, value: str, kinds: Sequence[str]) -> None:
     """Raise `BadInput` unless `value` is one of `kinds`."""
     if value not in kinds:
-        raise BadInput(
-            f"{name}={value!r}", f"must be one of {', '.join(kinds)}", "choose the nearest and say more in `note`"
-        )
+        raise BadInput(f"{name}={value!r}", f"must be one of {', '.join(kinds)}", "choose the nearest")
 
 
 def _check_times(name: str, start_s: float, end_s: float) -> None:
