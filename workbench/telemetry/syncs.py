@@ -25,8 +25,24 @@ REMEDIES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sync:
+@dataclass(kw_only=True)
+class OpenSync:
+    """An event that is not over: what may not be known before, see `Sync`."""
+
+    version: int
+    trained_version: int
+    restored: int = 0
+    lacked: bool = False
+    strategy: str = ""
+    moved_bytes: int = 0
+    taken_bytes: int = 0
+    sent: int | None = None
+    received: int | None = None
+    differ: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Sync(OpenSync):
     """One rank's part in one event.
 
     event: "sync", the engine takes weights; "generation", it draws responses. version: of the engine's weights, after a
@@ -45,37 +61,11 @@ class Sync:
     start_s: float
     end_s: float
     event: SyncEvent
-    version: int
-    trained_version: int
-    restored: int = 0
-    lacked: bool = False
-    strategy: str = ""
-    moved_bytes: int = 0
-    taken_bytes: int = 0
-    sent: int | None = None
-    received: int | None = None
-    differ: tuple[str, ...] = ()
     failed: str = ""
 
     def row(self) -> dict[str, Any]:
         """The part as stored."""
         return asdict(self)
-
-
-@dataclass
-class OpenSync:
-    """An event that is not over: what may not be known before, see `Sync`."""
-
-    version: int
-    trained_version: int
-    restored: int = 0
-    lacked: bool = False
-    strategy: str = ""
-    moved_bytes: int = 0
-    taken_bytes: int = 0
-    sent: int | None = None
-    received: int | None = None
-    differ: tuple[str, ...] = ()
 
 
 def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
