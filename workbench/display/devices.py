@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 
@@ -81,18 +82,20 @@ def _svg(shown: DeviceMap) -> str:
         for line, (role, shares) in enumerate(held.items()):
             parts.append(_bar(role, shares, styles[role].colour, x + PAD, y + HEAD + line * LINE, scale))
     lines = -(-len(shown.boxes) // columns)
-    width, tall = columns * (WIDTH + GAP) - GAP, top + lines * (height + GAP)
     used = {share.use.replace("_", " ") for box in shown.boxes for share in box.shares if share.bytes}
+    legend, needed = _legend(used)
+    width, tall = max(columns * (WIDTH + GAP) - GAP, math.ceil(needed)), top + lines * (height + GAP)
     label = escape(f"{shown.what}: {len(shown.boxes)} devices")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" '
         f'role="img" aria-label="{label}" style="font:11px system-ui,sans-serif">'
         f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
-        f"{_legend(used)}{''.join(parts)}</svg>"
+        f"{legend}{''.join(parts)}</svg>"
     )
 
 
-def _legend(used: set[str]) -> str:
+def _legend(used: set[str]) -> tuple[str, float]:
+    """What the shades mean, and how wide that is."""
     parts, x = [], 0.0
     for use, opacity in USES.items():
         if use in used and use != "batches":
@@ -102,7 +105,7 @@ def _legend(used: set[str]) -> str:
                 f'<text x="{x + 14:g}" y="27" fill="currentColor" font-size="10">{escape(use)}</text>'
             )
             x += 26 + 5.6 * len(use)
-    return "".join(parts)
+    return "".join(parts), x
 
 
 def _box(box: DeviceBox, x: float, y: float, height: float) -> str:
