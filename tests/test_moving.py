@@ -16,7 +16,7 @@ from tests.cases import TINY, stored, tiny_lab, update_on, vowels
 from tests.light import Together
 from workbench.controller import Workbench
 from workbench.description import Description
-from workbench.errors import BadInput, StageError
+from workbench.errors import BadInput, NotFound, StageError
 from workbench.placement import ROLES
 from workbench.starting import load_roles
 from workbench.workers.model_worker import digest
@@ -205,6 +205,112 @@ def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path) -> Non
             drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
             assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2
             assert lab.actor.check_sync()[0] < 1e-3
+
+
+def too_long(prompt: str, response: str, **row: Any) -> float:
+    return float(len(response) > 3)
+
+
+def test_roles_come_and_go(tmp_path: Path) -> None:
+    with opened({"actor": TINY, "reward": vowels}, wb.Placement.colocate(1), tmp_path) as lab:
+        actor = lab.actor
+        scored = lab.reward.compute_reward(actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4))
+        assert lab.add("cost", too_long).total_bytes == 0
+        costs = lab.cost.compute_cost(scored)
+        assert set(costs.columns) - set(scored.columns) == {"costs"}
+        added = lab.add("critic", wb.Model(TINY, seed=3), "scorers", devices=1)
+        assert [(change.role, change.action) for change in added.roles if change.action != "stays"] == [
+            ("critic", "added")
+        ]
+        assert added.frame().set_index("role").loc["critic", ["pool", "new_pool"]].tolist() == ["", "scorers"]
+        with tiny_lab("same", tmp_path / "same", models={"actor": TINY, "critic": wb.Model(TINY, seed=3)},
+                      training=TRAINING, backend="inline") as same:  # fmt: skip
+            assert lab.critic.weight_digests() == same.critic.weight_digests()
+            assert update_on(lab, stored()) == update_on(same, stored())
+        assert lab.critic.compute_values(costs).rows == 2  # of another pool
+        here = lab.actor.weight_digests()
+        critic, held = lab.critic, lab.critic.compute_values(costs)
+        change = lab.drop("critic")
+        assert [c.role for c in change.roles if c.action == "dropped"] == ["critic"]
+        assert set(hosts(lab)) == {"shared-0"}
+        assert held.fetch(["values"])["values"].lengths.tolist() == costs.lengths("response_ids").tolist()
+        with pytest.raises(NotFound, match=r"the critic was dropped.*has actor, reward, cost"):
+            critic.compute_values(costs)
+        with pytest.raises(AttributeError, match=r"has no critic; it has actor, reward, cost.*lab.add\('critic'"):
+            lab.critic  # noqa: B018
+        assert set(lab.weights) == {"actor"}
+        lab.drop("cost")
+        assert (lab.actor, lab.actor.weight_digests()) == (actor, here)
+        assert "cost" not in hosts(lab)["shared-0"].workers
+
+
+def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
+    with opened({"actor": TINY}, wb.Placement.colocate(1), tmp_path) as lab:
+        table = {name: column for name, column in stored().items() if name not in ("values", "returns")}
+        lab.actor.update_actor(lab.put(table))
+        drawn, seeded = [], {"max_new_tokens": 4, "seed": 1}
+
+        def draw() -> None:
+            made = lab.actor.generate_sequences(prompts, **seeded)
+            assert made.meta["weights_version"] == lab.weights["actor"].steps
+            assert lab.actor.check_sync()[0] < 1e-3
+            drawn.append(made.fetch(["response_ids"])["response_ids"].values)
+
+        prompts = lab.prompts.next(2)
+        draw()
+        change = lab.add("rollout", pool="engines", devices=1)
+        assert {c.role: c.action for c in change.roles} == {"actor": "rebuilt", "rollout": "added"}
+        held = lab.topology().set_index("role")["generation_weights_bytes"]
+        assert held["actor"] == 0 < held["rollout"]
+        draw()
+        lab.actor.update_actor(lab.put(table))
+        here = lab.actor.weight_digests()
+        rollout = lab.rollout
+        assert lab.move(wb.Placement.colocate(1)).frame()["action"].tolist() == ["rebuilt", "dropped"]
+        with pytest.raises(NotFound, match="the rollout was dropped"):
+            rollout.generate_sequences(prompts, **seeded)
+        assert lab.actor.weight_digests() == here
+        draw()
+        lab.move(wb.Placement.of({"shared": (1, ["actor"]), "engines": (1, ["rollout"])}))
+        draw()
+        assert torch.equal(drawn[0], drawn[1])
+        assert torch.equal(drawn[2], drawn[3])
+
+
+def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
+    for role, model, options, message in (
+        ("critic", TINY, {}, "has a critic, on pool 'shared'"),
+        ("costs", TINY, {}, "unknown role 'costs'"),
+        ("cost", None, {}, "a model, or a function"),
+        ("cost", 3, {}, "a role is a model name"),
+        ("cost", too_long, {"pool": "other"}, "with_role.*devices=1"),
+        ("rollout", TINY, {"pool": "other", "devices": 1}, "have the actor's model"),
+        ("rollout", None, {}, "a role stands in a pool"),
+        ("cost_critic", TINY, {"pool": "other", "devices": 9}, "10 devices"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            lab.add(role, model, **options)
+    lab.critic.move("scorers", devices=1)
+    with pytest.raises(BadInput, match=r"there are shared, scorers.*name one, pool='shared'"):
+        lab.add("cost", too_long)
+    for role, message in (("cost", "has actor, critic"), ("actor", "tokenizer makes the tokens"), ("a", "unknown")):
+        with pytest.raises(BadInput, match=message):
+            lab.drop(role)
+
+
+def test_a_reference_beside_an_adapter(tmp_path: Path) -> None:
+    models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2))}
+    with tiny_lab("adapter", tmp_path, models=models, training=TRAINING, backend="inline") as lab:
+        with pytest.raises(BadInput, match="the actor without its adapter"):
+            lab.drop("reference")
+        shared = lab.reference
+        lab.add("reference", TINY)
+        assert lab.reference is not shared
+        assert lab.reference.worker_role == "reference"
+        assert "reference" in lab.weights
+        lab.drop("reference")
+        assert lab.reference.worker_role == "actor"
+        assert "reference" not in lab.weights
 
 
 class Counting(CriticWorker):

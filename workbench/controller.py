@@ -49,7 +49,7 @@ from workbench.example_stream import ExampleStream
 from workbench.held_batches import HeldBatches
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.moving import move
+from workbench.moving import add, drop, move
 from workbench.named_fields import meant
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.prompt_stream import PromptStream
@@ -93,11 +93,7 @@ class Workbench(HeldBatches):
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
         self._stage_name = ""
-        following = ("reference", ROLLOUT)
-        changing = [role for role, model in description.models.items() if model.trained or role in following]
-        self.weights = {role: Weights(steps=0, state="") for role in changing}
-        if ROLLOUT in self.weights and description.models["actor"].worker is not None:  # it may load weights of its own
-            self.weights[ROLLOUT] = Weights(steps=0, state="as the model has them")
+        self.weights: dict[str, Weights] = {}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
         self._heirs: dict[str, str] = {}
@@ -108,27 +104,41 @@ class Workbench(HeldBatches):
         self._draws: dict[int, int] = {}
         self.last_metrics: dict[str, MetricValues] = {}
         self.groups: dict[str, WorkerGroup] = {}
-        for role, model in description.models.items():
-            self._add_group(role, model)
-        if description.actor_is_reference:
-            spec = replace(description.models["actor"], adapter=None, worker=None)
-            self._add_group("reference", spec, worker_role="actor")
-        if ROLLOUT in self.groups:
-            RolloutCaller(self)
+        self._make_groups()
         self.lead = self.groups[description.lead]  # whose tokenizer makes the tokens, and to whom tables are put
-        self._numeric = self._add_group("numeric", self.lead.spec)
+        numeric = ROLE_WORKERS["numeric"]
+        self._numeric = WorkerGroup("numeric", *self._standing("numeric"), self.lead.spec, numeric, self)
         self.compute_advantages: GroupOperation = self._numeric.operations["compute_advantages"]
         self.prompts = PromptStream(self, description.prompts)
         self.telemetry = TelemetryStore(run_folder)
 
-    def _add_group(self, role: str, model: Model, worker_role: str | None = None) -> WorkerGroup:
-        worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
-        standing = self._standing(worker_role or role)
-        group = WorkerGroup(role, *standing, model, worker_class, self, worker_role)
-        if role != "numeric":
-            self.groups[role] = group
-            setattr(self, role, group)
-        return group
+    def _make_groups(self) -> None:
+        """A group, and where weights may change what is known of them, for each role that lacks one; none for roles
+        that are no longer there. The handles of the others stay."""
+        description = self.description
+        wanted = {role: (model, role) for role, model in description.models.items()}
+        if description.actor_is_reference:
+            wanted["reference"] = replace(description.models["actor"], adapter=None, worker=None), "actor"
+        for role, group in list(self.groups.items()):
+            if role not in wanted or group.worker_role != wanted[role][1]:
+                del self.groups[role], self.__dict__[role]
+                self.weights.pop(role, None)
+                group.dropped = True
+                if role == ROLLOUT:
+                    self.actor.take_back()
+        for role, (model, worker_role) in wanted.items():
+            if role in self.groups:
+                self.groups[role].spec = model
+                continue
+            worker_class = model.worker or ROLE_WORKERS[role]
+            self.groups[role] = WorkerGroup(role, *self._standing(worker_role), model, worker_class, self, worker_role)
+            setattr(self, role, self.groups[role])
+            if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
+                # an actor of another kind may load weights of its own
+                others = role == ROLLOUT and description.models["actor"].worker is not None
+                self.weights[role] = Weights(steps=0, state="as the model has them" if others else "")
+            if role == ROLLOUT:
+                RolloutCaller(self)
 
     def _standing(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
         """Pool, hosts and layout of a role's workers."""
@@ -138,9 +148,10 @@ class Workbench(HeldBatches):
         return pool, hosts, Layout(d=pool.devices) if role == "numeric" else self.description.layout_of(role)
 
     def _stand(self, description: Description) -> None:
-        """Go on under another placement: the handles of the roles stay, and lead elsewhere."""
+        """Go on as another description says: the handles of the roles that stay lead to where they are now."""
         self.description, self.placement = description, description.placement
         self._infos = description.hosts(self.run_folder)
+        self._make_groups()
         for group in (*self.groups.values(), self._numeric):
             group.place(*self._standing(group.worker_role))
 
@@ -152,10 +163,12 @@ class Workbench(HeldBatches):
 
     def __getattr__(self, name: str) -> WorkerGroup:
         if name == ROLLOUT:
-            raise AttributeError("this workbench has no rollout workers: the actor generates. Name 'rollout' in a pool")
+            rule = "the actor generates. Name 'rollout' in a pool, or lab.add('rollout', pool=...)"
+            raise AttributeError(f"this workbench has no rollout workers: {rule}")
         roles = self.__dict__.get("groups", {})
         if name in ROLE_WORKERS:
-            raise AttributeError(f"this workbench has no {name}; it has {', '.join(roles)}. Declare it in models=")
+            remedy = f"Declare it in models=, or lab.add({name!r}, ...)"
+            raise AttributeError(f"this workbench has no {name}; it has {', '.join(roles)}. {remedy}")
         near = meant(name, [*roles, *(known for known in dir(self) if not known.startswith("_"))], str)
         raise AttributeError(f"a Workbench has no attribute {name!r}" + (f": {near}" if near else ""))
 
@@ -216,9 +229,23 @@ class Workbench(HeldBatches):
 
         Raises `BadInput`, with nothing touched, for a placement that this workbench could not have been opened with, or
         that has no room; on GPUs new pools need devices that are free beside those of the old ones; the inline backend
-        has its one process only.
+        has its one process only. A placement with a pool for "rollout" adds rollout workers, one without it drops them.
         """
         return move(self, placement)
+
+    def add(self, role: str, model: Any = None, pool: str | None = None, devices: int | None = None) -> PlacementChange:
+        """Add a role while the others live: `lab.add("cost", too_long)`; `lab.add("critic", "smollm2-135m", "scorers",
+        devices=2)`; `lab.add("rollout", pool="engines", devices=1)`. What it changed, as `lab.diff` says it.
+
+        model: as in `wb.open`; none for rollout workers, which have the actor's. pool: by default the only one there
+        is. devices: of the pool, where there is none of that name yet. Otherwise as `move`.
+        """
+        return add(self, role, model, pool, devices)
+
+    def drop(self, role: str) -> PlacementChange:
+        """Close a role, and free what it holds, what it has learned among it: `lab.drop("cost")`. A pool that is left
+        without a role ends; batches on its hosts move to others."""
+        return drop(self, role)
 
     def resize(self, pool: str, devices: int) -> PlacementChange:
         """Give a pool more or fewer devices: `lab.resize("policy", 4)`; see `move`."""

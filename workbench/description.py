@@ -48,6 +48,7 @@ class Description:
     """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
 
     id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
+    defaults: dtype, training and generation of models that say nothing of them.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     moved: the hosts, where `lab.move` has made others than the opening; they are not part of the `digest`.
     """
@@ -62,6 +63,7 @@ class Description:
     devices: int
     seed: int
     address: str | None
+    defaults: Mapping[str, Any]
     share_memory: ShareMemory = False
     moved: tuple[HostInfo, ...] = ()
 
@@ -138,6 +140,7 @@ class Description:
             devices=devices or (_device_count(device) if address is None else placement.devices),
             seed=seed,
             address=address,
+            defaults=defaults,
             share_memory=share_memory,
         )
         description._check()
@@ -219,10 +222,24 @@ class Description:
         model = self.models[role]
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
 
-    def placed(self, placement: Placement) -> Description:
-        """The same workbench under another placement of its roles; checked as at its opening."""
+    @property
+    def declared(self) -> dict[str, Model]:
+        """The models without the rollout workers' own, and with an actor that generates."""
+        models = dict(self.models)
+        if rollout := models.pop(ROLLOUT, None):
+            models["actor"] = models["actor"].generating(rollout.generation)
+        return models
+
+    def placed(self, placement: Placement, models: dict[str, Model] | None = None) -> Description:
+        """The same workbench under another placement of its roles; checked as at its opening.
+
+        models: as `declared`; None: the same. A pool for rollout workers brings these along.
+        """
         _require_placement(placement)
-        changed = replace(self, placement=placement.restrict(self.models), moved=())
+        models = self.declared if models is None else models
+        if placement.has_rollout:
+            models = _with_rollout(models)
+        changed = replace(self, models=models, placement=placement.restrict(models), moved=())
         changed._check()
         return changed
 
@@ -423,7 +440,7 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "a pool for 'rollout' without an actor", "rollout workers generate with the actor's weights",
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
-    return {**models, "actor": actor.without_generation(), ROLLOUT: replace(actor, adapter=None, worker=None)}
+    return {**models, "actor": actor.generating(None), ROLLOUT: replace(actor, adapter=None, worker=None)}
 
 
 def _require_placement(placement: Any) -> None:

@@ -17,7 +17,7 @@ from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import group_pulls
 from workbench.dataflow.references import Column, ShardCounts
 from workbench.dataflow.store import Origin, Store
-from workbench.errors import BadInput, HostDied
+from workbench.errors import BadInput, HostDied, NotFound
 from workbench.views import Views
 from workbench.vocabulary import Vocabulary
 from workbench.workers.group import WorkerGroup
@@ -42,6 +42,9 @@ class HeldBatches(Views):
 
     def _check_alive(self, group: WorkerGroup) -> None:
         self._check_open()
+        if group.dropped:
+            there = f"the workbench has {', '.join(self.groups)}"
+            raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
         if group.pool.name in self._broken:
             raise HostDied(
                 f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",

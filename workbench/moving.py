@@ -1,4 +1,5 @@
-"""Carrying out a change of placement: what is new is made beside what is there, and takes its place when it is whole.
+"""Carrying out a change of placement or of roles: what is new is made beside what is there, and takes its place when it
+is whole.
 
     check │ start hosts, join pools, build roles │ publish │ take │ verify │ switch │ end old hosts
           └─ an error in here ends what is new, and the old placement goes on ─┘
@@ -18,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 from workbench.dataflow.store import Weights
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, HostDied, WorkbenchError
-from workbench.placement import ROLLOUT, Placement
+from workbench.models.spec import Model
+from workbench.placement import ROLLOUT, Placement, check_role
+from workbench.placement.moves import TAKEN_ALONG
 from workbench.starting import Note, Step, join_pools, load_roles, settle
 from workbench.workers.calls import HostInfo
 from workbench.workers.role_state import Carried, RoleMove
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
+    from workbench.description import Description
     from workbench.placement.change import PlacementChange
     from workbench.workers.backends import Pending
 
@@ -32,13 +36,67 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0
 
 
+def add(lab: Workbench, role: str, model: Any, pool: str | None, devices: int | None) -> PlacementChange:
+    """`lab.add(role, model, pool, devices)`."""
+    lab._check_open()
+    description, where = lab.description, f"add({role!r})"
+    if check_role(role) in description.models:
+        raise BadInput(
+            where, f"this workbench has a {role}, on pool {lab.placement.pool_of(role).name!r}",
+            f"move it with lab.{role}.move(pool), or lab.drop({role!r}) first",
+        )  # fmt: skip
+    if role == "actor":
+        raise BadInput(
+            where, f"the tokens that all read are the {description.lead}'s", "open a workbench with an actor"
+        )
+    if role == ROLLOUT and model is not None:
+        raise BadInput(f"add({role!r}, {model!r:.40})", "rollout workers have the actor's model", "leave it out")
+    if role != ROLLOUT and model is None:
+        raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
+    pools = [other.name for other in lab.placement.pools]
+    if pool is None and (len(pools) > 1 or role == ROLLOUT):
+        own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
+        raise BadInput(
+            where, f"a role stands in a pool, and there are {', '.join(pools)}",
+            own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
+        )  # fmt: skip
+    models = description.declared
+    if role != ROLLOUT:
+        models[role] = Model.of(role, model).filled(role, **description.defaults)
+    placement = lab.placement.with_role(role, pool or pools[0], devices)
+    return carry_out(lab, description.placed(placement, models), f"adding {role}")
+
+
+def drop(lab: Workbench, role: str) -> PlacementChange:
+    """`lab.drop(role)`."""
+    lab._check_open()
+    description, where = lab.description, f"drop({role!r})"
+    if check_role(role) not in description.models:
+        alone = role in lab.groups
+        raise BadInput(
+            where, f"the {role} is the actor without its adapter, and holds nothing" if alone else
+            f"this workbench has {', '.join(description.models)}",
+        )  # fmt: skip
+    if role == description.lead:
+        raise BadInput(
+            where, "its tokenizer makes the tokens that all read, and tables are put to it",
+            "close the workbench, and open one without it",
+        )  # fmt: skip
+    models = {name: model for name, model in description.declared.items() if name != role}
+    return carry_out(lab, description.placed(lab.placement.without(role), models), f"dropping {role}")
+
+
 def move(lab: Workbench, placement: Placement) -> PlacementChange:
     """`lab.move(placement)`."""
     lab._check_open()
-    lab.description.placed(placement)
+    return carry_out(lab, lab.description.placed(placement), f"moving to {placement}")
+
+
+def carry_out(lab: Workbench, description: Description, title: str) -> PlacementChange:
+    """Make the workbench what another description says. title: begins the message of an error on the way."""
     if any(info.offloads for info in lab._infos):
         raise BadInput(
-            f"move() with share_memory={lab.description.share_memory!r}",
+            f"{title} with share_memory={lab.description.share_memory!r}",
             "what moves is held twice for a while, where roles that take turns leave no room for it",
             "open the workbench without share_memory, or with the other placement",
         )
@@ -47,28 +105,30 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
     if lab.overlapping or lab._keeping:
         where = "overlap()" if lab.overlapping else "kept()"
         raise BadInput(
-            f"move() inside lab.{where}", "it needs the roles as they are, and none at work", "move after it"
+            f"{title} inside lab.{where}", "that needs the roles as they are, and none at work", "do it afterwards"
         )
     lab.scheduler.drain()
     lab._release()  # what nobody refers to need not move
-    change = lab.diff(placement)
+    change = lab._change(description)
     change.require_fit()
-    with Progress(f"moving {lab.name}") as bar:
+    with Progress(title) as bar:
 
         def note(text: str) -> None:
-            bar.label = f"moving {lab.name}: {text}"
+            bar.label = f"{title}: {text}"
             bar.update(0, 0)
 
-        Move(lab, change, note).carry_out()
+        Move(lab, change, description, title, note).carry_out()
     return change
 
 
 class Move:
-    """One change of placement, on its way. infos: the host at each of the change's places; new: those to be started."""
+    """One change, on its way to a description. infos: the host at each of its places; new: those to be started."""
 
-    def __init__(self, lab: Workbench, change: PlacementChange, note: Note) -> None:
+    def __init__(
+        self, lab: Workbench, change: PlacementChange, description: Description, title: str, note: Note
+    ) -> None:
         self._lab, self._change, self._note = lab, change, note
-        self._description = lab.description.placed(change.new)
+        self._description, self._title = description, title
         self._key, self._run = f"{lab._id}-move-{secrets.token_hex(4)}", lab._next_run()
         there = {(info.pool, info.rank): info for info in lab._infos}
         pools = {pool.name: pool for pool in change.new.pools}
@@ -109,7 +169,7 @@ class Move:
         """The roles that are built, by their pool of after. Advantages are computed where the lead role is."""
         found: dict[str, list[str]] = {pool.name: [] for pool in self._change.new.pools}
         for role in self._change.roles:
-            if role.action != "stays":
+            if role.action not in ("stays", "dropped"):
                 found[role.new_pool].append(role.role)
             if role.role == self._description.lead and role.action == "moves":
                 found[role.new_pool].append("numeric")
@@ -120,7 +180,7 @@ class Move:
         """The roles that are closed, by their pool of before."""
         found: dict[str, list[str]] = {pool.name: [] for pool in self._change.old.pools}
         for role in self._change.roles:
-            if role.action != "stays":
+            if role.action not in ("stays", "added"):
                 found[role.old_pool].append(role.role)
             if role.role == self._description.lead and role.action == "moves":
                 found[role.old_pool].append("numeric")
@@ -148,7 +208,7 @@ class Move:
                 role=role.role, key=self._key, hosts=names, parts=change.parts(role.role),
                 source=change.source(role.role), destination=change.destination(role.role),
             )
-            for role in change.roles if role.action != "stays"
+            for role in change.roles if role.action in TAKEN_ALONG
         ]  # fmt: skip
 
     # --- before the switch --------------------------------------------------------------------------------------------
@@ -212,9 +272,9 @@ class Move:
         backend.wait([pending for _, pending in asked], ANSWER_S)
         lost = [info for info, pending in asked if not _answered(pending)]
         for info in lost:
-            lab._broken[info.pool] = f"a move to {self._change.new}"
+            lab._broken[info.pool] = self._title
         if isinstance(error, WorkbenchError):
-            error.value = f"moving to {self._change.new}: {error.value}"
+            error.value = f"{self._title}: {error.value}"
             error.remedy = (
                 f"the old placement lost {', '.join(info.name for info in lost)}: open the workbench again with "
                 "if_exists='replace'"
@@ -227,7 +287,7 @@ class Move:
     def _switch(self) -> None:
         lab, backend = self._lab, self._lab._backend
         lab._stand(replace(self._description, moved=tuple(self._after)))
-        if any(role.role == ROLLOUT and role.action != "stays" for role in self._change.roles):
+        if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
             # its engines were made anew: what they hold is not what they were sent
             lab.weights[ROLLOUT] = Weights(steps=lab.weights[ROLLOUT].steps, state=secrets.token_hex(4))
         lab._heirs |= {self.infos[place].name: self.infos[heir].name for place, heir in self._change.heirs.items()}
@@ -241,7 +301,7 @@ class Move:
             settle(backend, steps, self._note)
         except BaseException:
             for info in self._kept:
-                lab._broken[info.pool] = f"the last step of a move to {self._change.new}"
+                lab._broken[info.pool] = f"the last step of {self._title}"
             raise
         finally:
             keys = [key for move in self._moves for key in move.published]

@@ -145,12 +145,17 @@ class Whereabouts:
         `.fits`; `.require_fit()` raises. `move` also needs devices for new processes: the inline backend has none, and
         of GPUs as many as there are new ones have to be free.
         """
-        description, seen = self.description.placed(placement), self._seen()
+        return self._change(self.description.placed(placement))
+
+    def _change(self, description: Description) -> PlacementChange:
+        """From what it is to what a description says."""
+        seen = self._seen()
         bandwidth, measured = self._bandwidth()
         return PlacementChange(
             old=self.placement,
             new=description.placement,
-            models=description.role_models(),
+            models=self.description.role_models(),
+            new_models=description.role_models(),
             numbers=self._numbers(),
             batch_bytes={f"{i.pool}-{i.rank}": s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
             fresh=[role for role, weights in self.weights.items() if not weights.steps and not weights.state],

@@ -3,8 +3,8 @@
     python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 0 1 2] [--iterations 16] [--rows 64]
 
 grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees,
-before and after. safe_rlhf: the cost is the length of a response, and the reward grows with it, ever more slowly; the
-mean cost starts above its limit, and has to come down to it and stay while the multiplier moves, to about 1.5.
+before and after. safe_rlhf: the cost is the share of letters in a response, and the reward grows with it, ever more
+slowly; the mean cost starts above its limit, and has to come down to it and stay while the multiplier moves.
 
 Writes curves.csv (a row an iteration) and result.json into runs/learning/.
 """
@@ -26,7 +26,7 @@ from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
 from workbench.models import bf16_is_fast  # noqa: E402
 
 MAX_NEW_TOKENS = 16
-COST_LIMIT = 0.5
+COST_LIMIT = 0.4
 # of two steps an iteration; a critic that starts at 0 has to learn faster than the policy
 RATES = {"actor": 1e-5, "critic": 3e-5, "cost_critic": 3e-5}
 # Adam goes on for some ten steps in a direction that is no longer right. For a multiplier to hold a cost at its limit
@@ -41,18 +41,18 @@ def right(prompt: str, response: str, answer: str, **row: Any) -> float:
     return wb.verifiers.arithmetic(prompt, response, answer)
 
 
-def length(prompt: str, response: str, **row: Any) -> float:
-    """Characters of a response, as a share of what its tokens allow: about 4 characters each."""
-    return min(1.0, len(response) / (4 * MAX_NEW_TOKENS))
+def letters(prompt: str, response: str, **row: Any) -> float:
+    """The share of letters among the characters of a response: each token bears on it, from the first step on."""
+    return sum(character.isalpha() for character in response) / max(1, len(response))
 
 
-def fullness(prompt: str, response: str, **row: Any) -> float:
-    """Grows with the same length x, with diminishing returns: 1.5 (1 - (1 - x)^2).
+def wordiness(prompt: str, response: str, **row: Any) -> float:
+    """Grows with the same share x, with diminishing returns: 1 - (1 - x)^2.
 
-    Its slope is 3 (1 - x): each multiplier has its own best length, and at a mean length of 0.5 the best multiplier is
-    about 1.5. Were it a line, as the cost is, no length between none and the longest would ever be the best.
+    Its slope is 2 (1 - x): each multiplier has its own best share, and where all responses have one of 0.4 the best
+    multiplier is 1.2. Were it a line, as the cost is, no share between none and all would ever be the best.
     """
-    return 1.5 * (1 - (1 - length(prompt, response)) ** 2)
+    return 1 - (1 - letters(prompt, response)) ** 2
 
 
 def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workbench:
@@ -68,7 +68,7 @@ def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workb
     if arguments.algorithm != "grpo":
         models |= {"critic": trained("critic"), "reference": arguments.model}
     if arguments.algorithm == "safe_rlhf":
-        models |= {"reward": fullness, "cost": length, "cost_critic": trained("cost_critic")}
+        models |= {"reward": wordiness, "cost": letters, "cost_critic": trained("cost_critic")}
     return wb.open(
         f"learning-{arguments.algorithm}",
         models=models,

@@ -50,6 +50,14 @@ def test_lesson_102(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_201(tmp_path: Path) -> None:
+    html = run("201_swap_placement.ipynb", tmp_path)
+    assert sum("idle" in text and "<svg" in text for text in html) >= 3  # a timeline of each placement
+    assert len(list((tmp_path / "swap").iterdir())) == 1  # all in one run
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_203(tmp_path: Path) -> None:
     html = run("203_resharding_traffic.ipynb", tmp_path)
     assert sum("(1.00 times)" in text for text in html) == 1  # no more moved than had to

@@ -90,3 +90,51 @@ def test_another_cluster_is_refused_and_the_one_that_is_joined_stays(tmp_path: P
             assert "address=None" in str(refused)
             assert "restart the kernel" in str(refused)
         owner.communicate("\n", timeout=60)
+
+
+# A cluster of two machines with two cores each, as far as Ray can tell; what a workbench of two pools of two has on it
+MACHINES = """
+import json, os, tempfile
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+import ray
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+cluster.add_node(num_cpus=2)
+import workbench as wb
+
+def length(prompt, response, **row):
+    return float(len(response))
+
+def nodes(lab):
+    table = ray.util.placement_group_table().values()
+    groups = [entry for entry in table if entry["name"].startswith(lab.description.id) and entry["state"] == "CREATED"]
+    return {entry["name"].split("/")[2].split(".")[0]: sorted(entry["bundles_to_node_id"].values()) for entry in groups}
+
+with wb.open(
+    "machines", models={"actor": "tiny-llama", "critic": "tiny-llama", "reward": length}, prompts="arithmetic",
+    placement=wb.Placement.of({"a": (1, ["reward"]), "b": (2, ["actor"]), "c": (1, ["critic"])}), device="cpu",
+    training=wb.Training(engine="torch", learning_rate=1e-3), generation=wb.Generation(engine="transformers"),
+    address=cluster.address, runs=tempfile.mkdtemp(),
+) as lab:
+    apart = nodes(lab)
+    before = lab.actor.weight_digests()[0]
+    wb.PPO(lab, prompts=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=2)).iterate()
+    trained = lab.actor.weight_digests()[0]
+    lab.move(wb.Placement.of({"c": (1, ["critic", "reward"]), "d": (2, ["actor"])}))
+    print(json.dumps([apart, nodes(lab), trained != before, lab.actor.weight_digests() == [trained] * 2]), flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_pools_lie_on_one_machine_where_they_can(tmp_path: Path) -> None:
+    with run(MACHINES, tmp_path) as process:
+        apart, moved, trained, same = answer(process)
+    assert isinstance(apart, dict)
+    assert isinstance(moved, dict)
+    assert len(set(apart["b"])) == 1  # where filling machine after machine would cut it
+    assert apart["a"] == apart["c"] != apart["b"][:1]
+    assert len(set(moved["d"])) == 1
+    assert (trained, same) == (True, True)
+    assert process.returncode == 0

@@ -95,8 +95,8 @@ class Model(NamedFields):
         object.__setattr__(model, "trained", role in TRAINED_ROLES or asked)
         return model
 
-    def without_generation(self) -> Model:
-        """A filled model whose role does not generate, as trained as this one."""
-        model = replace(self, generation=None)
+    def generating(self, generation: Generation | None) -> Model:
+        """A filled model whose role generates so, or does not (None), as trained as this one."""
+        model = replace(self, generation=generation)
         object.__setattr__(model, "trained", self.trained)
         return model

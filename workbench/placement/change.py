@@ -39,16 +39,16 @@ class PlacementChange(Moves):
     @cached_property
     def before(self) -> MemoryEstimate:
         """What the old placement holds."""
-        return self._estimate(self.old, self.old_numbers)
+        return self._estimate(self.old, self.models, self.old_numbers)
 
     @cached_property
     def after(self) -> MemoryEstimate:
         """What the new placement holds."""
-        return self._estimate(self.new, self.new_numbers)
+        return self._estimate(self.new, self.models_after, self.new_numbers)
 
-    def _estimate(self, placement: Any, numbers: Any) -> MemoryEstimate:
+    def _estimate(self, placement: Any, models: Any, numbers: Any) -> MemoryEstimate:
         known = self.has_bytes if self.device == "cuda" else None
-        return estimate_memory(placement, self.models, device=self.device, device_bytes=known, numbers=numbers)
+        return estimate_memory(placement, models, device=self.device, device_bytes=known, numbers=numbers)
 
     @property
     def seconds(self) -> float | None:
@@ -71,11 +71,15 @@ class PlacementChange(Moves):
             memories = [tenant.memory for tenant in tenants]
             return sum(m.certain(on_cpu=self.device == "cpu") if certain else m.lasting for m in memories)
 
+        def engine(tenant: Tenant) -> int:
+            cache = 0 if certain and self.device == "cpu" else tenant.memory.generation_kv_cache
+            return tenant.memory.generation_weights + cache
+
         total = held(self.before.on(device)) + held(t for t in self.after.on(device) if t.role not in stays)
-        for tenant in self.before.on(device):
+        engines = {tenant.role: engine(tenant) for tenant in self.before.on(device)}
+        for tenant in self.after.on(device):
             if tenant.role in rebuilt:  # its new generation engine is started when the old one is closed
-                cache = tenant.memory.generation_kv_cache if not (certain and self.device == "cpu") else 0
-                total -= tenant.memory.generation_weights + cache
+                total -= min(engine(tenant), engines.get(tenant.role, 0))
         moved = self.matrix.sum(axis=0) + self.matrix.sum(axis=1)
         for n, place in enumerate(self.places):
             if place.device == device:
@@ -112,7 +116,7 @@ class PlacementChange(Moves):
             raise BadInput(
                 f"moving from {self.old} to {self.new}",
                 self.problem,
-                remedy(self.after, self.devices, self.models, certain=True),
+                remedy(self.after, self.devices, self.models_after, certain=True),
             )
 
     def frame(self) -> pd.DataFrame:
@@ -128,8 +132,8 @@ class PlacementChange(Moves):
                 "action": change.action,
                 "pool": change.old_pool,
                 "new_pool": change.new_pool,
-                "layout": str(change.old_layout),
-                "new_layout": str(change.new_layout),
+                "layout": str(change.old_layout or ""),
+                "new_layout": str(change.new_layout or ""),
                 "moved_bytes": change.moved_bytes,
             }
             for change in self.roles

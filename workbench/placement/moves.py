@@ -7,9 +7,11 @@ Pure: nothing is touched. What a move does, and what is counted here:
   roles with a new layout rebuilt there.
 - Every other pool gets new processes, on the lowest device numbers that no kept pool uses; then the old pools that are
   not kept end.
-- A role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank receives
-  exactly what its process lacks. Generation engines are made anew (of a role that is rebuilt, when the old one is
-  closed; else beside it), and synced from the new trainer ranks.
+- A role that is new is built from its model, one that the new placement lacks is closed. An actor is rebuilt where
+  rollout workers begin to generate for it, or cease to.
+- Any other role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank
+  receives exactly what its process lacks. Generation engines are made anew (of a role that is rebuilt, when the old one
+  is closed; else beside it), and synced from the new trainer ranks.
 - Shards of batches on a process that ends go to another: dealt out in order over the new ones, else over all.
 """
 
@@ -27,7 +29,8 @@ from workbench.placement.layout import Layout
 from workbench.placement.placement import Placement
 from workbench.placement.state import Part, state_of
 
-Action = Literal["stays", "rebuilt", "moves"]
+Action = Literal["stays", "rebuilt", "moves", "added", "dropped"]
+TAKEN_ALONG = ("rebuilt", "moves")  # with all that the role has learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleChange:
-    """What becomes of a role. action: "stays", "rebuilt" (another layout in its pool) or "moves".
+    """What becomes of a role. action: "stays", "rebuilt" (another layout in its pool, or other engines), "moves",
+    "added" or "dropped".
 
+    old_pool, old_layout: "" and None where it was not there; new_pool, new_layout: where it will not be.
     moved_bytes: of its state, from process to process.
     """
 
@@ -52,8 +57,8 @@ class RoleChange:
     action: Action
     old_pool: str
     new_pool: str
-    old_layout: Layout
-    new_layout: Layout
+    old_layout: Layout | None
+    new_layout: Layout | None
     moved_bytes: int
 
 
@@ -61,7 +66,8 @@ class RoleChange:
 class Moves:
     """What `old` -> `new` moves.
 
-    models: what decides the bytes of each role of both. numbers: device numbers of the old pools; None: counted up.
+    models: what decides the bytes of each role of `old`; new_models: of `new`, None: the same ones.
+    numbers: device numbers of the old pools; None: counted up.
     batch_bytes: what the old processes hold of batches, by their names. fresh: trained roles that have taken no
     optimizer step yet, so have no moments.
     """
@@ -69,9 +75,15 @@ class Moves:
     old: Placement
     new: Placement
     models: Models = field(repr=False)
+    new_models: Models | None = field(default=None, repr=False)
     numbers: Mapping[str, Sequence[int]] | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     fresh: Collection[str] = ()
+
+    @property
+    def models_after(self) -> Models:
+        """What decides the bytes of each role of `new`."""
+        return self.models if self.new_models is None else self.new_models
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
@@ -136,7 +148,7 @@ class Moves:
         return self._side(role, self.new, after=True)
 
     def _side(self, role: str, placement: Placement, *, after: bool) -> tuple[Layout, tuple[int, ...]]:
-        model, layout = self.models[role], placement.layout_of(role)
+        model, layout = (self.models_after if after else self.models)[role], placement.layout_of(role)
         standing = layout if model is None else model.standing(layout)
         return standing, self._ranks(placement.pool_of(role).name, after=after)
 
@@ -188,16 +200,16 @@ class Moves:
 
     @cached_property
     def _moved(self) -> dict[str, tuple[RoleChange, np.ndarray]]:
-        return {role: self._of(role) for pool in self.old.pools for role in pool.roles}
+        return {role: self._of(role) for placement in (self.old, self.new) for role in placement.roles}
 
     def _of(self, role: str) -> tuple[RoleChange, np.ndarray]:
         """What becomes of a role, and the bytes of it from process to process."""
-        pools = [placement.pool_of(role).name for placement in (self.old, self.new)]
-        layouts = [placement.layout_of(role) for placement in (self.old, self.new)]
-        same = pools[0] == pools[1] and pools[0] in self.kept
-        action: Action = "moves" if not same else "stays" if layouts[0] == layouts[1] else "rebuilt"
+        both = self.old, self.new
+        pools = [placement.pool_of(role).name if role in placement.roles else "" for placement in both]
+        layouts = [placement.layout_of(role) if role in placement.roles else None for placement in both]
+        action = self._action(role, pools, layouts)
         matrix = self._nothing()
-        if action != "stays":
+        if action in TAKEN_ALONG:
             for part in self.parts(role):
                 plan = part.reshard(self.source(role), self.destination(role))
                 matrix[np.ix_(plan.ranks, plan.ranks)] += plan.figures().matrix * part.copies
@@ -211,3 +223,12 @@ class Moves:
             moved_bytes=int(matrix.sum()),
         )
         return change, matrix
+
+    def _action(self, role: str, pools: Sequence[str], layouts: Sequence[Layout | None]) -> Action:
+        if "" in pools:
+            return "dropped" if pools[0] else "added"
+        if pools[0] != pools[1] or pools[0] not in self.kept:
+            return "moves"
+        before, after = self.models[role], self.models_after[role]
+        engines = [None if model is None else model.generation for model in (before, after)]
+        return "stays" if layouts[0] == layouts[1] and engines[0] == engines[1] else "rebuilt"

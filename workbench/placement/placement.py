@@ -69,8 +69,7 @@ class Placement:
         if not self.pools:
             raise BadInput("a placement without pools", "needs at least one", "write Placement.colocate(devices=1)")
         names = [pool.name for pool in self.pools]
-        roles = [role for pool in self.pools for role in pool.roles]
-        for what, seen in (("pool", names), ("role", roles)):
+        for what, seen in (("pool", names), ("role", self.roles)):
             twice = sorted({name for name in seen if seen.count(name) > 1})
             if twice:
                 raise BadInput(f"{what} {twice[0]!r} twice in one placement", f"each {what} stands in it once")
@@ -136,6 +135,11 @@ class Placement:
         """Devices in all."""
         return sum(pool.devices for pool in self.pools)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All roles, pool by pool."""
+        return tuple(role for pool in self.pools for role in pool.roles)
+
     def pool_of(self, role: str) -> Pool:
         """The pool of a role."""
         for pool in self.pools:
@@ -154,7 +158,7 @@ class Placement:
     @property
     def has_rollout(self) -> bool:
         """Whether rollout workers generate for the actor."""
-        return any(ROLLOUT in pool.roles for pool in self.pools)
+        return ROLLOUT in self.roles
 
     def restrict(self, roles: Iterable[str]) -> Placement:
         """This placement with only those roles. Every role needs a pool; a pool left without a role is an error."""

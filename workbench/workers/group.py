@@ -108,14 +108,13 @@ class WorkerGroup:
         worker_role: str | None = None,
     ) -> None:
         self.worker_role, self._caller = worker_role or role, caller
-        self.role = role
+        self.role, self.dropped = role, False
         self.place(pool, hosts, layout)
         self.spec, self.worker_class = spec, worker_class
-        self.operations = {
-            name: GroupOperation(self, operation, caller) for name, operation in operations(worker_class).items()
-        }
-        for name, operation in self.operations.items():
-            setattr(self, name, operation)
+        self.operations: dict[str, GroupOperation] = {}
+        found = operations(worker_class)
+        self._own = {name: GroupOperation(self, operation, caller) for name, operation in found.items()}
+        self.take_back()
 
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
         """Say that its ranks stand elsewhere now."""
@@ -129,6 +128,11 @@ class WorkerGroup:
     def relayout(self, layout: Layout | tuple[int, ...]) -> Any:
         """Give this role another layout (p, t, d) in its pool: `lab.actor.relayout((1, 2, 1))`. See `lab.move`."""
         return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))
+
+    def take_back(self) -> None:
+        """Carry out all that it is asked for itself."""
+        for name, operation in self._own.items():
+            self.delegate(name, operation)
 
     def delegate(self, name: str, operation: GroupOperation) -> None:
         """Let another group carry out an operation that this one is asked for."""

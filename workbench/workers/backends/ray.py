@@ -257,13 +257,13 @@ class RayBackend(Backend):
         return group
 
     def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
-        """The machine of each host, a pool's GPUs on one where they can be; empty where that makes no difference, or
-        devices are not free yet."""
-        totals = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]}
-        if len(totals) < 2 or not _gpus(infos[0]):
+        """The machine of each host, those of a pool on one where they can be; empty where that makes no difference, or
+        devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts."""
+        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        if len(alive) < 2:
             return []
-        available = self._ray._private.state.available_resources_per_node()
-        free = {node: int(available.get(node, {}).get("GPU", 0)) for node in totals}
+        kind, available = "GPU" if _gpus(infos[0]) else "CPU", self._ray._private.state.available_resources_per_node()
+        free = {node: round(available.get(node, {}).get(kind, 0)) for node in alive}
         pools = [len(list(ranks)) for _, ranks in groupby(infos, key=lambda info: info.pool)]
         return [node for nodes in nodes_of_pools(pools, free) or [] for node in nodes]
 
