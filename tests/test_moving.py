@@ -102,6 +102,10 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
         here, names = state(lab), set(hosts(lab))
         change = lab.move(placement)
         assert lab.placement == change.new
+        assert change.took_s is not None
+        assert 0 < (change.transfer_s or 0) < change.took_s
+        assert "; took " in str(change)
+        assert "; took " not in str(lab.diff(placement))
         assert state(lab) == here
         assert set(hosts(lab)) == {info.name for info in lab._infos}
         assert {n for n in hosts(lab) if n in names} == {f"{pool}-0" for pool in change.kept}

@@ -216,7 +216,7 @@ class Workbench(HeldBatches):
 
     def move(self, placement: Placement) -> PlacementChange:
         """Change the placement while the models live: `lab.move(wb.Placement.split(4))`; what moved, as `lab.diff` says
-        it before.
+        it before, and how long it took.
 
         A pool keeps its processes where the new placement has one of its name with as many devices; other pools get
         new processes beside the old ones. Weights, moments of Adam and step counts of the roles that move go from host

@@ -117,8 +117,7 @@ def carry_out(lab: Workbench, description: Description, title: str) -> Placement
             bar.label = f"{title}: {text}"
             bar.update(0, 0)
 
-        Move(lab, change, description, title, note).carry_out()
-    return change
+        return Move(lab, change, description, title, note).carry_out()
 
 
 class Move:
@@ -145,22 +144,27 @@ class Move:
         self.ending = [info for info, place in zip(self.infos, change.places, strict=True) if place.ends]
         self._started = False
 
-    def carry_out(self) -> None:
-        """Do it. On an error everything is as before, but for one in the very last step."""
+    def carry_out(self) -> PlacementChange:
+        """Do it; the change, with what it took. On an error everything is as before, but for one in the very last step.
+        """
         began = time.monotonic()
         self._lab._backend.check_free(self.new)
         try:
             self._build()
             carried = self._publish()
+            taking = time.monotonic()
             self._take(carried)
+            taken = time.monotonic()
         except BaseException as error:
             self._abandon(error)
             raise
         self._switch()
         self._lab.telemetry.append_event(
             "move", placement=str(self._change.new), before=str(self._change.old),
-            moved_bytes=self._change.total_bytes, seconds=time.monotonic() - began,
+            moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
+            transfer_seconds=taken - taking,
         )  # fmt: skip
+        return replace(self._change, took_s=took_s, transfer_s=taken - taking)
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 

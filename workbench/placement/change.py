@@ -28,6 +28,8 @@ class PlacementChange(Moves):
 
     device: "cpu" or "cuda". has_bytes: of the memory of one GPU, or of what the slots of a CPU machine can have
     together, what they hold now among it; None: unknown.
+    took_s, transfer_s: of a change that was carried out, how long that took, and the bytes alone, with the sums of bits
+    that verify them, to be held against `seconds`.
     bandwidth_bytes_s, measured: what `seconds` assumes, and where that figure is from.
     """
 
@@ -35,6 +37,8 @@ class PlacementChange(Moves):
     has_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     measured: str = ""
+    took_s: float | None = None
+    transfer_s: float | None = None
 
     @cached_property
     def before(self) -> MemoryEstimate:
@@ -178,6 +182,8 @@ class PlacementChange(Moves):
         if self.total_bytes:
             told += f", {seconds_text(self.seconds)} at {bytes_text(self.bandwidth_bytes_s or 0)}/s ({self.measured})" \
                 if self.seconds is not None else ", time unknown"  # fmt: skip
+        if self.took_s is not None and self.transfer_s is not None:
+            told += f"; took {seconds_text(self.took_s)}, the bytes {seconds_text(self.transfer_s)} of it"
         rest = [change.role for change in self.roles if change.action == "stays"]
         fit = {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
         return f"{told}; untouched: {', '.join(rest) or 'none'}; pools kept: {', '.join(self.kept) or 'none'}; {fit}"
