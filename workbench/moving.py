@@ -145,8 +145,7 @@ class Move:
         self._started = False
 
     def carry_out(self) -> PlacementChange:
-        """Do it; the change, with what it took. On an error everything is as before, but for one in the very last step.
-        """
+        """Do it; the change, with what it took. On an error everything is as before, but for one in the very last step."""
         began = time.monotonic()
         self._lab._backend.check_free(self.new)
         try:
