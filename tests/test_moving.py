@@ -341,5 +341,8 @@ def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None
         lab.move(wb.Placement.split(2))
     with tiny_lab("in", tmp_path / "in", backend="inline", models={"actor": TINY}) as inline:
         assert inline.move(wb.Placement.colocate(1)).total_bytes == 0
+        elsewhere = wb.Placement.of({"other": (1, ["actor"])})
         with pytest.raises(BadInput, match=r"new processes for other.*backend='ray'"):
-            inline.move(wb.Placement.of({"other": (1, ["actor"])}))
+            inline.move(elsewhere)
+        assert inline.diff(elsewhere).fits is False
+        assert "cannot be done now: new processes for other" in str(inline.diff(elsewhere))

@@ -94,12 +94,6 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
 
 def carry_out(lab: Workbench, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
-    if any(info.offloads for info in lab._infos):
-        raise BadInput(
-            f"{title} with share_memory={lab.description.share_memory!r}",
-            "what moves is held twice for a while, where roles that take turns leave no room for it",
-            "open the workbench without share_memory, or with the other placement",
-        )
     for group in lab.groups.values():
         lab._check_alive(group)
     if lab.overlapping or lab._keeping:
@@ -145,9 +139,8 @@ class Move:
         self._started = False
 
     def carry_out(self) -> PlacementChange:
-        """Do it; the change, with what it took. On an error everything is as before, but for one in the very last step."""
+        """Do it, and say what it took. An error leaves everything as before, but for one in the very last step."""
         began = time.monotonic()
-        self._lab._backend.check_free(self.new)
         try:
             self._build()
             carried = self._publish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from workbench.dataflow.carrier import carry, from_wire, to_wire
 from workbench.dataflow.store import Weights
 from workbench.description import Description
-from workbench.errors import NotFound
+from workbench.errors import BadInput, NotFound
 from workbench.placement import ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
@@ -141,9 +142,8 @@ class Whereabouts:
         """What a change to another placement would move: which roles, how many bytes between which processes, the
         memory that it needs on each device, and how long it should take. Nothing is touched.
 
-        Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room is
-        `.fits`; `.require_fit()` raises. `move` also needs devices for new processes: the inline backend has none, and
-        of GPUs as many as there are new ones have to be free.
+        Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room, and there
+        are devices for new processes beside the old ones, is `.fits`; `.require_fit()` raises.
         """
         return self._change(self.description.placed(placement))
 
@@ -151,7 +151,7 @@ class Whereabouts:
         """From what it is to what a description says."""
         seen = self._seen()
         bandwidth, measured = self._bandwidth()
-        return PlacementChange(
+        change = PlacementChange(
             old=self.placement,
             new=description.placement,
             models=self.description.role_models(),
@@ -164,6 +164,21 @@ class Whereabouts:
             bandwidth_bytes_s=bandwidth,
             measured=measured,
         )
+        return replace(change, refusal=self._refusal(change))
+
+    def _refusal(self, change: PlacementChange) -> BadInput | None:
+        """`PlacementChange.refusal`."""
+        if any(info.offloads for info in self._infos) and any(role.action != "stays" for role in change.roles):
+            return BadInput(
+                f"a change of placement with share_memory={self.description.share_memory!r}",
+                "what moves is held twice for a while, where roles that take turns leave no room for it",
+                "open the workbench without share_memory, or with the other placement",
+            )
+        try:
+            self._backend.check_free([place.pool for place in change.places if place.new], self.description.device)
+        except BadInput as error:
+            return error
+        return None
 
     def _numbers(self) -> dict[str, list[int]]:
         """The device numbers of each pool's ranks."""

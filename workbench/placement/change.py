@@ -28,6 +28,7 @@ class PlacementChange(Moves):
 
     device: "cpu" or "cuda". has_bytes: of the memory of one GPU, or of what the slots of a CPU machine can have
     together, what they hold now among it; None: unknown.
+    refusal: why it cannot be done now, whatever room there is; None: it can.
     took_s, transfer_s: of a change that was carried out, how long that took, and the bytes alone, with the sums of bits
     that verify them, to be held against `seconds`.
     bandwidth_bytes_s, measured: what `seconds` assumes, and where that figure is from.
@@ -37,6 +38,7 @@ class PlacementChange(Moves):
     has_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     measured: str = ""
+    refusal: BadInput | None = None
     took_s: float | None = None
     transfer_s: float | None = None
 
@@ -111,11 +113,16 @@ class PlacementChange(Moves):
 
     @property
     def fits(self) -> bool | None:
-        """Whether there is room while it happens and afterwards; None: unknown."""
+        """Whether it can be done: there is room while it happens and afterwards, and nothing else is in its way; None:
+        the room is unknown."""
+        if self.refusal is not None:
+            return False
         return None if self.has_bytes is None else not self.problem
 
     def require_fit(self) -> None:
-        """Raise `BadInput`, with the figures, where there is no room."""
+        """Raise `BadInput` where it cannot be done; with the figures where there is no room."""
+        if self.refusal is not None:
+            raise self.refusal
         if self.problem:
             raise BadInput(
                 f"moving from {self.old} to {self.new}",
@@ -186,6 +193,8 @@ class PlacementChange(Moves):
             told += f"; took {seconds_text(self.took_s)}, the bytes {seconds_text(self.transfer_s)} of it"
         rest = [change.role for change in self.roles if change.action == "stays"]
         fit = {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
+        if self.refusal is not None:
+            fit = f"cannot be done now: {self.refusal.value}, and {self.refusal.rule}"
         return f"{told}; untouched: {', '.join(rest) or 'none'}; pools kept: {', '.join(self.kept) or 'none'}; {fit}"
 
     def __repr__(self) -> str:

@@ -92,10 +92,10 @@ class InlineBackend(Backend):
         self._in_kernel = True
         self._hosts = {info.name: Host(info, self) for info in infos}
 
-    def check_free(self, infos: Sequence[HostInfo]) -> None:
-        if infos:
+    def check_free(self, pools: Sequence[str], device: str) -> None:
+        if pools:
             raise BadInput(
-                f"new processes for {', '.join(dict.fromkeys(info.pool for info in infos))} with backend='inline'",
+                f"new processes for {', '.join(dict.fromkeys(pools))} with backend='inline'",
                 "the inline backend has one process, the kernel",
                 "open the workbench with backend='ray', or keep the pool's name and its one device",
             )

@@ -174,11 +174,11 @@ class RayBackend(Backend):
                 f"a placement of {wanted} GPUs", f"the cluster has {have}", "use fewer devices, or device='cpu'"
             )
 
-    def check_free(self, infos: Sequence[HostInfo]) -> None:
-        wanted, free = sum(map(_gpus, infos)), self._ray.available_resources().get("GPU", 0)
-        if wanted > free:
+    def check_free(self, pools: Sequence[str], device: str) -> None:
+        free = self._ray.available_resources().get("GPU", 0)
+        if device == "cuda" and len(pools) > free:
             raise BadInput(
-                f"{wanted:g} new processes, each with a GPU", f"the cluster has {free:g} free, and those of the old "
+                f"{len(pools)} new processes, each with a GPU", f"the cluster has {free:g} free, and those of the old "
                 "processes are free when these have ended", "keep pools (by name and number of devices), or open anew",
             )  # fmt: skip
 
