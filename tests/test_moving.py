@@ -19,6 +19,7 @@ from workbench.description import Description
 from workbench.errors import BadInput, NotFound, StageError
 from workbench.placement import ROLES
 from workbench.starting import load_roles
+from workbench.workers.backends import Pending
 from workbench.workers.model_worker import digest
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import Snapshot
@@ -111,9 +112,8 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
         assert {n for n in hosts(lab) if n in names} == {f"{pool}-0" for pool in change.kept}
         transfers = lab.transfers("move")
         mine = transfers[transfers["run"] == transfers["run"].max()]
-        assert sorted(mine.groupby(["source", "destination"])["moved_bytes"].sum()) == sorted(
-            change.pairs()["moved_bytes"]
-        )
+        counted = mine.groupby(["source", "destination"])["moved_bytes"].sum()
+        assert counted.to_dict() == change.pairs().set_index(["source", "destination"])["moved_bytes"].to_dict()
         assert mine["moved_bytes"].sum() == change.total_bytes > 0
         assert not any(host["published_bytes"] for host in lab._seen())
         metrics.append(update_on(lab, table))
@@ -154,6 +154,38 @@ def test_one_role_goes_and_comes_back(lab: Workbench) -> None:
     assert lab.placement.pool_of("critic").name == "shared"
     assert set(hosts(lab)) == {"shared-0"}
     assert state(lab) == here
+
+
+def test_a_host_has_a_name_of_its_own(lab: Workbench) -> None:
+    seen, there, back = set(hosts(lab)), wb.Placement.of({"other": (1, ROLES)}), wb.Placement.colocate(1)
+    for placement in (there, back, there, back, there):
+        before = set(hosts(lab))
+        lab.move(placement)
+        new = set(hosts(lab)) - before
+        assert new
+        assert not new & seen
+        seen |= new
+    assert seen == {"shared-0", "other-0", "shared-0.1", "other-0.1", "shared-0.2", "other-0.2"}
+
+
+def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> None:
+    class Later(Pending):
+        over = False
+
+        def done(self) -> bool:
+            return self.over
+
+        def result(self) -> None:
+            return None
+
+    later = Later()
+    lab._late["shared"] = [("a move", later)]
+    for _ in range(2):
+        with pytest.raises(StageError, match="'shared' is still at work on a move"):
+            lab.actor.check_sync()
+    later.over = True
+    assert lab.actor.check_sync()[0] < 1e-3
+    assert not lab._late
 
 
 @pytest.mark.parametrize("where", ["load", "cut"])
@@ -226,12 +258,15 @@ def test_roles_come_and_go(tmp_path: Path) -> None:
         assert [(change.role, change.action) for change in added.roles if change.action != "stays"] == [
             ("critic", "added")
         ]
-        assert added.frame().set_index("role").loc["critic", ["pool", "new_pool"]].tolist() == ["", "scorers"]
+        row = added.frame().set_index("role").loc["critic"]
+        assert (row["pool"], row["new_pool"]) == ("", "scorers")
         with tiny_lab("same", tmp_path / "same", models={"actor": TINY, "critic": wb.Model(TINY, seed=3)},
                       training=TRAINING, backend="inline") as same:  # fmt: skip
             assert lab.critic.weight_digests() == same.critic.weight_digests()
             assert update_on(lab, stored()) == update_on(same, stored())
         assert lab.critic.compute_values(costs).rows == 2  # of another pool
+        with lab.reuse():
+            values = lab.critic.compute_values(costs).fetch(["values"])["values"].values
         here = lab.actor.weight_digests()
         critic, held = lab.critic, lab.critic.compute_values(costs)
         change = lab.drop("critic")
@@ -243,6 +278,14 @@ def test_roles_come_and_go(tmp_path: Path) -> None:
         with pytest.raises(AttributeError, match=r"has no critic; it has actor, reward, cost.*lab.add\('critic'"):
             lab.critic  # noqa: B018
         assert set(lab.weights) == {"actor"}
+        said = lab.diff(lab.placement.with_role("critic", "scorers", devices=1), critic=TINY)
+        assert {c.role for c in said.roles if c.action == "added"} == {"critic"}
+        assert said.during(1) > said.during(0) / 4
+        lab.add("critic", wb.Model(TINY, seed=4))
+        with lab.reuse():  # what another model made is not its
+            others = lab.critic.compute_values(costs).fetch(["values"])["values"].values
+        assert not torch.equal(values, others)
+        lab.drop("critic")
         lab.drop("cost")
         assert (lab.actor, lab.actor.weight_digests()) == (actor, here)
         assert "cost" not in hosts(lab)["shared-0"].workers
@@ -252,7 +295,8 @@ def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
     with opened({"actor": TINY}, wb.Placement.colocate(1), tmp_path) as lab:
         table = {name: column for name, column in stored().items() if name not in ("values", "returns")}
         lab.actor.update_actor(lab.put(table))
-        drawn, seeded = [], {"max_new_tokens": 4, "seed": 1}
+        drawn: list[torch.Tensor] = []
+        seeded: dict[str, Any] = {"max_new_tokens": 4, "seed": 1}
 
         def draw() -> None:
             made = lab.actor.generate_sequences(prompts, **seeded)
@@ -260,7 +304,7 @@ def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
             assert lab.actor.check_sync()[0] < 1e-3
             drawn.append(made.fetch(["response_ids"])["response_ids"].values)
 
-        prompts = lab.prompts.next(2)
+        prompts, generate = lab.prompts.next(2), lab.actor.generate_sequences
         draw()
         change = lab.add("rollout", pool="engines", devices=1)
         assert {c.role: c.action for c in change.roles} == {"actor": "rebuilt", "rollout": "added"}
@@ -269,10 +313,14 @@ def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
         draw()
         lab.actor.update_actor(lab.put(table))
         here = lab.actor.weight_digests()
-        rollout = lab.rollout
+        rollout, delegated = lab.rollout, lab.actor.generate_sequences
+        assert generate(prompts, **seeded).meta["weights_version"] == 4
         assert lab.move(wb.Placement.colocate(1)).frame()["action"].tolist() == ["rebuilt", "dropped"]
         with pytest.raises(NotFound, match="the rollout was dropped"):
             rollout.generate_sequences(prompts, **seeded)
+        with pytest.raises(NotFound, match="the rollout was dropped"):
+            rollout.check_sync()
+        assert delegated(prompts, **seeded).meta["weights_version"] == 4
         assert lab.actor.weight_digests() == here
         draw()
         lab.move(wb.Placement.of({"shared": (1, ["actor"]), "engines": (1, ["rollout"])}))

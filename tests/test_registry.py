@@ -30,7 +30,7 @@ def describe(name: str = "mine", **models: Any) -> Description:
 
 def opened(description: Description, **changes: Any) -> registry.Record:
     record = registry.Record(
-        id=description.id, name=description.name, digest=description.digest, run_folder="runs", address=None,
+        id=description.id, name=description.name, digests=description.digests, run_folder="runs", address=None,
         hosts={"shared-0": Process.current()},
     )  # fmt: skip
     registry.write(replace(record, **changes), description)
@@ -40,7 +40,7 @@ def opened(description: Description, **changes: Any) -> registry.Record:
 def test_each_opening_has_an_id_of_its_own_and_the_same_digest() -> None:
     one, two = describe(), describe()
     assert one.id != two.id
-    assert one.digest == two.digest
+    assert one.digests == two.digests
     assert one.hosts(Path())[0].lab == one.id
 
 

@@ -49,7 +49,7 @@ from workbench.stages import Stages
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
 from workbench.vocabulary import Vocabulary
-from workbench.workers.backends import Backend, InlineBackend, RayBackend
+from workbench.workers.backends import Backend, InlineBackend, Pending, RayBackend
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.roles import ROLE_WORKERS
@@ -87,8 +87,9 @@ class Workbench(Stages):
         self.weights: dict[str, Weights] = {}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
+        self._late: dict[str, list[tuple[str, Pending]]] = {}
         self._heirs: dict[str, str] = {}
-        self._pools_ended: dict[str, int] = {}
+        self._pools_ended: dict[str, int] = {}  # `HostInfo.again` of the last one of each name
         self._keeping = 0  # how many `kept` are open
         self._closed = False
         self._run_number, self._batch_number, self.iteration = 0, 0, 0
@@ -150,7 +151,8 @@ class Workbench(Stages):
         """Let kernels to come find the hosts that there are now."""
         self._save_state()
         if isinstance(self._backend, RayBackend):
-            registry.rewrite(self.description, self._backend.processes)
+            names = [info.name for info in self._infos]
+            registry.rewrite(self.description, {name: self._backend.processes[name] for name in names})
 
     def __getattr__(self, name: str) -> WorkerGroup:
         if name == ROLLOUT:

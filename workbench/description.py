@@ -49,8 +49,10 @@ class Description:
 
     id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
     defaults: dtype, training and generation of models that say nothing of them.
+    devices: how many there are; None: as many as the cluster that was joined has.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
-    moved: the hosts, where `lab.move` has made others than the opening; they are not part of the `digest`.
+    moved: the hosts, where `lab.move` has made others than the opening. opened: the digest of the description that it
+    was opened with, where it has another by now. Neither is part of the `digest`.
     """
 
     id: str
@@ -60,12 +62,13 @@ class Description:
     prompts: Any
     backend: str
     device: str
-    devices: int
+    devices: int | None
     seed: int
     address: str | None
     defaults: Mapping[str, Any]
     share_memory: ShareMemory = False
     moved: tuple[HostInfo, ...] = ()
+    opened: str = ""
 
     @classmethod
     def of(
@@ -137,7 +140,7 @@ class Description:
             prompts=prompts,
             backend=backend,
             device=device,
-            devices=devices or (_device_count(device) if address is None else placement.devices),
+            devices=devices or (_device_count(device) if address is None else None),
             seed=seed,
             address=address,
             defaults=defaults,
@@ -170,8 +173,9 @@ class Description:
         return actor is not None and actor.adapter is not None and "reference" not in self.models
 
     def _check(self) -> None:
-        whole("devices", self.devices, 1)
-        if self.placement.devices > self.devices:
+        if self.devices is not None:
+            whole("devices", self.devices, 1)
+        if self.devices is not None and self.placement.devices > self.devices:
             what = "slots (shares of its cores)" if self.device == "cpu" else "GPUs"
             raise BadInput(
                 f"a placement of {self.placement.devices} devices ({self.placement})",
@@ -230,6 +234,11 @@ class Description:
             models["actor"] = models["actor"].generating(rollout.generation)
         return models
 
+    def declaring(self, models: Mapping[str, Any]) -> dict[str, Model]:
+        """`declared`, with models of more roles, as `wb.open` takes them."""
+        more = {role: Model.of(check_role(role), model).filled(role, **self.defaults) for role, model in models.items()}
+        return self.declared | more
+
     def placed(self, placement: Placement, models: dict[str, Model] | None = None) -> Description:
         """The same workbench under another placement of its roles; checked as at its opening.
 
@@ -239,7 +248,9 @@ class Description:
         models = self.declared if models is None else models
         if placement.has_rollout:
             models = _with_rollout(models)
-        changed = replace(self, models=models, placement=placement.restrict(models), moved=())
+        changed = replace(
+            self, models=models, placement=placement.restrict(models), moved=(), opened=self.opened or self.digest
+        )
         changed._check()
         return changed
 
@@ -416,7 +427,7 @@ class Description:
             rank=rank,
             world_size=pool.devices,
             device=f"{self.device}:{number}",
-            threads=max(1, cores() // self.placement.devices),
+            threads=self.threads,
             log_path=None,
             share_memory=self.share_memory,
             again=again,
@@ -426,10 +437,20 @@ class Description:
         )
 
     @property
+    def threads(self) -> int:
+        """Of each host: its share of a machine's cores."""
+        return max(1, cores() // self.placement.devices)
+
+    @property
     def digest(self) -> str:
         """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
-        fields = {field: value for field, value in vars(self).items() if field not in ("id", "moved")}
+        fields = {field: value for field, value in vars(self).items() if field not in ("id", "moved", "opened")}
         return fingerprint(fields)[:16]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of the descriptions that are this workbench's: what it is now, and what it was opened with."""
+        return tuple(dict.fromkeys(filter(None, (self.digest, self.opened))))
 
 
 def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:

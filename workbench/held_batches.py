@@ -17,9 +17,10 @@ from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import group_pulls
 from workbench.dataflow.references import Column, ShardCounts
 from workbench.dataflow.store import Origin, Store
-from workbench.errors import BadInput, HostDied, NotFound
+from workbench.errors import BadInput, HostDied, NotFound, StageError
 from workbench.views import Views
 from workbench.vocabulary import Vocabulary
+from workbench.workers.backends.base import Pending, answered
 from workbench.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class HeldBatches(Views):
     _counts: ShardCounts
     _id: str
     _tokenizer: Any
-    _broken: dict[str, str]
+    _broken: dict[str, str]  # what was lost, by pool
+    _late: dict[str, list[tuple[str, Pending]]]  # and what its hosts are still to do of a change that was given up
     _heirs: dict[str, str]
     vocabulary: Vocabulary
 
@@ -45,6 +47,17 @@ class HeldBatches(Views):
         if group.dropped:
             there = f"the workbench has {', '.join(self.groups)}"
             raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
+        for what, pending in self._late.pop(group.pool.name, []):
+            if not pending.done():
+                self._late.setdefault(group.pool.name, []).append((what, pending))
+            elif not answered(pending):
+                self._broken[group.pool.name] = what
+        if late := self._late.get(group.pool.name):
+            raise StageError(
+                f"pool {group.pool.name!r} is still at work on {late[0][0]}, which was given up",
+                "its hosts load, or wait for each other, and answer when that is over",
+                "try again in a while; where it lasts, open the workbench again with if_exists='replace'",
+            )
         if group.pool.name in self._broken:
             raise HostDied(
                 f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.store import Weights
+from workbench.display.interrupts import uninterrupted
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, HostDied, WorkbenchError
-from workbench.models.spec import Model
+from workbench.errors import BadInput, WorkbenchError
 from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG
 from workbench.starting import Note, Step, join_pools, load_roles, settle
+from workbench.workers.backends import Pending
+from workbench.workers.backends.base import answered
 from workbench.workers.calls import HostInfo
 from workbench.workers.role_state import Carried, RoleMove
 
@@ -30,9 +33,9 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench
     from workbench.description import Description
     from workbench.placement.change import PlacementChange
-    from workbench.workers.backends import Pending
 
-# How long hosts get to forget what was built for a move that came to nothing: a healthy one may still be loading it.
+# How long an error waits for hosts to forget what was built for a move that came to nothing; a healthy one may still be
+# loading it.
 ANSWER_S = 60.0
 
 
@@ -60,9 +63,7 @@ def add(lab: Workbench, role: str, model: Any, pool: str | None, devices: int | 
             where, f"a role stands in a pool, and there are {', '.join(pools)}",
             own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
         )  # fmt: skip
-    models = description.declared
-    if role != ROLLOUT:
-        models[role] = Model.of(role, model).filled(role, **description.defaults)
+    models = description.declared if role == ROLLOUT else description.declaring({role: model})
     placement = lab.placement.with_role(role, pool or pools[0], devices)
     return carry_out(lab, description.placed(placement, models), f"adding {role}")
 
@@ -125,10 +126,9 @@ class Move:
         self._key, self._run = f"{lab._id}-move-{secrets.token_hex(4)}", lab._next_run()
         there = {(info.pool, info.rank): info for info in lab._infos}
         pools = {pool.name: pool for pool in change.new.pools}
-        again = {info.pool: info.again + 1 for info in lab._infos} | lab._pools_ended
         self.infos = tuple(
             self._description.host(
-                pools[place.pool], place.rank, place.device, lab.run_folder, again.get(place.pool, 0)
+                pools[place.pool], place.rank, place.device, lab.run_folder, change.next_again(place.pool)
             )
             if place.new
             else there[place.pool, place.rank]
@@ -252,9 +252,10 @@ class Move:
         info = self.infos[place]
         return Step(what, info, self._lab._backend.work(info.name, method, *args))
 
+    @uninterrupted()
     def _abandon(self, error: BaseException) -> None:
         """End what is new; what was there goes on."""
-        lab, backend = self._lab, self._lab._backend
+        backend = self._lab._backend
         if self._started:
             with suppress(WorkbenchError):
                 backend.end(self.new)
@@ -266,38 +267,56 @@ class Move:
             backend.ask(info.name, "release", keys)
             asked.append((info, backend.work(info.name, "abandon_move", ending)))
         backend.wait([pending for _, pending in asked], ANSWER_S)
-        lost = [info for info, pending in asked if not _answered(pending)]
-        for info in lost:
-            lab._broken[info.pool] = self._title
+        lost, late = self._account(asked, self._title)
         if isinstance(error, WorkbenchError):
             error.value = f"{self._title}: {error.value}"
-            error.remedy = (
-                f"the old placement lost {', '.join(info.name for info in lost)}: open the workbench again with "
-                "if_exists='replace'"
-                if lost
-                else "; ".join(filter(None, ("the old placement goes on as it was", _no_opening(error.remedy))))
-            )
+        then = "the old placement goes on as it was"
+        if lost:
+            then = f"the old placement lost {', '.join(lost)}: open the workbench again with if_exists='replace'"
+        elif late:
+            then += f", when {', '.join(late)} have ended what they had begun"
+        if isinstance(error, WorkbenchError):
+            error.remedy = then if lost else "; ".join(filter(None, (then, _no_opening(error.remedy))))
+        elif lost or late:
+            error.add_note(f"{self._title} came to nothing; {then}")
+
+    def _account(self, asked: Sequence[tuple[HostInfo, Pending]], what: str) -> tuple[list[str], list[str]]:
+        """Note the pools of hosts that failed to do what they were asked, or have not done it yet; their names."""
+        lost, late = [], []
+        for info, pending in asked:
+            if not pending.done():
+                late.append(info.name)
+                self._lab._late.setdefault(info.pool, []).append((what, pending))
+            elif not answered(pending):
+                lost.append(info.name)
+                self._lab._broken[info.pool] = what
+        return lost, late
 
     # --- the switch ---------------------------------------------------------------------------------------------------
 
+    @uninterrupted()
     def _switch(self) -> None:
         lab, backend = self._lab, self._lab._backend
-        lab._stand(replace(self._description, moved=tuple(self._after)))
+        threads = self._description.threads
+        for info in self._after:
+            if info.threads != threads:
+                backend.work(info.name, "set_threads", threads)
+        lab._stand(replace(self._description, moved=tuple(replace(info, threads=threads) for info in self._after)))
         if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
             # its engines were made anew: what they hold is not what they were sent
             lab.weights[ROLLOUT] = Weights(steps=lab.weights[ROLLOUT].steps, state=secrets.token_hex(4))
         lab._heirs |= {self.infos[place].name: self.infos[heir].name for place, heir in self._change.heirs.items()}
-        lab._pools_ended |= {info.pool: info.again + 1 for info in self.ending}
+        lab._pools_ended |= {info.pool: info.again for info in self.ending}
         steps = [
             Step("replacing roles", info, backend.work(info.name, "replace_roles", self._closed.get(info.pool, []),
                                                        self._built.get(info.pool, [])))
             for info in self._kept
         ]  # fmt: skip
+        lab._record_hosts()
         try:
             settle(backend, steps, self._note)
         except BaseException:
-            for info in self._kept:
-                lab._broken[info.pool] = f"the last step of {self._title}"
+            self._account([(step.host, step.pending) for step in steps], f"the last step of {self._title}")
             raise
         finally:
             keys = [key for move in self._moves for key in move.published]
@@ -306,18 +325,6 @@ class Move:
             if self.ending:
                 self._note("ending old hosts")
                 backend.end(self.ending)
-            lab._record_hosts()
-
-
-def _answered(pending: Pending) -> bool:
-    """Whether a host did what it was asked."""
-    try:
-        if pending.done():
-            pending.result()
-            return True
-    except (HostDied, WorkbenchError):
-        pass
-    return False
 
 
 def _no_opening(remedy: str) -> str:

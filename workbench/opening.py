@@ -63,7 +63,7 @@ def open(
         whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
         On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
     if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
-        description, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
+        description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
     runs: folder under which the run folder (telemetry, logs) is made.
 
     Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
@@ -94,7 +94,8 @@ def open(
 def _open(description: Description, run_folder: Path, if_exists: IfExists, note: Callable[[str], None]) -> Workbench:
     name = description.name
     living = _living(name)
-    if living is not None and (if_exists == "error" or (if_exists == "attach" and living != description.digest)):
+    another = living is not None and description.digest not in living
+    if living is not None and (if_exists == "error" or (if_exists == "attach" and another)):
         raise NameTaken(
             f"a workbench named {name!r} lives",
             "if_exists='error'" if if_exists == "error" else "it was opened with another description",
@@ -112,7 +113,7 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
             record = registry.Record(
                 id=description.id,
                 name=name,
-                digest=description.digest,
+                digests=description.digests,
                 run_folder=str(run_folder),
                 address=lab._backend.cluster,
                 hosts=lab._backend.processes,
@@ -225,18 +226,18 @@ def _opened_here(name: str) -> Workbench | None:
     return None
 
 
-def _living(name: str) -> str | None:
-    """The digest of the workbench of that name that lives, or None; a dead one is swept away."""
+def _living(name: str) -> tuple[str, ...] | None:
+    """The digests of the workbench of that name that lives, or None; a dead one is swept away."""
     mine = _opened_here(name)
     if mine is not None and mine.description.backend == "inline":
-        return mine.description.digest
+        return mine.description.digests
     record = registry.find(name)
     if record is None:
         return None
     if record.alive is False:
         stop(name)
         return None
-    return record.digest
+    return record.digests
 
 
 @atexit.register

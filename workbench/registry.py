@@ -35,13 +35,13 @@ opened: dict[str, Workbench] = {}  # by name: those that this process opened or 
 class Record:
     """A workbench on Ray that was opened and not closed.
 
-    id: of this opening. digest: of its description. address: of its cluster; None: this user's own Ray head.
+    id: of this opening. digests: of its descriptions. address: of its cluster; None: this user's own Ray head.
     hosts: the process of each host, by the host's name.
     """
 
     id: str
     name: str
-    digest: str
+    digests: tuple[str, ...]
     run_folder: str
     address: str | None
     hosts: dict[str, Process]
@@ -77,7 +77,7 @@ def rewrite(description: Description, hosts: dict[str, Process]) -> None:
     """Record the hosts that a workbench has after a move; nothing is recorded of one that was closed elsewhere."""
     record = next((record for record in records() if record.id == description.id), None)
     if record is not None:
-        write(replace(record, hosts=hosts), description)
+        write(replace(record, hosts=hosts, digests=description.digests), description)
 
 
 def records() -> list[Record]:
@@ -87,7 +87,7 @@ def records() -> list[Record]:
         try:
             values = json.loads(path.read_text())
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
-            found.append(Record(**values, hosts=hosts))
+            found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
         except (OSError, ValueError, KeyError, TypeError):  # removed this moment, or written by another version
             continue
     return sorted(found, key=lambda record: record.name)

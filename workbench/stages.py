@@ -388,6 +388,7 @@ class Stages(HeldBatches):
                     "prompts": self.prompts.state,
                     "weights": {role: asdict(weights) for role, weights in self.weights.items()},
                     "draws": self._draws.get(self.iteration, -1),
+                    "pools_ended": self._pools_ended,
                 },
             )
 
@@ -403,5 +404,6 @@ class Stages(HeldBatches):
         for role, weights in state["weights"].items():
             self.weights[role] = Weights(steps=weights["steps"], state=secrets.token_hex(4))
         self._draws[self.iteration] = state["draws"]
+        self._pools_ended = state["pools_ended"]
         if self.prompts.source and state["prompts"]:
             self.prompts.source.load_state_dict(state["prompts"])

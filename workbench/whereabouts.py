@@ -15,14 +15,13 @@ from workbench.dataflow.carrier import carry, from_wire, to_wire
 from workbench.dataflow.store import Weights
 from workbench.description import Description
 from workbench.errors import BadInput, NotFound
-from workbench.placement import ROLLOUT, Placement
+from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend
 from workbench.workers.calls import HostInfo
 from workbench.workers.group import WorkerGroup
-from workbench.workers.roles.rollout import rollout_layout
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,6 +48,7 @@ class Whereabouts:
     _closed: bool
     _id: str
     weights: dict[str, Weights]
+    _pools_ended: dict[str, int]
 
     _bandwidth_bytes_s: float | None = None
 
@@ -73,9 +73,7 @@ class Whereabouts:
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
-                group = self.groups[role]
-                layout = rollout_layout(group.spec, len(group.hosts)) if role == ROLLOUT else group.layout
-                replica, stage, tensor = layout.coordinates(info.rank)
+                replica, stage, tensor = seen["layouts"][role].coordinates(info.rank)
                 row = {
                     "role": role,
                     "model": held["model"],
@@ -138,14 +136,16 @@ class Whereabouts:
             take_turns=description.takes_turns,
         )  # fmt: skip
 
-    def diff(self, placement: Placement) -> PlacementChange:
+    def diff(self, placement: Placement, **models: Any) -> PlacementChange:
         """What a change to another placement would move: which roles, how many bytes between which processes, the
         memory that it needs on each device, and how long it should take. Nothing is touched.
 
+        models: of roles that it has and the workbench lacks: `lab.diff(lab.placement.with_role("cost", "policy"),
+        cost=too_long)` says what `lab.add` would do.
         Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room, and there
         are devices for new processes beside the old ones, is `.fits`; `.require_fit()` raises.
         """
-        return self._change(self.description.placed(placement))
+        return self._change(self.description.placed(placement, self.description.declaring(models)))
 
     def _change(self, description: Description) -> PlacementChange:
         """From what it is to what a description says."""
@@ -157,9 +157,10 @@ class Whereabouts:
             models=self.description.role_models(),
             new_models=description.role_models(),
             numbers=self._numbers(),
-            batch_bytes={f"{i.pool}-{i.rank}": s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
-            fresh=[role for role, weights in self.weights.items() if not weights.steps and not weights.state],
+            batch_bytes={i.name: s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
+            fresh=set(self.weights).difference(*(s["moments"] for s in seen)),
             device=description.device,
+            again=self._pools_ended | {info.pool: info.again for info in self._infos},
             has_bytes=self._room(seen),
             bandwidth_bytes_s=bandwidth,
             measured=measured,

@@ -89,6 +89,8 @@ def test_from_one_pool_to_two_to_one_for_each_role() -> None:
         {"source": "shared-1", "destination": "scorers-1", "moved_bytes": 12 * VALUES},
     ]
     assert first.new_numbers == {"policy": (0, 1), "scorers": (2, 3)}
+    # a GPU is given to one process: new ones get others than those that are about to end
+    assert change(colocated, split, device="cuda").new_numbers == {"policy": (2, 3), "scorers": (4, 5)}
 
     second = change(split, apart)
     moved = {role.role: role.moved_bytes for role in second.roles}
@@ -112,7 +114,7 @@ def test_a_pool_is_kept_by_name_and_size() -> None:
     # "a" is another pool when it has another size, and its processes are new
     grown = change(old, Placement.of({"b": (1, FOUR[3:]), "a": (3, FOUR[:3])}))
     assert grown.kept == ("b",)
-    assert grown.names == ("a-0", "a-1", "b-0", "a-0 (new)", "a-1 (new)", "a-2 (new)")
+    assert grown.names == ("a-0", "a-1", "b-0", "a-0.1", "a-1.1", "a-2.1")
     assert grown.new_numbers == {"b": (2,), "a": (0, 1, 3)}, "the lowest that no kept pool uses"
 
 

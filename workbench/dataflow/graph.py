@@ -271,6 +271,7 @@ def _stage_of(
     if not callable(function):
         raise BadInput(f"stage {name!r}: {function!r:.60}", "a stage is an operation, or a function of a batch")
     if isinstance(function, GroupOperation):
+        function = function.now
         operation = function.operation
         arguments, _ = function.arguments(args, kwargs)
         return Stage(

@@ -98,12 +98,12 @@ class RolloutCaller:
 
     def __init__(self, lab: Workbench) -> None:
         self._lab, self._sync = lab, WeightSync(lab, ROLLOUT, "receive_weights")
-        rollout = lab.groups[ROLLOUT]
+        self._rollout = rollout = lab.groups[ROLLOUT]
         for name in DELEGATED:
-            delegated = GroupOperation(rollout, rollout.operations[name].operation, self)
-            lab.actor.delegate(name, delegated)
+            operation = rollout.operations[name].operation
+            lab.actor.delegate(name, GroupOperation(rollout, operation, self, asked=lab.actor))
             if name != "generate_sequences":  # which takes the weights as they are
-                rollout.delegate(name, delegated)
+                rollout.delegate(name, GroupOperation(rollout, operation, self))
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._lab.carry_out(self._prepare(operation, args, kwargs, wait=not self._lab.overlapping))
@@ -115,7 +115,8 @@ class RolloutCaller:
 
     def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Run:
         lab, name = self._lab, operation.name
-        rollout, generation = lab.groups[ROLLOUT], lab.description.generation
+        rollout, generation = self._rollout, lab.description.generation
+        lab._check_alive(rollout)
         assert generation is not None
 
         def synced() -> Sequence[Run]:

@@ -34,7 +34,6 @@ class PlacementChange(Moves):
     bandwidth_bytes_s, measured: what `seconds` assumes, and where that figure is from.
     """
 
-    device: str = "cpu"
     has_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     measured: str = ""
@@ -125,7 +124,7 @@ class PlacementChange(Moves):
             raise self.refusal
         if self.problem:
             raise BadInput(
-                f"moving from {self.old} to {self.new}",
+                f"a change from {self.old} to {self.new}",
                 self.problem,
                 remedy(self.after, self.devices, self.models_after, certain=True),
             )

@@ -5,8 +5,8 @@ Pure: nothing is touched. What a move does, and what is counted here:
 - A pool is kept where the new placement has one of the same name and as many devices: its processes stay. Roles that
   stay in it with the same layout are not touched; roles that leave it are closed, roles that join it are built, and
   roles with a new layout rebuilt there.
-- Every other pool gets new processes, on the lowest device numbers that no kept pool uses; then the old pools that are
-  not kept end.
+- Every other pool gets new processes, on the lowest device numbers that no kept pool uses, and of GPUs no old one
+  either; then the old pools that are not kept end.
 - A role that is new is built from its model, one that the new placement lacks is closed. An actor is rebuilt where
   rollout workers begin to generate for it, or cease to.
 - Any other role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank
@@ -26,7 +26,7 @@ import numpy as np
 
 from workbench.placement.estimate import Models, device_numbers
 from workbench.placement.layout import Layout
-from workbench.placement.placement import Placement
+from workbench.placement.placement import Placement, host_name
 from workbench.placement.state import Part, state_of
 
 Action = Literal["stays", "rebuilt", "moves", "added", "dropped"]
@@ -40,6 +40,7 @@ class Place:
     pool: str
     rank: int
     device: int
+    name: str
     ends: bool = False
     new: bool = False
 
@@ -67,7 +68,8 @@ class Moves:
     """What `old` -> `new` moves.
 
     models: what decides the bytes of each role of `old`; new_models: of `new`, None: the same ones.
-    numbers: device numbers of the old pools; None: counted up.
+    numbers: device numbers of the old pools; None: counted up. device: "cpu" or "cuda".
+    again: of the pools that there are or were, how many of that name came before; a new one is numbered after it.
     batch_bytes: what the old processes hold of batches, by their names. fresh: trained roles that have taken no
     optimizer step yet, so have no moments.
     """
@@ -77,6 +79,8 @@ class Moves:
     models: Models = field(repr=False)
     new_models: Models | None = field(default=None, repr=False)
     numbers: Mapping[str, Sequence[int]] | None = None
+    device: str = "cpu"
+    again: Mapping[str, int] = field(default_factory=dict)
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     fresh: Collection[str] = ()
 
@@ -101,7 +105,9 @@ class Moves:
     def new_numbers(self) -> dict[str, tuple[int, ...]]:
         """The device numbers of the new pools."""
         found = {name: self.old_numbers[name] for name in self.kept}
-        used = {number for numbers in found.values() for number in numbers}
+        # slots of a CPU are shares, that old and new may both have; a GPU is given to one process
+        taken = found if self.device == "cpu" else self.old_numbers
+        used = {number for numbers in taken.values() for number in numbers}
         free = iter(n for n in range(self.new.devices + len(used)) if n not in used)
         for pool in self.new.pools:
             if pool.name not in found:
@@ -111,27 +117,29 @@ class Moves:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Every process, those of before first; what moves goes from one of their indices to another."""
-        found = [
-            Place(pool=pool.name, rank=rank, device=self.old_numbers[pool.name][rank], ends=pool.name not in self.kept)
-            for pool in self.old.pools
-            for rank in range(pool.devices)
-        ]
-        found += [
-            Place(pool=pool.name, rank=rank, device=self.new_numbers[pool.name][rank], new=True)
-            for pool in self.new.pools
-            if pool.name not in self.kept
-            for rank in range(pool.devices)
-        ]
+        found = []
+        for pool in self.old.pools:
+            again, ends = self.again.get(pool.name, 0), pool.name not in self.kept
+            for rank, device in enumerate(self.old_numbers[pool.name]):
+                name = host_name(pool.name, rank, again)
+                found.append(Place(pool=pool.name, rank=rank, device=device, name=name, ends=ends))
+        for pool in self.new.pools:
+            if pool.name in self.kept:
+                continue
+            for rank, device in enumerate(self.new_numbers[pool.name]):
+                name = host_name(pool.name, rank, self.next_again(pool.name))
+                found.append(Place(pool=pool.name, rank=rank, device=device, name=name, new=True))
         return tuple(found)
+
+    def next_again(self, pool: str) -> int:
+        """Of a new pool, how many of its name came before."""
+        there = {pool.name for pool in self.old.pools} | self.again.keys()
+        return self.again.get(pool, 0) + 1 if pool in there else 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the places; those of a new pool that is called as one that ends say that they are new."""
-        old = {place.pool for place in self.places if not place.new}
-        return tuple(
-            f"{place.pool}-{place.rank}" + (" (new)" if place.new and place.pool in old else "")
-            for place in self.places
-        )
+        """The names of the places."""
+        return tuple(place.name for place in self.places)
 
     def parts(self, role: str) -> tuple[Part, ...]:
         """What a role has to take along."""

@@ -42,6 +42,11 @@ class Pool:
             check_role(role)
 
 
+def host_name(pool: str, rank: int, again: int = 0) -> str:
+    """Of the process of a pool's rank; again: how many pools of that name a workbench had before this one."""
+    return f"{pool}-{rank}" + (f".{again}" if again else "")
+
+
 Layouts = Mapping[str, Layout | tuple[int, ...]]
 
 

@@ -18,6 +18,7 @@ from workbench.dataflow.location import Pull
 from workbench.dataflow.row_numbers import pack
 from workbench.engines.settings import ShareMemory
 from workbench.errors import BadInput, StageError
+from workbench.placement import host_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class HostInfo:
     @property
     def name(self) -> str:
         """Unique in its workbench, for all its life: batches are known by the hosts that made them."""
-        return f"{self.pool}-{self.rank}" + (f".{self.again}" if self.again else "")
+        return host_name(self.pool, self.rank, self.again)
 
     @property
     def peers(self) -> tuple[str, ...]:

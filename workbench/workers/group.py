@@ -36,8 +36,12 @@ class Placer(Caller, Protocol):
 class GroupOperation:
     """One operation of a group, to be called from a cell: `lab.critic.compute_values(batch)`."""
 
-    def __init__(self, group: WorkerGroup, operation: Operation, caller: Caller) -> None:
+    def __init__(
+        self, group: WorkerGroup, operation: Operation, caller: Caller, asked: WorkerGroup | None = None
+    ) -> None:
         self.group, self.operation, self._caller = group, operation, caller
+        self._asked = asked or group
+        self._spec: Model | None = None
         self._method: Any = None
         self._method_code = ""
         self.__name__ = operation.name
@@ -56,11 +60,18 @@ class GroupOperation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises."""
-        return self._caller.call(self.group, self.operation, args, kwargs)
+        now = self.now
+        return now._caller.call(now.group, now.operation, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Run:
         """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
-        return self._caller.submit(self.group, self.operation, args, kwargs)
+        now = self.now
+        return now._caller.submit(now.group, now.operation, args, kwargs)
+
+    @property
+    def now(self) -> GroupOperation:
+        """Who carries it out by now: rollout workers come and go."""
+        return self._asked.operations.get(self.operation.name, self)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """All arguments by name, checked, and how many samples a row are asked for; the batch is not among them."""
@@ -78,11 +89,12 @@ class GroupOperation:
             self.operation.check_columns(arguments, self.group.spec, names)
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
-        """A short text that is equal for equal code, arguments and, where a function scores, function."""
-        method = getattr(self.group.worker_class, self.operation.name)
-        if method is not self._method:  # reading the code of a class takes milliseconds
-            self._method, self._method_code = method, fingerprint(method)
-        return fingerprint((self._method_code, sorted(arguments.items()), samples, self.group.spec.function))[:12]
+        """A short text that is equal for equal code, arguments and models, functions that score among them."""
+        method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
+        if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
+            self._method, self._spec = method, spec
+            self._method_code = fingerprint((method, spec))
+        return fingerprint((self._method_code, sorted(arguments.items()), samples))[:12]
 
     def __repr__(self) -> str:
         return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"

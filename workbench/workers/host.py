@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -359,6 +360,11 @@ class Host:
         """Let this process's generators of random numbers go on where those of another stand."""
         set_random_state(state)
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with as many threads, now that there are more or fewer hosts."""
+        self.info = replace(self.info, threads=threads)
+        torch.set_num_threads(threads)
+
     def replace_roles(self, closed: Sequence[str], opened: Sequence[str]) -> None:
         """Close roles, and put those that were built beside in their places. All ranks of the pool do it."""
         for role in closed:
@@ -429,6 +435,8 @@ class Host:
             "batch_bytes": batches,
             "shards": shards,
             "published_bytes": self._exchange.held_bytes,
+            "moments": [role for role, worker in self.workers.items() if _has_moments(worker)],
+            "layouts": {role: worker.layout for role, worker in self.workers.items()},
             "roles": {role: {**w.describe(), **w.memory_bytes()} for role, w in self.workers.items()},
         }
 
@@ -439,3 +447,9 @@ class Host:
             worker.close()
         self.workers.clear()
         self._shards.clear()
+
+
+def _has_moments(worker: Worker) -> bool:
+    """Whether a role's optimizer has taken a step."""
+    engine = getattr(worker, "engine", None)
+    return engine is not None and engine.has_moments

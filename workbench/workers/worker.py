@@ -74,6 +74,11 @@ class Worker:
         self.spec, self.context = spec, context
 
     @property
+    def layout(self) -> Layout:
+        """How its weights lie on the ranks."""
+        return self.context.layout
+
+    @property
     def uses_device(self) -> bool:
         """Whether it holds memory on the device, which it leaves and comes back to where roles share it."""
         return False

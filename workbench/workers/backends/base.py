@@ -21,6 +21,17 @@ class Pending(ABC):
         """Wait for the answer; raises what the host raised."""
 
 
+def answered(pending: Pending) -> bool:
+    """Whether a host has done what it was asked, by now."""
+    try:
+        if pending.done():
+            pending.result()
+            return True
+    except Exception:  # whatever the host raised
+        pass
+    return False
+
+
 class Backend(ABC):
     """Starts hosts and carries calls to them."""
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -23,6 +24,7 @@ END_GRACE_S = 10
 POLL_S = 0.2
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001
+GROUPS = "/devices/"  # in the names of placement groups of workbenches
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -134,7 +136,7 @@ def _remove_groups(ray: Any, prefix: str) -> None:
 
 
 def _groups_prefix(lab: str) -> str:
-    return f"{lab}/devices/"
+    return f"{lab}{GROUPS}"
 
 
 def _group_name(info: HostInfo) -> str:
@@ -184,23 +186,20 @@ class RayBackend(Backend):
 
     def start(self, infos: Sequence[HostInfo]) -> None:
         self.check(infos)
-        alone, nodes = len(infos) == 1 and not self._actors, self._nodes(infos)
-        first = 0
+        nodes, first = self._nodes(infos), 0
         for _, ranks in groupby(infos, key=lambda info: info.pool):
             pool = list(ranks)
-            self._start_pool(pool, nodes[first : first + len(pool)], alone=alone)
+            self._start_pool(pool, nodes[first : first + len(pool)])
             first += len(pool)
         asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
         while not self.wait(list(asked.values()), POLL_S):
             self._note("starting hosts")
         self.processes |= {name: pending.result() for name, pending in asked.items()}
 
-    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str], *, alone: bool) -> None:
+    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
         ray = self._ray
         group = self._devices(infos, nodes)
         actor_class = _actor_class(ray)
-        # idle threads that spin take the cores from the other hosts: up to ten times slower
-        wait = {} if alone else {"OMP_WAIT_POLICY": "passive"}
         for index, info in enumerate(infos):
             threads = str(info.threads)
             self._actors[info.name] = actor_class.options(
@@ -214,7 +213,8 @@ class RayBackend(Backend):
                     "env_vars": {
                         "OMP_NUM_THREADS": threads,
                         "MKL_NUM_THREADS": threads,
-                        **wait,
+                        # idle threads that spin take the cores from other hosts: up to ten times slower
+                        "OMP_WAIT_POLICY": "passive",
                         "TOKENIZERS_PARALLELISM": "false",
                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
                     }
@@ -265,7 +265,13 @@ class RayBackend(Backend):
         kind, available = "GPU" if _gpus(infos[0]) else "CPU", self._ray._private.state.available_resources_per_node()
         free = {node: round(available.get(node, {}).get(kind, 0)) for node in alive}
         pools = [len(list(ranks)) for _, ranks in groupby(infos, key=lambda info: info.pool)]
-        return [node for nodes in nodes_of_pools(pools, free) or [] for node in nodes]
+        found = nodes_of_pools(pools, free)
+        if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
+            table = self._ray.util.placement_group_table().values()
+            here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
+            hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
+            found = nodes_of_pools(pools, {node: max(0, cores - hosts[node]) for node, cores in free.items()}) or found
+        return [node for nodes in found or [] for node in nodes]
 
     def attach(self, infos: Sequence[HostInfo]) -> None:
         for info in infos:

@@ -57,11 +57,14 @@ class RolloutWorker(SamplingWorker):
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
         self._moved, self._trained = False, (0, 0)
-        self._layout = rollout_layout(spec, context.layout.size)
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
         self._unreported: Metrics = {}
         if not context.waits:
             self.begin()
+
+    @property
+    def layout(self) -> Layout:
+        return rollout_layout(self.spec, self.context.layout.size)
 
     def begin(self) -> None:
         spec, context = self.spec, self.context
@@ -113,7 +116,7 @@ class RolloutWorker(SamplingWorker):
             found.append(self.context.exchange.contents(published))
             self._trained = noted.trained_version, noted.restored = found[0].version, found[0].restored
             noted.version = noted.trained_version
-            intake = self._intake(published.layout, self._layout)
+            intake = self._intake(published.layout, self.layout)
             before = intake.received_bytes
             weights = intake.weights(published, self.context.device)
             noted.taken_bytes = self.generator.update_weights(weights, found[0].version)

@@ -1,0 +1,47 @@
+"""An interrupt in the middle of a step that must not be left half done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from workbench.display.interrupts import uninterrupted
+
+
+def test_an_interrupt_waits_for_the_end() -> None:
+    before, done = signal.getsignal(signal.SIGINT), list[int]()
+
+    @uninterrupted()
+    def step() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_is_told_before_an_interrupt() -> None:
+    @uninterrupted()
+    def step() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        step()
+
+
+def test_another_thread_is_left_alone() -> None:
+    done = list[int]()
+
+    def step() -> None:
+        with uninterrupted():
+            done.append(1)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert done == [1]
