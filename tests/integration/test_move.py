@@ -49,7 +49,7 @@ class WatchedCritic(CriticWorker):
             load_part(*args)
             time.sleep(0.02)
 
-        self.engine.load_part = slowly  # type: ignore[method-assign]
+        self.engine.load_part = slowly  # type: ignore[assignment,method-assign]
 
 
 def open_lab(name: str, runs: Any, placement: wb.Placement, **options: Any) -> wb.Workbench:
@@ -160,12 +160,16 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
 
     def killing(host: str, method: str, *args: Any, **kwargs: Any) -> Any:
         pending = work(host, method, *args, **kwargs)
-        if method == "take_role" and host not in hosts and host.startswith("scorers-0"):
+        process = backend.processes.get(host)
+        alive = process is not None and psutil.pid_exists(process.pid)
+        if method == "take_role" and host not in hosts and host.startswith("scorers-0") and alive:
             while backend.ask(host, "status").result()[0] != "taking critic":
                 time.sleep(0.02)
             time.sleep(0.2)  # some of the critic is there, and more is on its way
             assert not pending.done()
-            psutil.Process(backend.processes[host].pid).kill()
+            killed = psutil.Process(process.pid)
+            killed.kill()
+            killed.wait(10)
         return pending
 
     monkeypatch.setattr(backend, "work", killing)
