@@ -5,33 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from workbench.dataflow.carrier import (
-    carried_bytes,
-    carry,
-    columns_of,
-    end_to_end,
-    from_wire,
-    own_copy,
-    rows_at,
-    side_by_side,
-    to_wire,
-    under_names,
-)
-from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.location import Pull, inherited
-from workbench.errors import BadInput, NotFound, StageError
+from workbench.errors import BadInput
 from workbench.machine import available_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
@@ -40,35 +24,24 @@ from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Re
 from workbench.workers.communicator import Communicator
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
+from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-class Peers(Protocol):
-    """Other hosts, as seen from one: they answer while they compute, and cut what they keep on request."""
-
-    def call(self, host: str, method: str, *args: Any) -> Any: ...
-
-
-class Host:
+class Host(Shards):
     """Rank `info.rank` of a pool. Works the same inside a Ray actor and inside the kernel."""
 
     def __init__(self, info: HostInfo, peers: Peers) -> None:
-        self.info, self._peers = info, peers
-        self.recorder = Recorder()
+        super().__init__(info, Recorder(), peers)
         self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
         self._incoming: dict[str, Worker] = {}  # built, and not yet in their places
         self._device = SharedDevice(info, self.recorder, self.workers)
-        self._shards: dict[str, TensorDict] = {}
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
-        self._lock = threading.Lock()
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
@@ -190,109 +163,17 @@ class Host:
             failure=failure,
         )
 
-    def _keep(self, columns: Table, call: Call) -> Table:
-        for name, column in columns.items():
-            self._check_column(name, column, call)
-        if columns and call.keep:
-            with self._lock:
-                self._shards[call.key] = carry(columns)
-        return columns
-
-    def _check_column(self, name: str, column: Any, call: Call) -> None:
-        # operation and rank are named where the failures of all ranks are put together
-        if isinstance(column, torch.Tensor) and column.ndim == 0:
-            raise StageError(
-                f"column {name!r} is a tensor without axes",
-                "its first axis is the rows",
-                "return one value a row",
-            )
-        if not isinstance(column, torch.Tensor | Ragged | list):
-            raise StageError(
-                f"column {name!r} is a {type(column).__name__}",
-                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
-                "turn arrays into tensors with torch.from_numpy(array)",
-            )
-        if isinstance(column, Ragged) and int(column.lengths.sum()) != len(column.values):
-            raise StageError(
-                f"column {name!r} has {len(column.values)} values for lengths that add up to "
-                f"{int(column.lengths.sum())}",
-                "a Ragged holds its rows end to end",
-            )
-        rows = 0 if call.rows is None else len(call.rows)
-        if len(column) != rows:
-            raise StageError(
-                f"column {name!r} has {len(column)} rows",
-                f"that rank was given {rows}, and an operation returns one row for each, in the same order",
-            )
-
     def _note_progress(self, done: int, total: int, tokens: int) -> None:
         self._progress = (done, total, tokens)
         if self.on_progress is not None:
             self.on_progress(done, total, tokens)
 
-    # --- batches -------------------------------------------------------------------------------------------------
-
-    def _pull(self, call: Call, counted: Any) -> Table:
-        assert call.rows is not None
-        pulled: Table = {}
-        for names, pulls in call.pulls:
-            parts = []
-            for pull in pulls:
-                parts.append(self._fetch_one(call, names, pull))
-                counted.bytes += 0 if self._is_here(pull) else carried_bytes(parts[-1])
-            order = np.argsort(np.concatenate([pull.destinations for pull in pulls]))
-            columns = columns_of(rows_at(end_to_end(parts), order))
-            if len(pulls) == 1 and self._is_here(pulls[0]) and side_by_side(pulls[0].positions):
-                columns = own_copy(columns)  # a worker may write in what it is given, and a batch does not change
-            pulled |= columns
-        return pulled
-
-    def _is_here(self, pull: Pull) -> bool:
-        return pull.shard.host == self.info.name
-
-    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> TensorDict:
-        if self._is_here(pull):
-            kept = self._columns(pull.shard.key, pull.kept(names))
-            return under_names(pull, rows_at(kept, pull.positions), names)
-        with self.recorder.transfer(
-            pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
-        ) as moved:
-            asked = (pull.shard.key, pull.kept(names), pull.positions)
-            part = from_wire(self._peers.call(pull.shard.host, "fetch", *asked))
-            moved.bytes = carried_bytes(part)
-        return under_names(pull, part, names)
-
-    def _columns(self, key: str, names: Iterable[str]) -> TensorDict:
-        with self._lock:
-            shard = self._shards.get(key)
-        if shard is None:
-            raise NotFound(
-                f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
-            )
-        return shard.select(*names)
-
-    def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
-        """Cut rows of a shard for another process."""
-        return to_wire(rows_at(self._columns(key, columns), positions))
-
-    def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
-        """Lengths of rows of a ragged column: what a controller needs to balance rows, without their tokens."""
-        ragged = columns_of(self._columns(key, (column,)))[column]
-        assert isinstance(ragged, Ragged), column
-        lengths: np.ndarray = ragged.lengths.numpy()[positions]
-        return lengths
-
-    def put(self, key: str, wire: dict[str, Any]) -> None:
-        """Keep a table that the controller made (prompts)."""
-        with self._lock:
-            self._shards[key] = from_wire(wire)
+    # --- what it keeps for others -----------------------------------------------------------------------------------
 
     def release(self, keys: Collection[str]) -> None:
         """Forget shards that no handle refers to any more, and published weights that have been taken."""
         self._exchange.release(keys)
-        with self._lock:
-            for key in keys:
-                self._shards.pop(key, None)
+        super().release(keys)
 
     # --- published weights -------------------------------------------------------------------------------------------
 
@@ -326,23 +207,8 @@ class Host:
     def take_shards(self, host: str, run: int) -> list[Transfer]:
         """Take over the shards of a host that is about to end; what that moved."""
         with self._moving(f"taking the batches of {host}", run, ""):
-            for key in self._peers.call(host, "shard_keys"):
-                with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
-                    shard = from_wire(self._peers.call(host, "whole_shard", key))
-                    moved.bytes = carried_bytes(shard)
-                with self._lock:
-                    self._shards[inherited(host, key)] = shard
+            self.inherit(host)
         return self.recorder.drain()[1]
-
-    def shard_keys(self) -> list[str]:
-        """The keys of all shards."""
-        with self._lock:
-            return list(self._shards)
-
-    def whole_shard(self, key: str) -> dict[str, Any]:
-        """A shard, for another process."""
-        with self._lock:
-            return to_wire(self._shards[key])
 
     @contextmanager
     def _moving(self, what: str, run: int, role: str) -> Iterator[None]:
@@ -382,9 +248,7 @@ class Host:
         """Forget what was built beside, and the shards that came from hosts which do not end after all."""
         self._incoming.clear()
         gc.collect()
-        with self._lock:
-            for key in [key for key in self._shards if key.startswith(tuple(inherited(host, "") for host in hosts))]:
-                del self._shards[key]
+        self.disinherit(hosts)
 
     # --- going back --------------------------------------------------------------------------------------------------
 
@@ -417,9 +281,6 @@ class Host:
         """Process, device, roles and bytes, read from the live objects."""
         import psutil
 
-        with self._lock:
-            batches = sum(map(carried_bytes, self._shards.values()))
-            shards = len(self._shards)
         on_gpu = self.info.device.startswith("cuda")
         return {
             "host": self.info.name,
@@ -432,8 +293,8 @@ class Host:
             "device_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
             "threads": self.info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
-            "batch_bytes": batches,
-            "shards": shards,
+            "batch_bytes": self.shard_bytes,
+            "shards": len(self.shard_keys()),
             "published_bytes": self._exchange.held_bytes,
             "moments": [role for role, worker in self.workers.items() if _has_moments(worker)],
             "layouts": {role: worker.layout for role, worker in self.workers.items()},

@@ -1,0 +1,176 @@
+"""The rows of batches that a process keeps, gives to others, and pulls from them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from workbench.dataflow.carrier import (
+    carried_bytes,
+    carry,
+    columns_of,
+    end_to_end,
+    from_wire,
+    own_copy,
+    rows_at,
+    side_by_side,
+    to_wire,
+    under_names,
+)
+from workbench.dataflow.columns import Ragged, Table
+from workbench.dataflow.location import Pull, inherited
+from workbench.errors import NotFound, StageError
+from workbench.telemetry import Recorder
+from workbench.workers.calls import Call, HostInfo
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class Peers(Protocol):
+    """Other hosts, as seen from one: they answer while they compute, and cut what they keep on request."""
+
+    def call(self, host: str, method: str, *args: Any) -> Any: ...
+
+
+class Shards:
+    """Shards by key: some columns of some rows, which hosts pull from each other."""
+
+    def __init__(self, info: HostInfo, recorder: Recorder, peers: Peers) -> None:
+        self.info, self.recorder, self._peers = info, recorder, peers
+        self._shards: dict[str, TensorDict] = {}
+        self._lock = threading.Lock()
+
+    def _keep(self, columns: Table, call: Call) -> Table:
+        for name, column in columns.items():
+            _check_column(name, column, call)
+        if columns and call.keep:
+            with self._lock:
+                self._shards[call.key] = carry(columns)
+        return columns
+
+    def _pull(self, call: Call, counted: Any) -> Table:
+        assert call.rows is not None
+        pulled: Table = {}
+        for names, pulls in call.pulls:
+            parts = []
+            for pull in pulls:
+                parts.append(self._fetch_one(call, names, pull))
+                counted.bytes += 0 if self._is_here(pull) else carried_bytes(parts[-1])
+            order = np.argsort(np.concatenate([pull.destinations for pull in pulls]))
+            columns = columns_of(rows_at(end_to_end(parts), order))
+            if len(pulls) == 1 and self._is_here(pulls[0]) and side_by_side(pulls[0].positions):
+                columns = own_copy(columns)  # a worker may write in what it is given, and a batch does not change
+            pulled |= columns
+        return pulled
+
+    def _is_here(self, pull: Pull) -> bool:
+        return pull.shard.host == self.info.name
+
+    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> TensorDict:
+        if self._is_here(pull):
+            kept = self._columns(pull.shard.key, pull.kept(names))
+            return under_names(pull, rows_at(kept, pull.positions), names)
+        with self.recorder.transfer(
+            pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
+        ) as moved:
+            asked = (pull.shard.key, pull.kept(names), pull.positions)
+            part = from_wire(self._peers.call(pull.shard.host, "fetch", *asked))
+            moved.bytes = carried_bytes(part)
+        return under_names(pull, part, names)
+
+    def _columns(self, key: str, names: Iterable[str]) -> TensorDict:
+        with self._lock:
+            shard = self._shards.get(key)
+        if shard is None:
+            raise NotFound(
+                f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
+            )
+        return shard.select(*names)
+
+    def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
+        """Cut rows of a shard for another process."""
+        return to_wire(rows_at(self._columns(key, columns), positions))
+
+    def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
+        """Lengths of rows of a ragged column: what a controller needs to balance rows, without their tokens."""
+        ragged = columns_of(self._columns(key, (column,)))[column]
+        assert isinstance(ragged, Ragged), column
+        lengths: np.ndarray = ragged.lengths.numpy()[positions]
+        return lengths
+
+    def put(self, key: str, wire: dict[str, Any]) -> None:
+        """Keep a table that the controller made (prompts)."""
+        with self._lock:
+            self._shards[key] = from_wire(wire)
+
+    def release(self, keys: Collection[str]) -> None:
+        """Forget shards that no handle refers to any more."""
+        with self._lock:
+            for key in keys:
+                self._shards.pop(key, None)
+
+    # --- of a host that is about to end ------------------------------------------------------------------------------
+
+    def inherit(self, host: str) -> None:
+        """Take over all its shards."""
+        for key in self._peers.call(host, "shard_keys"):
+            with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
+                shard = from_wire(self._peers.call(host, "whole_shard", key))
+                moved.bytes = carried_bytes(shard)
+            with self._lock:
+                self._shards[inherited(host, key)] = shard
+
+    def disinherit(self, hosts: Collection[str]) -> None:
+        """Forget what came from hosts that do not end after all."""
+        beginnings = tuple(inherited(host, "") for host in hosts)
+        with self._lock:
+            for key in [key for key in self._shards if key.startswith(beginnings)]:
+                del self._shards[key]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of all shards."""
+        with self._lock:
+            return sum(map(carried_bytes, self._shards.values()))
+
+    def shard_keys(self) -> list[str]:
+        """The keys of all shards."""
+        with self._lock:
+            return list(self._shards)
+
+    def whole_shard(self, key: str) -> dict[str, Any]:
+        """A shard, for another process."""
+        with self._lock:
+            return to_wire(self._shards[key])
+
+
+def _check_column(name: str, column: Any, call: Call) -> None:
+    # operation and rank are named where the failures of all ranks are put together
+    if isinstance(column, torch.Tensor) and column.ndim == 0:
+        raise StageError(
+            f"column {name!r} is a tensor without axes",
+            "its first axis is the rows",
+            "return one value a row",
+        )
+    if not isinstance(column, torch.Tensor | Ragged | list):
+        raise StageError(
+            f"column {name!r} is a {type(column).__name__}",
+            "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
+            "turn arrays into tensors with torch.from_numpy(array)",
+        )
+    if isinstance(column, Ragged) and int(column.lengths.sum()) != len(column.values):
+        raise StageError(
+            f"column {name!r} has {len(column.values)} values for lengths that add up to {int(column.lengths.sum())}",
+            "a Ragged holds its rows end to end",
+        )
+    rows = 0 if call.rows is None else len(call.rows)
+    if len(column) != rows:
+        raise StageError(
+            f"column {name!r} has {len(column)} rows",
+            f"that rank was given {rows}, and an operation returns one row for each, in the same order",
+        )
