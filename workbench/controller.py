@@ -233,7 +233,8 @@ class Workbench(Stages):
 
     def drop(self, role: str) -> PlacementChange:
         """Close a role, and free what it holds, what it has learned among it: `lab.drop("cost")`. A pool that is left
-        without a role ends; batches on its hosts move to others."""
+        without a role ends; batches on its hosts move to others. Also of a role that was lost with
+        its pool, where it was alone there: what the hosts kept is gone."""
         return drop(self, role)
 
     def resize(self, pool: str, devices: int) -> PlacementChange:

@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 class HeldBatches(Views):
     """The methods of a `Workbench` that move rows between the notebook and the hosts, and what `Batch` asks of it."""
 
-    lead: WorkerGroup
     looping: bool
     store: Store
     _batch_number: int
     _counts: ShardCounts
     _id: str
     _tokenizer: Any
-    _broken: dict[str, str]  # what was lost, by pool
-    _late: dict[str, list[tuple[str, Pending]]]  # and what its hosts are still to do of a change that was given up
+    _late: dict[str, list[tuple[str, Pending]]]  # by pool: what its hosts are still to do of a change that was given up
     _heirs: dict[str, str]
     vocabulary: Vocabulary
 

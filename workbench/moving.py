@@ -95,8 +95,10 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
 
 def carry_out(lab: Workbench, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
+    lost = lab._given_up(description)
     for group in lab.groups.values():
-        lab._check_alive(group)
+        if group.pool.name not in lost:
+            lab._check_alive(group)
     if lab.overlapping or lab._keeping:
         where = "overlap()" if lab.overlapping else "kept()"
         raise BadInput(
@@ -260,7 +262,7 @@ class Move:
             with suppress(WorkbenchError):
                 backend.end(self.new)
         new = set(self.new)
-        old = [info for info in self.infos if info not in new]
+        old = [info for info in self.infos if info not in new and info.pool not in self._change.lost]
         keys, ending = [key for move in self._moves for key in move.published], [info.name for info in self.ending]
         asked: list[tuple[HostInfo, Pending]] = []
         for info in old:
@@ -312,6 +314,8 @@ class Move:
                                                        self._built.get(info.pool, [])))
             for info in self._kept
         ]  # fmt: skip
+        for info in self.ending:
+            lab._broken.pop(info.pool, None)
         lab._record_hosts()
         try:
             settle(backend, steps, self._note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +42,14 @@ class Whereabouts:
     description: Description
     placement: Placement
     groups: dict[str, WorkerGroup]
+    lead: WorkerGroup
     telemetry: TelemetryStore
     _infos: Sequence[HostInfo]
     _backend: Backend
     _closed: bool
     _id: str
     weights: dict[str, Weights]
+    _broken: dict[str, str]  # what was lost, by pool
     _pools_ended: dict[str, int]
 
     _bandwidth_bytes_s: float | None = None
@@ -56,10 +58,10 @@ class Whereabouts:
         if self._closed:
             raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
 
-    def _seen(self) -> list[dict[str, Any]]:
-        """What every host says of itself, in the order of `_infos`."""
+    def _seen(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
+        """What every host says of itself, in the order of `_infos`; without those of some pools."""
         self._check_open()
-        asked = [self._backend.ask(info.name, "describe") for info in self._infos]
+        asked = [self._backend.ask(info.name, "describe") for info in self._infos if info.pool not in without]
         return [answer.result() for answer in asked]
 
     def topology(self) -> pd.DataFrame:
@@ -129,7 +131,7 @@ class Whereabouts:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
         self._check_open()
         description = self.description if placement is None else self.description.placed(placement)
-        seen = self._backend.ask(self._infos[0].name, "describe").result()
+        seen = self._backend.ask(self.lead.hosts[0], "describe").result()
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
             device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
@@ -149,7 +151,8 @@ class Whereabouts:
 
     def _change(self, description: Description) -> PlacementChange:
         """From what it is to what a description says."""
-        seen = self._seen()
+        lost = self._given_up(description)
+        seen = self._seen(without=lost)
         bandwidth, measured = self._bandwidth()
         change = PlacementChange(
             old=self.placement,
@@ -157,7 +160,8 @@ class Whereabouts:
             models=self.description.role_models(),
             new_models=description.role_models(),
             numbers=self._numbers(),
-            batch_bytes={i.name: s["batch_bytes"] for i, s in zip(self._infos, seen, strict=True)},
+            batch_bytes={s["host"]: s["batch_bytes"] for s in seen},
+            lost=lost,
             fresh=set(self.weights).difference(*(s["moments"] for s in seen)),
             device=description.device,
             again=self._pools_ended | {info.pool: info.again for info in self._infos},
@@ -166,6 +170,13 @@ class Whereabouts:
             measured=measured,
         )
         return replace(change, refusal=self._refusal(change))
+
+    def _given_up(self, description: Description) -> set[str]:
+        """The pools that were lost, where another description has none of their roles: they may go as they are."""
+        wanted = set(description.placement.roles)
+        return {
+            pool.name for pool in self.placement.pools if pool.name in self._broken and not wanted & set(pool.roles)
+        }
 
     def _refusal(self, change: PlacementChange) -> BadInput | None:
         """`PlacementChange.refusal`."""
@@ -207,7 +218,7 @@ class Whereabouts:
         if self.description.backend == "inline":
             return None, ""
         if self._bandwidth_bytes_s is None:
-            self._bandwidth_bytes_s = self._timed_transfer(self._infos[0].name)
+            self._bandwidth_bytes_s = self._timed_transfer(self.lead.hosts[0])
         return self._bandwidth_bytes_s, "measured once, from a host to this process"
 
     def _timed_transfer(self, host: str) -> float:

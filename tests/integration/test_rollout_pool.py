@@ -172,6 +172,10 @@ def test_a_rollout_host_that_dies_takes_no_actor_with_it(
         cut.actor.generate_sequences(cut.prompts.next(4))
     train(cut, batch)
     assert cut._backend.ask("train-0", "describe").result()["published_bytes"] == 0
+    cut.drop("rollout")  # the actor is whole: it goes on alone
+    drawn = cut.actor.generate_sequences(cut.prompts.next(4), max_new_tokens=4)
+    assert drawn.meta["weights_version"] == cut.weights["actor"].steps
+    assert set(cut._backend.processes) == {"train-0", "train-1"}  # type: ignore[attr-defined]
 
 
 def test_weights_that_zero_has_sharded_arrive(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class Moves:
     models: what decides the bytes of each role of `old`; new_models: of `new`, None: the same ones.
     numbers: device numbers of the old pools; None: counted up. device: "cpu" or "cuda".
     again: of the pools that there are or were, how many of that name came before; a new one is numbered after it.
+    lost: old pools whose processes answer no more, and whose roles `new` does not have.
     batch_bytes: what the old processes hold of batches, by their names. fresh: trained roles that have taken no
     optimizer step yet, so have no moments.
     """
@@ -83,6 +84,7 @@ class Moves:
     again: Mapping[str, int] = field(default_factory=dict)
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     fresh: Collection[str] = ()
+    lost: Collection[str] = ()
 
     @property
     def models_after(self) -> Models:
@@ -181,7 +183,7 @@ class Moves:
         """Of each place that ends, that which takes its batches over."""
         new = [n for n, place in enumerate(self.places) if place.new]
         takers = new or [n for n, place in enumerate(self.places) if not place.ends]
-        ending = [n for n, place in enumerate(self.places) if place.ends]
+        ending = [n for n, place in enumerate(self.places) if place.ends and place.pool not in self.lost]
         return {n: takers[turn % len(takers)] for turn, n in enumerate(ending)}
 
     @cached_property
