@@ -307,7 +307,7 @@ def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
         prompts, generate = lab.prompts.next(2), lab.actor.generate_sequences
         draw()
         change = lab.add("rollout", pool="engines", devices=1)
-        assert {c.role: c.action for c in change.roles} == {"actor": "rebuilt", "rollout": "added"}
+        assert {c.role: c.action for c in change.roles} == {"actor": "engine", "rollout": "added"}
         held = lab.topology().set_index("role")["generation_weights_bytes"]
         assert held["actor"] == 0 < held["rollout"]
         draw()
@@ -315,7 +315,7 @@ def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
         here = lab.actor.weight_digests()
         rollout, delegated = lab.rollout, lab.actor.generate_sequences
         assert generate(prompts, **seeded).meta["weights_version"] == 4
-        assert lab.move(wb.Placement.colocate(1)).frame()["action"].tolist() == ["rebuilt", "dropped"]
+        assert lab.move(wb.Placement.colocate(1)).frame()["action"].tolist() == ["engine", "dropped"]
         with pytest.raises(NotFound, match="the rollout was dropped"):
             rollout.generate_sequences(prompts, **seeded)
         with pytest.raises(NotFound, match="the rollout was dropped"):

@@ -21,6 +21,7 @@ from workbench.dataflow.store import Weights
 from workbench.display.interrupts import uninterrupted
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, WorkbenchError
+from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG
 from workbench.starting import Note, Step, join_pools, load_roles, settle
@@ -167,7 +168,7 @@ class Move:
         """The roles that are built, by their pool of after. Advantages are computed where the lead role is."""
         found: dict[str, list[str]] = {pool.name: [] for pool in self._change.new.pools}
         for role in self._change.roles:
-            if role.action not in ("stays", "dropped"):
+            if role.action in (*TAKEN_ALONG, "added"):
                 found[role.new_pool].append(role.role)
             if role.role == self._description.lead and role.action == "moves":
                 found[role.new_pool].append("numeric")
@@ -178,10 +179,19 @@ class Move:
         """The roles that are closed, by their pool of before."""
         found: dict[str, list[str]] = {pool.name: [] for pool in self._change.old.pools}
         for role in self._change.roles:
-            if role.action not in ("stays", "added"):
+            if role.action in (*TAKEN_ALONG, "dropped"):
                 found[role.old_pool].append(role.role)
             if role.role == self._description.lead and role.action == "moves":
                 found[role.old_pool].append("numeric")
+        return found
+
+    @cached_property
+    def _engines(self) -> dict[str, dict[str, Model]]:
+        """Of the roles whose generation engine begins or ends, what they are then, by pool and role."""
+        found: dict[str, dict[str, Model]] = {}
+        for role in self._change.roles:
+            if role.action == "engine":
+                found.setdefault(role.new_pool, {})[role.role] = self._description.models[role.role]
         return found
 
     @cached_property
@@ -194,7 +204,7 @@ class Move:
     def _kept(self) -> list[HostInfo]:
         """The hosts that stay, and change."""
         new = set(self.new)
-        pools = {pool for roles in (self._built, self._closed) for pool, found in roles.items() if found}
+        pools = {pool for roles in (self._built, self._closed, self._engines) for pool, found in roles.items() if found}
         return [info for info in self._after if info not in new and info.pool in pools]
 
     @cached_property
@@ -310,8 +320,9 @@ class Move:
         lab._heirs |= {self.infos[place].name: self.infos[heir].name for place, heir in self._change.heirs.items()}
         lab._pools_ended |= {info.pool: info.again for info in self.ending}
         steps = [
-            Step("replacing roles", info, backend.work(info.name, "replace_roles", self._closed.get(info.pool, []),
-                                                       self._built.get(info.pool, [])))
+            Step("replacing roles", info, backend.work(info.name, "replace_roles",
+                self._closed.get(info.pool, []), self._built.get(info.pool, []), self._engines.get(info.pool, {}),
+            ))
             for info in self._kept
         ]  # fmt: skip
         for info in self.ending:

@@ -70,7 +70,7 @@ class PlacementChange(Moves):
     def during(self, device: int, *, certain: bool = False) -> int:
         """Bytes on a device at the most while things move: what stays, the state of what moves and of what is built
         from it, batches, and buffers. certain: without what may be less, see `RankMemory.certain`."""
-        stays, rebuilt = ({c.role for c in self.roles if c.action == action} for action in ("stays", "rebuilt"))
+        actions = {change.role: change.action for change in self.roles}
 
         def held(tenants: Iterable[Tenant]) -> int:
             memories = [tenant.memory for tenant in tenants]
@@ -80,11 +80,15 @@ class PlacementChange(Moves):
             cache = 0 if certain and self.device == "cpu" else tenant.memory.generation_kv_cache
             return tenant.memory.generation_weights + cache
 
-        total = held(self.before.on(device)) + held(t for t in self.after.on(device) if t.role not in stays)
+        total = held(self.before.on(device))
+        total += held(t for t in self.after.on(device) if actions[t.role] not in ("stays", "engine"))
         engines = {tenant.role: engine(tenant) for tenant in self.before.on(device)}
         for tenant in self.after.on(device):
-            if tenant.role in rebuilt:  # its new generation engine is started when the old one is closed
+            # a new generation engine is started when the old one is closed
+            if actions[tenant.role] == "rebuilt":
                 total -= min(engine(tenant), engines.get(tenant.role, 0))
+            elif actions[tenant.role] == "engine":
+                total += max(0, engine(tenant) - engines.get(tenant.role, 0))
         moved = self.matrix.sum(axis=0) + self.matrix.sum(axis=1)
         for n, place in enumerate(self.places):
             if place.device == device:

@@ -7,8 +7,9 @@ Pure: nothing is touched. What a move does, and what is counted here:
   roles with a new layout rebuilt there.
 - Every other pool gets new processes, on the lowest device numbers that no kept pool uses, and of GPUs no old one
   either; then the old pools that are not kept end.
-- A role that is new is built from its model, one that the new placement lacks is closed. An actor is rebuilt where
-  rollout workers begin to generate for it, or cease to.
+- A role that is new is built from its model, one that the new placement lacks is closed. Where rollout workers begin to
+  generate for an actor, or cease to, its generation engine ends or begins; one whose ranks then stand otherwise is
+  rebuilt.
 - Any other role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank
   receives exactly what its process lacks. Generation engines are made anew (of a role that is rebuilt, when the old one
   is closed; else beside it), and synced from the new trainer ranks.
@@ -29,7 +30,7 @@ from workbench.placement.layout import Layout
 from workbench.placement.placement import Placement, host_name
 from workbench.placement.state import Part, state_of
 
-Action = Literal["stays", "rebuilt", "moves", "added", "dropped"]
+Action = Literal["stays", "engine", "rebuilt", "moves", "added", "dropped"]
 TAKEN_ALONG = ("rebuilt", "moves")  # with all that the role has learned
 
 
@@ -47,8 +48,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleChange:
-    """What becomes of a role. action: "stays", "rebuilt" (another layout in its pool, or other engines), "moves",
-    "added" or "dropped".
+    """What becomes of a role. action: "stays", "engine" (begins to generate, or ceases to, and stays otherwise),
+    "rebuilt" (another layout in its pool), "moves", "added" or "dropped".
 
     old_pool, old_layout: "" and None where it was not there; new_pool, new_layout: where it will not be.
     moved_bytes: of its state, from process to process.
@@ -241,4 +242,8 @@ class Moves:
             return "moves"
         before, after = self.models[role], self.models_after[role]
         engines = [None if model is None else model.generation for model in (before, after)]
-        return "stays" if layouts[0] == layouts[1] and engines[0] == engines[1] else "rebuilt"
+        if layouts[0] != layouts[1]:
+            return "rebuilt"
+        if engines[0] == engines[1] or before is None or after is None or layouts[0] is None:
+            return "stays"
+        return "engine" if before.standing(layouts[0]) == after.standing(layouts[0]) else "rebuilt"

@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -231,13 +231,17 @@ class Host(Shards):
         self.info = replace(self.info, threads=threads)
         torch.set_num_threads(threads)
 
-    def replace_roles(self, closed: Sequence[str], opened: Sequence[str]) -> None:
-        """Close roles, and put those that were built beside in their places. All ranks of the pool do it."""
+    def replace_roles(self, closed: Collection[str], opened: Collection[str], engines: Mapping[str, Model]) -> None:
+        """Close roles, let others begin or cease to generate (`engines`: what they are then), and put those that were
+        built beside in their places. All ranks of the pool do it."""
         for role in closed:
             worker = self.workers.pop(role)
             worker.close()
             worker.context.leave_groups()
         gc.collect()  # engines hold on to themselves in circles
+        for role, spec in dict(engines).items():
+            with torch.random.fork_rng():
+                self.workers[role].change(spec)
         for role in opened:
             worker = self._incoming.pop(role)
             with torch.random.fork_rng():

@@ -117,6 +117,10 @@ class Worker:
         """Start what a process can have only once, such as a generation engine: while the worker is made, or, where it
         replaces another, when that one is closed."""
 
+    def change(self, spec: Model) -> None:
+        """Go on as another model of the same weights: of an actor, whether it generates."""
+        self.spec = spec
+
     def close(self) -> None:
         """Free what the worker holds."""
 

@@ -4,6 +4,7 @@ that rollout workers in another pool sample with.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,15 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         if self._moved:
             self.generator.weights_version = -1
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
+
+    def change(self, spec: Model) -> None:
+        if self.spec.generation is not None:
+            self.generator.close()
+            del self.generator, self.transitions
+            gc.collect()
+        super().change(spec)
+        self._moved = True
+        self.begin()
 
     def trained(self) -> tuple[int, int]:
         return self.engine.steps, self._restored
