@@ -9,8 +9,9 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.batch import Batch
-from workbench.dataflow.graph import Graph, Stage, trace
+from workbench.dataflow.graph import Graph, Stage
 from workbench.dataflow.run import Run
+from workbench.dataflow.tracing import trace
 from workbench.engines.settings import Sampling, at_least, whole
 from workbench.errors import BadInput
 from workbench.named_fields import NamedFields
