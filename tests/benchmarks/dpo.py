@@ -2,7 +2,8 @@
 
     python tests/benchmarks/dpo.py PAIRS.jsonl [--pairs 128] [--held-out 64] [--seeds 0 1 2] [--beta 0.1]
 
-Every seed draws its own pairs and order. Writes curves.csv and result.json under runs/.
+Every seed draws its own pairs and order. In the first epoch each pair is measured before it is trained on: so the means
+of its first and last third are of pairs that had not been seen, too. Writes curves.csv and result.json under runs/.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,19 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
             algorithm.iterate()
             curve.tell(step, "training", dict(lab.last_metrics["update_dpo"]))
         evaluate(updates)
-    held = curve.of("held out")
-    return curve, {"seed": seed, "first": curve.of("training")[0], "before": held[0], "after": held[-1]}
+    held, steps = curve.of("held out"), curve.of("training")
+    unseen = [row["margin"] for row in steps[: len(steps) // arguments.epochs]]
+    thirds = {
+        "unseen_first_third": mean(unseen[: len(unseen) // 3]),
+        "unseen_last_third": mean(unseen[-len(unseen) // 3 :]),
+    }
+    return curve, {"seed": seed, "first": steps[0], "before": held[0], "after": held[-1], **thirds}
+
+
+def mean(margins: list[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95 % interval."""
+    half = 1.96 * statistics.stdev(margins) / math.sqrt(len(margins)) if len(margins) > 1 else math.inf
+    return statistics.fmean(margins), half
 
 
 def main() -> None:
@@ -86,6 +99,9 @@ def main() -> None:
         before, after = result["before"]["margin"], result["after"]["margin"]
         print(f"seed {seed}: first loss {result['first']['preference_loss']:.4f} (log 2 is {math.log(2):.4f})")
         print(f"  held-out margin {before:.3f} -> {after:.3f}, accuracy {result['after']['accuracy']:.3f}", flush=True)
+        (first, a), (last, b) = result["unseen_first_third"], result["unseen_last_third"]
+        print(f"  training pairs before their update: margin {first:.3f} +- {a:.3f} in the first third of steps,")
+        print(f"  {last:.3f} +- {b:.3f} in the last", flush=True)
     print(f"written to {folder}")
 
 
