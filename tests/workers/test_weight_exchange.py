@@ -152,7 +152,7 @@ def test_a_layer_is_pulled_when_it_is_asked_for() -> None:
     layers = {weight.group for weight in hosts.plan().weights}
     pulled = hosts.intake(0).weights(hosts.published, torch.device("cpu"))
     name, tensor = next(pulled)
-    assert len(hosts.asked) == 2  # one message a host and layer
+    assert len(hosts.asked) in (2, 3)  # one message a host and layer, and the next one on its way
     module = dict(load_causal_lm(MODELS[0], dtype=torch.float32).named_parameters())
     assert torch.equal(tensor, module[name].to(torch.bfloat16))
     for name, tensor in pulled:

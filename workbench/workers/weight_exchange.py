@@ -10,10 +10,12 @@ vLLM's own engines for weight transfer (nccl, sharded_rdt) need CUDA on both sid
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +82,7 @@ class Snapshot:
     contents: Contents | None
     slices: Mapping[str, tuple[Tensor, WeightShard]]
 
+    @torch.no_grad()
     def cut(self, wanted: Iterable[Slice]) -> Tensor:
         """These boxes of weights, row by row, end to end [elements]."""
         return torch.cat([view_of(*self.slices[name], box).reshape(-1).cpu() for name, box in wanted])
@@ -151,6 +154,16 @@ def take_snapshot(
     return Snapshot(contents=contents, slices=slices)
 
 
+class Pulled(NamedTuple):
+    """Slices as they came: end to end, with the checksum of each at their sender, and when, by `perf_counter`. No sums
+    where they were not asked for, or nothing was sent."""
+
+    flat: Tensor
+    sums: list[int]
+    start_s: float
+    end_s: float
+
+
 class WeightExchange:
     """One host's side: what its roles have published, and the way to what others have.
 
@@ -204,22 +217,26 @@ class WeightExchange:
         """Whether what rank `rank` of the publisher keeps is on this host."""
         return published.hosts[rank] == self._host
 
-    def pull(
-        self, published: Published, rank: int, wanted: Sequence[Slice], what: str, *, checksums: bool = False
-    ) -> tuple[Tensor, list[int]]:
-        """Slices that rank `rank` of the publisher keeps, end to end, and the checksum of each at their sender.
-
-        what: their name in the record of transfers. No checksums where they are not asked for, or nothing was sent.
-        """
-        host = published.hosts[rank]
+    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
+        """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
+        began = time.perf_counter()
         if self.is_here(published, rank):
-            return self.snapshot(published.key).cut(wanted), []
-        with self._recorder.transfer(host, self._host, columns=what, kind=published.kind) as moved:
-            wire, sums = self._ask(host, "cut_weights", published.key, wanted, checksums)
-            flat = columns_of(from_wire(wire))["weights"]
-            assert isinstance(flat, Tensor)
-            moved.bytes = flat.nbytes
-        return flat, sums
+            return Pulled(self.snapshot(published.key).cut(wanted), [], began, time.perf_counter())
+        wire, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums)
+        flat = columns_of(from_wire(wire))["weights"]
+        assert isinstance(flat, Tensor)
+        return Pulled(flat, sums, began, time.perf_counter())
+
+    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
+        """Note what came from another host, under a name; its bytes."""
+        if self.is_here(published, rank):
+            return 0
+        shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder
+        recorder.add_transfer(
+            published.hosts[rank], self._host, pulled.start_s + shift, pulled.end_s + shift,
+            bytes=pulled.flat.nbytes, columns=what, kind=published.kind,
+        )  # fmt: skip
+        return pulled.flat.nbytes
 
     def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
         """`bit_sum` of each of these slices, where they are kept."""
@@ -234,7 +251,7 @@ class WeightIntake:
 
     rank: in the taker's layout. received_bytes: that it received from other hosts so far. checksums: compare those of
     slices as they were sent and as they arrived. arrival: what that said of the last time. Beside what the taker makes
-    of a layer, memory is needed for what one host sends of it.
+    of a layer, memory is needed for what one host sends of it, and for what is on its way while that is used.
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange, *, checksums: bool = False) -> None:
@@ -259,10 +276,10 @@ class WeightIntake:
         """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
         this rank's slices written."""
         self.arrival = Arrival()
-        for layer in self._layers:
+        for layer, parts in self._pulled(published):
             matrices: dict[str, Tensor] = {}
             by_name = {weight.name: weight for weight in layer.weights}
-            for name, (r0, r1, c0, c1), part in self._pulled(published, layer):
+            for name, (r0, r1, c0, c1), part in parts:
                 if name not in matrices:
                     matrices[name] = torch.empty(by_name[name].matrix, dtype=part.dtype, device=device)
                 matrices[name][r0:r1, c0:c1].copy_(part)
@@ -271,9 +288,9 @@ class WeightIntake:
 
     def shards(self, published: Published) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of each weight afterwards, in the shape in which it holds it."""
-        for layer in self._layers:
+        for _, parts in self._pulled(published):
             tensors: dict[str, Tensor] = {}
-            for name, box, part in self._pulled(published, layer):
+            for name, box, part in parts:
                 shard = self._shards[name]
                 if name not in tensors:
                     tensors[name] = torch.empty(shard.shape, dtype=part.dtype)
@@ -296,30 +313,58 @@ class WeightIntake:
     def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns]."""
         self.arrival = Arrival()
-        for layer in self._layers:
-            yield from self._pulled(published, layer)
+        for _, parts in self._pulled(published):
+            yield from parts
 
-    def _pulled(self, published: Published, layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
-        first = self._rank % max(1, len(layer.sources))  # takers begin at different sources, not all at one
-        for rank, wanted in [*layer.sources.items()][first:] + [*layer.sources.items()][:first]:
-            flat, sent = self._exchange.pull(published, rank, wanted, layer.group, checksums=self._checksums)
-            self.received_bytes += 0 if self._exchange.is_here(published, rank) else flat.nbytes
-            split = flat.split([boxes.size((box,)) for _, box in wanted])
-            parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in zip(wanted, split, strict=True)]
-            if sent:
-                received = [int(checksum(part, box[0])) for (_, box), part in zip(wanted, parts, strict=True)]
-                self.arrival = self.arrival.with_slices(rank, [name for name, _ in wanted], sent, received)
-            for (name, box), part in zip(wanted, parts, strict=True):
-                yield name, box, part
+    def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[tuple[str, Box, Tensor]]]]:
+        """Layer by layer what this rank needs of it. What comes next is on its way while the last is used."""
+        asked = [(layer, rank, wanted) for layer in self._layers for rank, wanted in layer.in_turn(self._rank)]
+        with ThreadPoolExecutor(1, thread_name_prefix="pull") as ahead:
+
+            def ask(n: int) -> Future[Pulled] | None:
+                if n == len(asked):
+                    return None
+                _, rank, wanted = asked[n]
+                return ahead.submit(self._exchange.pull, published, rank, wanted, self._checksums)
+
+            def parts() -> Iterator[tuple[_Layer, str, Box, Tensor]]:
+                coming = ask(0)
+                for n, (layer, rank, wanted) in enumerate(asked):
+                    assert coming is not None
+                    pulled, coming = coming.result(), ask(n + 1)
+                    for part in self._split(published, rank, wanted, pulled, layer.group):
+                        yield layer, *part
+
+            for layer, found in groupby(parts(), key=lambda part: part[0]):
+                yield layer, (part[1:] for part in found)
+
+    def _split(
+        self, published: Published, rank: int, wanted: Sequence[Slice], pulled: Pulled, what: str
+    ) -> Iterator[tuple[str, Box, Tensor]]:
+        """The boxes of what came from one source, noted and compared with what was sent."""
+        self.received_bytes += self._exchange.record(published, rank, pulled, what)
+        split = pulled.flat.split([boxes.size((box,)) for _, box in wanted])
+        parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in zip(wanted, split, strict=True)]
+        if pulled.sums:
+            received = [int(checksum(part, box[0])) for (_, box), part in zip(wanted, parts, strict=True)]
+            self.arrival = self.arrival.with_slices(rank, [name for name, _ in wanted], pulled.sums, received)
+        for (name, box), part in zip(wanted, parts, strict=True):
+            yield name, box, part
 
 
-@dataclass
+@dataclass(eq=False)
 class _Layer:
     """What moves together: the weights of a layer that a rank needs, and which slices of them come from which rank."""
 
     group: str
     weights: list[Weight]
     sources: dict[int, list[Slice]] = field(default_factory=dict)
+
+    def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
+        """Its sources, in the order in which a taker asks them: each begins at another."""
+        found = list(self.sources.items())
+        first = taker % max(1, len(found))
+        return found[first:] + found[:first]
 
     def take(self, source: int, weight: Weight, found: Boxes) -> None:
         """Note that boxes of a weight come from a rank."""
