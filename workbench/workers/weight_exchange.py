@@ -318,25 +318,23 @@ class WeightIntake:
 
     def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[tuple[str, Box, Tensor]]]]:
         """Layer by layer what this rank needs of it. What comes next is on its way while the last is used."""
-        asked = [(layer, rank, wanted) for layer in self._layers for rank, wanted in layer.in_turn(self._rank)]
+        asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
         with ThreadPoolExecutor(1, thread_name_prefix="pull") as ahead:
 
-            def ask(n: int) -> Future[Pulled] | None:
-                if n == len(asked):
-                    return None
-                _, rank, wanted = asked[n]
-                return ahead.submit(self._exchange.pull, published, rank, wanted, self._checksums)
+            def ask() -> Future[Pulled] | None:
+                request = next(asked, None)
+                return request and ahead.submit(self._exchange.pull, published, *request, self._checksums)
 
-            def parts() -> Iterator[tuple[_Layer, str, Box, Tensor]]:
-                coming = ask(0)
-                for n, (layer, rank, wanted) in enumerate(asked):
+            def parts(layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
+                nonlocal coming
+                for rank, wanted in layer.in_turn(self._rank):
                     assert coming is not None
-                    pulled, coming = coming.result(), ask(n + 1)
-                    for part in self._split(published, rank, wanted, pulled, layer.group):
-                        yield layer, *part
+                    pulled, coming = coming.result(), ask()
+                    yield from self._split(published, rank, wanted, pulled, layer.group)
 
-            for layer, found in groupby(parts(), key=lambda part: part[0]):
-                yield layer, (part[1:] for part in found)
+            coming = ask()
+            for layer in self._layers:
+                yield layer, parts(layer)
 
     def _split(
         self, published: Published, rank: int, wanted: Sequence[Slice], pulled: Pulled, what: str
