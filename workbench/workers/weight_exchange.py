@@ -325,6 +325,8 @@ class WeightIntake:
                 request = next(asked, None)
                 return request and ahead.submit(self._exchange.pull, published, *request, self._checksums)
 
+            coming = ask()
+
             def parts(layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
                 nonlocal coming
                 for rank, wanted in layer.in_turn(self._rank):
@@ -332,7 +334,6 @@ class WeightIntake:
                     pulled, coming = coming.result(), ask()
                     yield from self._split(published, rank, wanted, pulled, layer.group)
 
-            coming = ask()
             for layer in self._layers:
                 yield layer, parts(layer)
 
