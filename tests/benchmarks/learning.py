@@ -87,7 +87,7 @@ def make(name: str, lab: wb.Workbench, rows: int) -> Any:
         return wb.GRPO(lab, prompts=rows // 8, samples=8, sampling=sampling)
     if name == "ppo":
         return wb.PPO(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01)
-    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT)
+    return wb.SafeRLHF(lab, prompts=rows, sampling=sampling, kl_coefficient=0.01, limit=COST_LIMIT, multiplier_rate=0.2)
 
 
 def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:
