@@ -153,7 +153,11 @@ class Move:
         except BaseException as error:
             self._abandon(error)
             raise
-        self._switch()
+        try:
+            self._switch()
+        except KeyboardInterrupt as error:
+            error.add_note(f"{self._title} was past going back, and has been done")
+            raise
         self._lab.telemetry.append_event(
             "move", placement=str(self._change.new), before=str(self._change.old),
             moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
