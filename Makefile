@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-learning clean help
+.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-learning clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -57,6 +57,9 @@ bench-forward: $(READY) ## measure packed against padded passes, and log-probabi
 
 bench-resharding: $(READY) ## measure bytes and seconds of the three transitions, by model and by ranks
 	$(BIN)/python tests/benchmarks/resharding.py
+
+bench-move: $(READY) ## measure a move of an actor with its optimizer against a plain copy
+	$(BIN)/python tests/benchmarks/move.py
 
 bench-learning: $(READY) ## measure whether GRPO, PPO and Safe-RLHF learn (hours); PAIRS=file.jsonl adds reward model and DPO
 	$(BIN)/python tests/benchmarks/learning.py grpo
