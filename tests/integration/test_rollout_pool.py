@@ -133,7 +133,7 @@ def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     batch = cut.compute_advantages(batch, estimator="rloo")
     before, version = cut._run_number, batch.meta["weights_version"]
     with cut.overlap():
-        ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=2, max_new_tokens=32)
+        ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=8, max_new_tokens=48)
         cut.actor.update_actor(batch, epochs=8)
         after = cut.actor.generate_sequences(cut.prompts.next(4), max_new_tokens=4)
     assert ahead.meta["weights_version"] == version
