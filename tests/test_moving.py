@@ -338,6 +338,7 @@ def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
         ("cost", too_long, {"pool": "other"}, "with_role.*devices=1"),
         ("rollout", TINY, {"pool": "other", "devices": 1}, "have the actor's model"),
         ("rollout", None, {}, "a role stands in a pool"),
+        ("cost", too_long, {"pool": "other", "devices": 0}, "must be at least 1"),
         ("cost_critic", TINY, {"pool": "other", "devices": 9}, "10 devices"),
     ):
         with pytest.raises(BadInput, match=message):

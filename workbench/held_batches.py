@@ -60,7 +60,9 @@ class HeldBatches(Views):
             raise HostDied(
                 f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",
                 "its ranks no longer agree",
-                "open the workbench again with if_exists='replace'",
+                f"lab.drop({group.role!r}) and lab.add(...) it anew: the other roles are whole"
+                if len(group.pool.roles) == 1 and group is not self.lead
+                else "open the workbench again with if_exists='replace'",
             )
 
     def put(

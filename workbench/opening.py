@@ -221,7 +221,11 @@ def _opened_here(name: str) -> Workbench | None:
         return lab
     record = registry.find(name)
     if record is not None and record.id == lab.description.id:
-        return lab
+        if record.digests == lab.description.digests and set(record.hosts) == {info.name for info in lab._infos}:
+            return lab
+        lab._closed = True  # another process moved it: this handle knows hosts that have ended
+        del registry.opened[name]
+        return None
     lab.close()  # another process stopped or replaced it
     return None
 

@@ -57,7 +57,7 @@ class Placement:
 
     layouts: of the roles that are not purely data parallel, as `Layout(p, t, d)` or as the numbers (p, t, d). The ranks
     of a role are the devices of its pool, so p * t * d must equal them; a role without a layout has (1, 1, devices).
-    A trained role with p * t > 1 needs `Training(engine="torch")`.
+    DeepSpeed trains in layouts with p = 1, torch in any.
 
     A pool with the role "rollout", apart from the actor's, generates for the actor: its ranks are rollout workers,
     which hold the generation engine in groups of `Generation.tensor_parallel_size`, and are sent the actor's weights.
@@ -200,7 +200,7 @@ class Placement:
                 f"there is a pool of that name, of {known[pool]} devices",
                 "leave devices= out, or take a new name",
             )
-        pools = self.pools if pool in known else (*self.pools, Pool(pool, devices or 1, ()))
+        pools = self.pools if devices is None or pool in known else (*self.pools, Pool(pool, devices, ()))
         if role in next((p.roles for p in pools if p.name == pool), ()):
             return self
         others = [replace(p, roles=tuple(r for r in p.roles if r != role)) for p in pools]
