@@ -196,3 +196,12 @@ def test_a_new_kernel_finds_it_where_it_went(lab: wb.Workbench) -> None:
         assert (there, steps) == (here, expected)
     finally:
         registry.opened[lab.name] = lab
+    again.critic.move("own", devices=1)  # as another process may, while this one knows the hosts of before
+    third = wb.attach(lab.name)
+    try:
+        assert third is not lab
+        assert third.placement == again.placement
+        assert {row.role: row.pool for row in third.topology().itertuples()}["critic"] == "own"
+        assert wb.attach(lab.name) is third
+    finally:
+        third.close()
