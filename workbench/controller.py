@@ -83,7 +83,6 @@ class Workbench(Stages):
         self.vocabulary = Vocabulary(lead_name, self._tokenizer)
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
-        self._stage_name = ""
         self.weights: dict[str, Weights] = {}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}

@@ -21,6 +21,7 @@ from workbench.dataflow.planning import calls_on_batch, calls_without_batch
 from workbench.dataflow.references import Column
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.scheduler import Scheduler
+from workbench.dataflow.stage_names import StageNames
 from workbench.dataflow.store import Origin, Weights
 from workbench.errors import BadInput, StageInterrupted
 from workbench.held_batches import HeldBatches
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from workbench.prompt_stream import PromptStream
 
 
-class Stages(HeldBatches):
+class Stages(StageNames, HeldBatches):
     """The methods of a `Workbench` that run stages, and the counters that they move."""
 
     prompts: PromptStream
@@ -45,7 +46,6 @@ class Stages(HeldBatches):
     _overlapping: int
     _overlapped: list[Run]
     _reusing: bool
-    _stage_name: str
 
     @functools.cached_property
     def scheduler(self) -> Scheduler:
@@ -298,15 +298,6 @@ class Stages(HeldBatches):
         draw = self._draws[iteration] = self._draws.get(iteration, -1) + 1
         self._save_state()
         return (self.seed, iteration, draw)
-
-    @contextlib.contextmanager
-    def reported_as(self, stage: str) -> Iterator[None]:
-        """Inside, calls report their metrics under a stage's own name: an algorithm may have two of one operation."""
-        self._stage_name, before = stage, self._stage_name
-        try:
-            yield
-        finally:
-            self._stage_name = before
 
     def _report(self, run: Run, stage: str, last_metrics: dict[str, MetricValues]) -> None:
         if run.metrics:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.dataflow.graph import Graph, Stage, StandIn, stage_of
+from workbench.dataflow.stage_names import StageNames
 from workbench.errors import BadInput
 from workbench.example_stream import ExampleStream
 from workbench.workers.group import GroupOperation, WorkerGroup
@@ -45,14 +45,13 @@ class TracedBatch(StandIn):
         return method
 
 
-class Tracer:
+class Tracer(StageNames):
     """Stands in for a workbench while the lines of an algorithm are run to see what they call."""
 
     def __init__(self, lab: Workbench, title: str) -> None:
         self.title, self._lab = title, lab
         self.stages: list[Stage] = []
         self.prompts = _TracedPrompts(self, lab)
-        self._stage_name = ""
 
     def __getattr__(self, name: str) -> Any:
         lab = self._lab
@@ -74,15 +73,6 @@ class Tracer:
             )
         name = str(getattr(function, "__name__", type(function).__name__))
         return self.note(stage_of(function, name, tuple(batch.stage for batch in batches), (), kwargs))
-
-    @contextlib.contextmanager
-    def reported_as(self, stage: str) -> Iterator[None]:
-        """Inside, an operation's stage gets this name: see `Workbench.reported_as`."""
-        self._stage_name, before = stage, self._stage_name
-        try:
-            yield
-        finally:
-            self._stage_name = before
 
     def note(self, stage: Stage) -> TracedBatch:
         """Write down a stage, under a name of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from workbench.workers.calls import Call, HostInfo
@@ -23,12 +24,10 @@ class Pending(ABC):
 
 def answered(pending: Pending) -> bool:
     """Whether a host has done what it was asked, by now."""
-    try:
+    with suppress(Exception):  # whatever the host raised
         if pending.done():
             pending.result()
             return True
-    except Exception:  # whatever the host raised
-        pass
     return False
 
 
