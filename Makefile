@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-learning clean help
+.PHONY: setup demo test lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel prove bench-learning clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -14,11 +14,13 @@ $(READY): pyproject.toml setup.py scripts/setup_env.py
 
 demo: $(READY) ## run the first lesson on real models, headless; the result lands in runs/demo/
 	@mkdir -p runs/demo
-	$(BIN)/jupyter nbconvert --to notebook --execute $(DEMO) --output-dir runs/demo
+	WORKBENCH_WIDGETS=static $(BIN)/jupyter nbconvert --to notebook --execute $(DEMO) --output-dir runs/demo
 	@echo "executed notebook: runs/demo/$(notdir $(DEMO))"
 
-test: $(READY) ## run the tests
-	$(BIN)/python -m pytest
+JOBS ?= 2
+
+test: $(READY) ## run the tests, JOBS processes at a time; each with one thread for torch, and files as they are
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lab: $(READY) ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab --notebook-dir=. $(DEMO)
@@ -31,6 +33,9 @@ check: $(READY) ## format, lint, types
 format: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(READY) ## write the API reference into build/docs/
+	$(BIN)/python scripts/build_docs.py
 
 WITNESSES := torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 importlib_metadata zipp verl==0.9.1 codetiming orjson omegaconf antlr4-python3-runtime==4.9.3
 
@@ -60,6 +65,12 @@ bench-resharding: $(READY) ## measure bytes and seconds of the three transitions
 
 bench-move: $(READY) ## measure a move of an actor with its optimizer against a plain copy
 	$(BIN)/python tests/benchmarks/move.py
+
+bench-panel: $(READY) ## measure the timeline of a live panel in a browser, and what a panel costs a run
+	$(BIN)/python tests/benchmarks/panel.py
+
+prove: $(READY) ## run every lesson and its exported script at small settings, and compare every metric
+	$(BIN)/python tests/benchmarks/prove.py
 
 bench-learning: $(READY) ## measure whether GRPO, PPO and Safe-RLHF learn (hours); PAIRS=file.jsonl adds reward model and DPO
 	$(BIN)/python tests/benchmarks/learning.py grpo

@@ -306,3 +306,20 @@ def test_metrics_come_from_the_store_with_their_batch(lab: wb.Workbench, capsys:
     assert lab.last_metrics["compute_reward"] == first
     assert lab.store.origin(lab.batch(batch.name).id).run <= runs  # type: ignore[union-attr,operator]
     assert "from the store" in capsys.readouterr().out
+
+
+def test_columns_and_iteration_of_a_batch_are_known_wherever_it_is(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    name, columns = batch.id, batch.names
+    assert (lab.store.column_names(name), lab.store.iteration(name)) == (columns, 1)
+    with lab.overlap():
+        made = lab.critic.compute_values(batch)
+        assert "values" in lab.store.column_names(made.id)
+    put = lab.put(batch.fetch(["prompt_ids"]))
+    assert lab.store.iteration(put.id) is None
+    assert (lab.store.column_names("none"), lab.store.iteration("none")) == ((), None)
+    del batch, made
+    lab.store._most_bytes, lab.store.limit_bytes = 1 << 40, 0
+    lab.store.trim(lambda batch, path: batch.save(path))
+    assert lab.batches().set_index("batch").loc[name, "where"] == "file"
+    assert (lab.store.column_names(name), lab.store.iteration(name)) == (columns, 1)

@@ -1,5 +1,59 @@
-"""Live views of a workbench, for notebooks: installed as `workbench_widgets`. They draw from telemetry on disk."""
+"""Live views of a workbench, for notebooks: installed as `workbench_widgets`. `lab.panel()` makes them."""
 
-from workbench_widgets.timeline_view import TimelineView
+from __future__ import annotations
 
-__all__ = ["TimelineView"]
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from workbench_widgets.checks import Checks
+from workbench_widgets.driver import Driver
+from workbench_widgets.memory import Memory
+from workbench_widgets.metrics import Metrics
+from workbench_widgets.panel import Panel, Still
+from workbench_widgets.placement_editor import PlacementEditor
+from workbench_widgets.samples import Samples
+from workbench_widgets.stepper import Stepper
+from workbench_widgets.timeline import TimelineView
+from workbench_widgets.traffic import TrafficView
+from workbench_widgets.view import View
+
+from workbench.errors import BadInput
+
+# in the order of their tabs
+VIEWS: dict[str, type[View]] = {
+    view.name: view for view in (Stepper, PlacementEditor, TimelineView, TrafficView, Samples, Metrics, Memory, Checks)
+}
+
+_made: WeakKeyDictionary[Any, tuple[Driver, dict[tuple[str, ...], Panel]]] = WeakKeyDictionary()
+
+
+def panel(lab: Any, names: Sequence[str] = (), algorithm: Any = None) -> Panel:
+    """The panel of a workbench with the views named, or all; see `Workbench.panel`."""
+    unknown = [name for name in names if name not in VIEWS]
+    if unknown:
+        raise BadInput(f"view {unknown[0]!r}", f"a panel has {', '.join(VIEWS)}", 'lab.panel("timeline")')
+    if algorithm is not None and getattr(algorithm, "lab", None) is not lab:
+        raise BadInput(
+            f"panel(algorithm={algorithm!r:.60})", "an algorithm on this workbench", "lab.panel(algorithm=wb.PPO(lab))"
+        )
+    if lab not in _made:
+        _made[lab] = Driver(lab), {}
+        lab.before_close(lambda: _forget(lab))
+    driver, panels = _made[lab]
+    key = tuple(dict.fromkeys(names)) or tuple(VIEWS)
+    if key not in panels:
+        panels[key] = Panel(lab, [VIEWS[name](lab, driver) for name in key], driver)
+    if algorithm is not None and "stepper" in panels[key].views:
+        panels[key].views["stepper"].algorithm = algorithm
+    return panels[key]
+
+
+def _forget(lab: Any) -> None:
+    """End the panels of a workbench that closes."""
+    _, panels = _made.pop(lab)  # what is in here holds the workbench
+    for shown in panels.values():
+        shown.close()
+
+
+__all__ = ["VIEWS", "Driver", "Panel", "Still", "View", "panel"]

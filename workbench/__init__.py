@@ -1,7 +1,9 @@
 """An interactive RLHF research workbench: one controller in a notebook over live worker groups.
 
-import workbench as wb
-lab = wb.open("first", models={...}, placement=wb.Placement.colocate(devices=1), prompts="arithmetic")
+    import workbench as wb
+    lab = wb.open("first", models={...}, placement=wb.Placement.colocate(devices=1), prompts="arithmetic")
+
+What `lab` can do: `Workbench`, with the `stages` and `views` that it is made of, and the operations of its roles.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
+    from workbench import script as script
     from workbench.algorithms import *  # noqa: F403 (every algorithm)
     from workbench.algorithms.correction import Correction as Correction
     from workbench.algorithms.loop import Algorithm as Algorithm
@@ -53,9 +56,11 @@ _PUBLIC = {
     "open": "workbench.opening",
     "protocol": "workbench.workers.protocols",
     "register": "workbench.workers.operation",
+    "script": "workbench",
     "stop": "workbench.opening",
     "verifiers": "workbench.dataflow",
 }
+_MODULES = ("script", "verifiers")
 
 __all__ = sorted(_PUBLIC)
 
@@ -63,8 +68,9 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    module = importlib.import_module(_PUBLIC[name])
-    value = importlib.import_module("workbench.dataflow.verifiers") if name == "verifiers" else getattr(module, name)
+    home = _PUBLIC[name]
+    value = importlib.import_module(f"{home}.{name}" if name in _MODULES else home)
+    value = value if name in _MODULES else getattr(value, name)
     globals()[name] = value
     return value
 

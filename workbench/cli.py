@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The commands of `wb`, with their arguments and what each one runs."""
     top = argparse.ArgumentParser(prog="wb", description="An interactive RLHF research workbench.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -53,6 +54,27 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder, or a config file; not loaded"
     )
     reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
+    export = add("export", _export, "write a notebook as a script; --check proves that they agree")
+    export.add_argument("notebook", metavar="NOTEBOOK")
+    export.add_argument("-o", "--output", metavar="SCRIPT", help="default: the notebook's name, .py, in this folder")
+    order = export.add_mutually_exclusive_group()
+    order.add_argument("--as-written", dest="order", action="store_const", const="written", help="the page (default)")
+    order.add_argument("--as-run", dest="order", action="store_const", const="run", help="as cells were run")
+    export.add_argument("--used", action="store_true", help="keep only what the results of the run depend on")
+    export.add_argument(
+        "--parameters", metavar="NAME", nargs="+", default=(), help="more assignments to make options of"
+    )
+    export.add_argument("--loops", action="store_true", help="write repeated lines as a loop")
+    export.add_argument(
+        "--moves", choices=("opening", "steps"), default="opening", help="of placements; see the README"
+    )
+    export.add_argument("--run", metavar="FOLDER", nargs="+", help="run folders with the record; default: looked for")
+    export.add_argument("--check", action="store_true", help="run notebook and script, and compare every metric")
+    export.add_argument("--set", metavar="NAME=VALUE", nargs="+", default=[], help="for --check: values of parameters")
+    export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
+    back = add("notebook", _notebook, "make a notebook of an exported script", answers=False)
+    back.add_argument("script", metavar="SCRIPT")
+    back.add_argument("-o", "--output", metavar="NOTEBOOK", help="default: the script's name, .ipynb, in this folder")
     return top
 
 
@@ -115,6 +137,54 @@ def _reshard(arguments: argparse.Namespace) -> int:
     print(f"micro data-parallel groups {groups['micro_data']}")
     print(_table([{key: f"{value:,}" for key, value in row.items()} for row in found["per_rank"]]))
     return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from workbench.export import export_notebook
+    from workbench.export.cells import read_notebook
+    from workbench.export.proof import prove, settings_of
+
+    notebook = Path(arguments.notebook)
+    output = Path(arguments.output or f"{notebook.stem}.py")
+    if output.suffix != ".py":
+        raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
+    _keep_what_is_there(output, arguments.output)
+    page = read_notebook(notebook)
+    given = settings_of(arguments.set)
+    script = export_notebook(
+        notebook, output, order=arguments.order or "written", used=arguments.used, parameters=arguments.parameters,
+        loops=arguments.loops, moves=arguments.moves, runs=arguments.run,
+    )  # fmt: skip
+    answer: dict[str, Any] = {"script": str(output), "parameters": script.parameters, "told": script.told}
+    for line in script.told if not arguments.json else ():
+        print(f"note: {line}", file=sys.stderr)
+    if not arguments.check:
+        print(json.dumps(answer) if arguments.json else output)
+        return 0
+    unknown = sorted(set(given) - set(script.parameters))
+    if unknown:
+        rule = f"the script's parameters are {', '.join(script.parameters) or 'none'}"
+        raise BadInput(f"--set {unknown[0]}", rule, "name one of them; tag their cell `parameters`")
+    forced = {"backend": arguments.backend} if arguments.backend else {}
+    proof = prove(notebook, script.text, {**page.small_settings(), **given}, forced)
+    answer |= {"equal": proof.ok, "tolerance": proof.tolerance, "calls": proof.table.to_dict("records")}
+    print(json.dumps(answer) if arguments.json else f"{output}\n{proof}")
+    return 0 if proof.ok else 1
+
+
+def _notebook(arguments: argparse.Namespace) -> int:
+    from workbench.export.back import write_notebook
+
+    output = Path(arguments.output or f"{Path(arguments.script).stem}.ipynb")
+    _keep_what_is_there(output, arguments.output)
+    print(write_notebook(arguments.script, output))
+    return 0
+
+
+def _keep_what_is_there(output: Path, named: str | None) -> None:
+    """A file that the user did not name is not written over."""
+    if named is None and output.exists():
+        raise BadInput(f"{output} exists", "only a file that was named is written over", f"write -o {output}")
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

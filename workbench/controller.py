@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from workbench.placement.change import PlacementChange
 
 
+MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
+
+
 class Workbench(Stages):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
@@ -86,11 +89,15 @@ class Workbench(Stages):
         self.weights: dict[str, Weights] = {}
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
+        self._described: dict[str, Pending] = {}
         self._late: dict[str, list[tuple[str, Pending]]] = {}
         self._heirs: dict[str, str] = {}
         self._pools_ended: dict[str, int] = {}  # `HostInfo.again` of the last one of each name
         self._keeping = 0  # how many `kept` are open
         self._closed = False
+        self.attached = False  # taken up, where another process had opened it
+        self.stays = False  # when it is closed
+        self._before_close: list[Callable[[], object]] = []
         self._run_number, self._batch_number, self.iteration = 0, 0, 0
         self._draws: dict[int, int] = {}
         self.last_metrics: dict[str, MetricValues] = {}
@@ -180,9 +187,21 @@ class Workbench(Stages):
 
     def close(self) -> None:
         """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice, or
-        after another kernel took the workbench's name, is fine: only what this opening started is ended."""
+        after another kernel took the workbench's name, is fine: only what this opening started is ended. In a script
+        that was started with --keep the hosts live on, and trackers get their last metrics."""
+        if self.stays:
+            self.telemetry.sinks.close()
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """`close`, also where the workbench is to stay."""
         if self._closed:
             return
+        for act in self._before_close:
+            with suppress(Exception):  # what looks at a workbench keeps none from closing
+                act()
+        self.telemetry.sinks.close()
         self._closed = True
         if registry.opened.get(self.name) is self:
             del registry.opened[self.name]
@@ -192,12 +211,17 @@ class Workbench(Stages):
             registry.forget(self.description.id)
             stop_idle_head()
 
+    def before_close(self, act: Callable[[], object]) -> None:
+        """Have `act` called when the workbench closes, while its hosts still answer."""
+        self._before_close.append(act)
+
     def __enter__(self) -> Workbench:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.telemetry.sinks.close(failed=error is not None)
         self.close()
 
     # --- placement --------------------------------------------------------------------------------------------------
@@ -340,6 +364,8 @@ class Workbench(Stages):
         self.iteration += 1
         self.last_metrics = {}
         self.telemetry.append_event("iteration", iteration=self.iteration)
+        with suppress(Exception):  # a curve with a point less
+            self.read_memory(MEMORY_S)
 
 
 def _name(model: Model) -> str | Path:

@@ -259,6 +259,13 @@ class Description:
         return max(1, cores() // self.placement.devices)
 
     @property
+    def summary(self) -> dict[str, Any]:
+        """What a table of runs tells them apart by: texts and numbers by name."""
+        models = {f"models/{role}": str(model) for role, model in self.models.items()}
+        where = {"placement": str(self.placement), "backend": self.backend, "device": self.device}
+        return {"workbench": self.name, "seed": self.seed, **where, **models}
+
+    @property
     def digest(self) -> str:
         """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
         fields = {field: value for field, value in vars(self).items() if field not in ("id", "moved", "opened")}

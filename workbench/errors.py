@@ -1,20 +1,20 @@
 """Every error that workbench raises on purpose.
 
-WorkbenchError
-├── BadInput            (ValueError)    a value that cannot be right; nothing was started
-├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
-├── MissingDependency   (ImportError)   an engine or tracker that is not installed
-├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
-├── NameTaken           (ValueError)    a workbench of that name lives and differs
-├── NotFound            (LookupError)   no workbench of that name
-├── StageError          (RuntimeError)  a stage failed on one or more ranks
-│   ├── RewardError                     the user's reward function raised or gave a wrong value
-│   ├── RolloutError                    the user's environment raised or gave a wrong value
-│   ├── SyncError                       the generation engine does not hold the trainer's weights
-│   ├── StageInterrupted                the user stopped a stage; the message says where it stands
-│   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
-├── CheckFailed         (RuntimeError)  a check of the live system failed
-└── HostDied            (RuntimeError)  a host process is gone
+    WorkbenchError
+    ├── BadInput            (ValueError)    a value that cannot be right; nothing was started
+    ├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
+    ├── MissingDependency   (ImportError)   an engine or tracker that is not installed
+    ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
+    ├── NameTaken           (ValueError)    a workbench of that name lives and differs
+    ├── NotFound            (LookupError)   no workbench of that name
+    ├── StageError          (RuntimeError)  a stage failed on one or more ranks
+    │   ├── RewardError                     the user's reward function raised or gave a wrong value
+    │   ├── RolloutError                    the user's environment raised or gave a wrong value
+    │   ├── SyncError                       the generation engine does not hold the trainer's weights
+    │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
+    │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
+    ├── CheckFailed         (RuntimeError)  a check of the live system failed
+    └── HostDied            (RuntimeError)  a host process is gone
 
 Each message says the value, the rule and the remedy.
 """

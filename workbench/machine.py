@@ -36,6 +36,15 @@ def available_bytes() -> int:
     return min(found, max(left, 0))
 
 
+def total_bytes() -> int:
+    """Memory of the machine, or what the container may have of it."""
+    found = psutil.virtual_memory().total
+    try:
+        return min(found, int((_CGROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return int(found)
+
+
 def gpu_bytes() -> int | None:
     """Memory of this machine's smallest GPU, asked of the driver, so that this process does not start CUDA; None: it
     does not say."""

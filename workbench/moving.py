@@ -96,6 +96,7 @@ def move(lab: Workbench, placement: Placement) -> PlacementChange:
 
 def carry_out(lab: Workbench, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
+    lab.check_driver()
     lost = lab._given_up(description)
     for group in lab.groups.values():
         if group.pool.name not in lost:
@@ -159,7 +160,7 @@ class Move:
             error.add_note(f"{self._title} was past going back, and has been done")
             raise
         self._lab.telemetry.append_event(
-            "move", placement=str(self._change.new), before=str(self._change.old),
+            "move", placement=repr(self._change.new), before=repr(self._change.old),
             moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
             transfer_seconds=taken - taking,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import psutil
 
 from workbench import registry
+from workbench.cell_history import record_cells
 from workbench.controller import Workbench
 from workbench.description import Description
 from workbench.display.progress import Progress
@@ -20,8 +21,10 @@ from workbench.engines.settings import Generation, ShareMemory, Training, one_of
 from workbench.errors import BadInput, NameTaken, WorkbenchError
 from workbench.home import locked
 from workbench.machine import available_bytes, gpu_bytes
+from workbench.overrides import overridable
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
+from workbench.telemetry.sinks import check_tracker
 from workbench.workers.backends import RayBackend
 from workbench.workers.backends.ray import end_hosts
 from workbench.workers.cluster import joined_address, stop_idle_head
@@ -29,6 +32,7 @@ from workbench.workers.cluster import joined_address, stop_idle_head
 IfExists = Literal["attach", "replace", "error"]
 
 
+@overridable
 def open(
     name: str = "lab",
     *,
@@ -46,6 +50,7 @@ def open(
     share_memory: ShareMemory = False,
     if_exists: IfExists = "attach",
     runs: str | Path = "runs",
+    track: str | Sequence[str] = (),
 ) -> Workbench:
     """Open a workbench: start its hosts, load its models, and return the controller.
 
@@ -63,8 +68,14 @@ def open(
         whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
         On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
     if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
-        description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`.
+        description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`, which
+        is the default in a script that `wb.script` runs.
     runs: folder under which the run folder (telemetry, logs) is made.
+    track: where metrics go too, "tensorboard", "wandb", "mlflow", "trackio", each also as "NAME=PROJECT"; see
+        `lab.track`.
+
+    A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
+    `workbench.overrides`.
 
     Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
@@ -72,6 +83,9 @@ def open(
     """
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
     registry.check_name(name)
+    trackers = [track] if isinstance(track, str) else list(track)
+    for tracker in trackers:
+        check_tracker(tracker)
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
@@ -85,13 +99,15 @@ def open(
             bar.update(0, 0)
 
         if description.backend == "inline":
-            return _open(description, run_folder, if_exists, note)
+            return _open(description, run_folder, if_exists, trackers, note)
         # the second of two notebooks that open the same name at once attaches to what the first opened
         with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-            return _open(description, run_folder, if_exists, note)
+            return _open(description, run_folder, if_exists, trackers, note)
 
 
-def _open(description: Description, run_folder: Path, if_exists: IfExists, note: Callable[[str], None]) -> Workbench:
+def _open(
+    description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None]
+) -> Workbench:
     name = description.name
     living = _living(name)
     another = living is not None and description.digest not in living
@@ -102,12 +118,13 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
             "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
         )
     if living is not None and if_exists == "attach":
-        return attach(name)
+        return _tracked(attach(name), trackers)
     lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
     _check_memory(description, replaced=[] if living is None else _processes(name))
     if living is not None:
         stop(name)
     try:
+        _tracked(lab, trackers)  # a tracker that does not start is heard of before models load
         lab._start(note)
         if isinstance(lab._backend, RayBackend):
             record = registry.Record(
@@ -121,11 +138,25 @@ def _open(description: Description, run_folder: Path, if_exists: IfExists, note:
             registry.write(record, description)
             lab._save_state()
     except BaseException:
+        lab.telemetry.sinks.close(failed=True)
         if hasattr(lab, "_backend"):
             lab._backend.close()
         registry.forget(description.id)
         raise
     registry.opened[name] = lab
+    _record(lab, "opened")
+    return lab
+
+
+def _record(lab: Workbench, event: str) -> None:
+    """Write down that a workbench was opened or attached, and from now on the cells that are run with it."""
+    lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement))
+    record_cells(lab.telemetry, lambda: lab._closed)
+
+
+def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
+    for tracker in trackers:
+        lab.track(tracker)
     return lab
 
 
@@ -158,7 +189,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
     except BadInput:  # a model whose weights cannot be told from its configuration may well load
         return
     if doubt := check_fit(estimate, has_bytes=has, models=models):
-        warnings.warn(doubt, stacklevel=4)  # in the line that opens
+        warnings.warn(doubt, stacklevel=5)  # in the line that opens
 
 
 def attach(name: str) -> Workbench:
@@ -171,11 +202,12 @@ def attach(name: str) -> Workbench:
         return mine
     record = registry.get(name)
     lab = Workbench(registry.description(record), Path(record.run_folder))
+    lab.attached = True
     lab._backend = RayBackend(record.id, record.address, start=False)
     lab._backend.attach(lab._infos)
     lab._restore_state()
-    lab.telemetry.append_event("attached")
     registry.opened[name] = lab
+    _record(lab, "attached")
     return lab
 
 
@@ -202,7 +234,7 @@ def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)
     if mine is not None:
-        mine.close()
+        mine.end()
         return
     record = registry.get(name)
     try:
@@ -226,7 +258,7 @@ def _opened_here(name: str) -> Workbench | None:
         lab._closed = True  # another process moved it: this handle knows hosts that have ended
         del registry.opened[name]
         return None
-    lab.close()  # another process stopped or replaced it
+    lab.end()  # another process stopped or replaced it
     return None
 
 
@@ -248,5 +280,6 @@ def _living(name: str) -> tuple[str, ...] | None:
 def _leave() -> None:
     for lab in list(registry.opened.values()):
         if lab.description.backend == "inline":
-            lab.close()
+            lab.end()
+        lab.telemetry.sinks.close()
     stop_idle_head()

@@ -45,6 +45,7 @@ class PromptStream:
     def _draw(self, n: int, *, begins: bool) -> Batch:
         lab = self._lab
         lab._check_alive(lab.lead)
+        lab.check_driver()
         if self.source is None:
             raise BadInput(
                 "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import numbers
 import secrets
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,17 +22,22 @@ from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch
 from workbench.dataflow.references import Column
 from workbench.dataflow.run import MetricValues, Run
+from workbench.dataflow.run_log import RunLog
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.stage_names import StageNames
 from workbench.dataflow.store import Origin, Weights
 from workbench.errors import BadInput, StageInterrupted
 from workbench.held_batches import HeldBatches
+from workbench.notebook_cell import running_cell
 from workbench.placement import ROLLOUT
 from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
 from workbench.workers.group import WorkerGroup
 from workbench.workers.operation import Operation
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.algorithms.loop import Algorithm
     from workbench.prompt_stream import PromptStream
 
 
@@ -46,6 +53,13 @@ class Stages(StageNames, HeldBatches):
     _overlapping: int
     _overlapped: list[Run]
     _reusing: bool
+    _keeping: int
+    _algorithm: weakref.ref[Algorithm] | None = None
+    _driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
+
+    @functools.cached_property
+    def run_log(self) -> RunLog:
+        return RunLog()
 
     @functools.cached_property
     def scheduler(self) -> Scheduler:
@@ -100,6 +114,45 @@ class Stages(StageNames, HeldBatches):
         """What was called and has not ended, in call order."""
         runs = (*self.scheduler.open_runs(), *self._overlapped)
         return [run for run in dict.fromkeys(runs) if not run.done]
+
+    @property
+    def algorithm(self) -> Algorithm | None:
+        """The algorithm that took the last step, while somebody holds it: with it go the batches that it made."""
+        return None if self._algorithm is None else self._algorithm()
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm | None) -> None:
+        self._algorithm = None if algorithm is None else weakref.ref(algorithm)
+
+    def runs(self) -> pd.DataFrame:
+        """What stages this kernel called, one a row, in order: which cell called it, how far it is, how it ended."""
+        return self.run_log.frame()
+
+    @contextlib.contextmanager
+    def driving(self, what: str, stopping: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Inside, only this thread calls stages: a panel's button and a cell do not mix their steps.
+
+        what: is doing it, for the `BadInput` that calls of other threads get. stopping: where it says so, the next call
+        raises `StageInterrupted`.
+        """
+        self.check_driver()
+        before, self._driver = self._driver, (threading.current_thread(), what, stopping)
+        try:
+            yield
+        finally:
+            self._driver = before
+
+    def check_driver(self) -> None:
+        """Raise `BadInput` while another thread drives, `StageInterrupted` where this one is to stop."""
+        driver = self._driver
+        if driver is not None and driver[0] is threading.current_thread() and driver[2]():
+            raise StageInterrupted(f"{driver[1]} was stopped", "things are as after the stage before")
+        if driver is not None and driver[0] is not threading.current_thread():
+            raise BadInput(
+                f"a stage of {self.name!r} called now",
+                f"{driver[1]} is under way, and the steps of two would mix",
+                "wait until it is over, or press Stop in the panel",
+            )
 
     def _submit(self, run: Run) -> None:
         try:
@@ -171,6 +224,7 @@ class Stages(StageNames, HeldBatches):
     ) -> Run:  # fmt: skip
         """The run of a call, checked as far as it can be before its inputs are there; see `prepare`."""
         self._check_alive(group)
+        self.check_driver()
         where = f"{group.role}.{operation.name}"
         batch, args = self._batch_argument(where, operation, args, kwargs)
         arguments, samples = group.operations[operation.name].arguments(args, kwargs)
@@ -225,10 +279,19 @@ class Stages(StageNames, HeldBatches):
         run.code, run.by_loop = code, self.looping
         if batch is not None and operation.protocol.joins and run.writes:
             run.batch = batch.after(run, run.writes, samples)
+        self._log(run, reported_as, batch)
+        if batch is not None and run.batch is not None and self._reusing:
             drawn_anew = operation.samples and arguments.get("seed") is None
-            if self._reusing and not (batch.pending or updates or drawn_anew):
+            if not (batch.pending or updates or drawn_anew):
                 self._reuse(run, batch.copies(samples), operation.travelling(reads, batch), reported_as)
         return run
+
+    def _log(self, run: Run, stage: str, batch: Batch | None) -> None:
+        cell = running_cell()
+        iteration = self.iteration if batch is None else int(batch.part(())[1].get("iteration", self.iteration))
+        self.run_log.add(run, stage, iteration, cell, aside=self._keeping > 0)
+        if cell is not None:
+            self.telemetry.append_event("run", run=run.number, stage=stage, cell=cell.number, cell_id=cell.id)
 
     def _reuse(self, run: Run, batch: Batch, travels: tuple[str, ...], reported_as: str) -> None:
         """Answer a run from the store, where the same code has read the same columns with the same weights."""
@@ -248,6 +311,7 @@ class Stages(StageNames, HeldBatches):
                 print(f"{run.name}: from the store, as run {origin.run} made it")
                 run.metrics = MetricValues(origin.metrics)
                 self._report(run, reported_as, self.last_metrics)
+                run.from_store = True
                 run.settle(run.batch)
                 self.store.add(run.batch, origin, (), by_loop=run.by_loop)
                 return

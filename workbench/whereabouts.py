@@ -18,8 +18,9 @@ from workbench.errors import BadInput, NotFound
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
+from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.store import TelemetryStore
-from workbench.workers.backends import Backend
+from workbench.workers.backends import Backend, Pending
 from workbench.workers.calls import HostInfo
 from workbench.workers.group import WorkerGroup
 
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
-# Earlier transfers of at least so many bytes say how fast the machine is; else one of PROBE_BYTES is timed.
-TOLD_BYTES, PROBE_BYTES = 2**20, 32 * 2**20
+PROBE_BYTES = 32 * 2**20  # are moved to see how fast the machine is, where no earlier transfer says so
+
+ANSWER_S = 2.0  # for how long a picture of memory waits for a host
 
 
 class Whereabouts:
@@ -50,7 +52,10 @@ class Whereabouts:
     _id: str
     weights: dict[str, Weights]
     _broken: dict[str, str]  # what was lost, by pool
+    _described: dict[str, Pending]  # the last question of what it holds, by host
     _pools_ended: dict[str, int]
+
+    iteration: int
 
     _bandwidth_bytes_s: float | None = None
 
@@ -108,24 +113,40 @@ class Whereabouts:
         return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
 
     def memory(self) -> DeviceMap:
-        """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes."""
-        from workbench.display.devices import DeviceBox, DeviceMap, Share
-        from workbench.display.html import bytes_text
+        """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes. A host
+        that does not answer has an empty box, which says why."""
+        from workbench.display.devices import device_map
 
-        boxes = []
-        for info, seen in zip(self._infos, self._seen(), strict=True):
-            shares = [
-                Share(role, use, n)
-                for role, held in seen["roles"].items()
-                if role != "numeric"
-                for use, n in [("", 0), *held.items()]
-                if isinstance(n, int)
-            ]
-            shares.append(Share("batch", "batches", seen["batch_bytes"]))
-            place = f"{info.name} on {seen['machine']}, process {seen['process']}"
-            resident = f"process {bytes_text(seen['resident_bytes'])}"
-            boxes.append(DeviceBox(info.device, place, tuple(shares), seen["device_bytes"], resident))
-        return DeviceMap(tuple(boxes), f"memory of {self.name}")
+        return device_map(self._memory_now(ANSWER_S), f"memory of {self.name}")
+
+    def read_memory(self, timeout_s: float = ANSWER_S) -> list[MemoryReading]:
+        """What each host holds now, in the order of the placement; kept in `telemetry.memory()`. Hosts answer while
+        they compute. One that is gone, or silent for `timeout_s` seconds, is a reading with an error."""
+        readings = self._memory_now(timeout_s)
+        self.telemetry.append_memory(readings)
+        return readings
+
+    def _memory_now(self, timeout_s: float) -> list[MemoryReading]:
+        self._check_open()
+        infos = list(self._infos)
+        asked = [self._asked(info.name) for info in infos]
+        self._backend.wait(asked, timeout_s)
+        now: dict[str, Any] = {"time_s": time.time(), "iteration": self.iteration}
+        readings: list[MemoryReading] = []
+        for info, answer in zip(infos, asked, strict=True):
+            silent = MemoryReading(**now, host=info.name, device=info.device, error=f"no answer in {timeout_s:g} s")
+            try:
+                readings.append(MemoryReading.of(answer.result(), **now) if answer.done() else silent)
+            except Exception as error:  # of one host: the others' figures stand
+                readings.append(replace(silent, error=f"{error}"))
+        return readings
+
+    def _asked(self, host: str) -> Pending:
+        """The question to a host of what it holds; the last one, where it has not answered that."""
+        asked = self._described.get(host)
+        if asked is None or asked.done():
+            asked = self._described[host] = self._backend.ask(host, "describe")
+        return asked
 
     def estimate(self, placement: Placement | None = None) -> MemoryEstimate:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
@@ -210,11 +231,9 @@ class Whereabouts:
 
     def _bandwidth(self) -> tuple[float | None, str]:
         """Bytes a second from process to process, and where that figure is from."""
-        moved = self.telemetry.transfers()
-        large = moved[moved["moved_bytes"] >= TOLD_BYTES]
-        if len(large) and large["duration_s"].sum() > 0:
-            speed = float(large["moved_bytes"].sum() / large["duration_s"].sum())
-            return speed, f"from {len(large)} earlier transfers"
+        count, moved_bytes, seconds = self.telemetry.transfer_sums.large()
+        if seconds > 0:
+            return moved_bytes / seconds, f"from {count} earlier transfers"
         if self.description.backend == "inline":
             return None, ""
         if self._bandwidth_bytes_s is None:

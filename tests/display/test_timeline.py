@@ -75,7 +75,7 @@ def test_time_by_device_is_right_on_an_example_done_by_hand():
     first, second = timeline(STAGE).summary
     assert first == {
         "pool": "main", "device": "slot:0", "window_s": 10.0, "busy_s": 6.0, "transfer_s": 1.0, "idle_s": 3.0,
-        "queued_s": 1.0, "idle_share": 0.3,
+        "queued_s": 1.0, "idle_share": 0.3, "slowest_rank_s": 3.0, "other_pool_s": 0.0, "controller_s": 0.0,
     }  # fmt: skip
     assert (second["busy_s"], second["idle_s"], second["idle_share"]) == (9.0, 1.0, 0.1)
 
@@ -169,7 +169,7 @@ def test_child_spans_too_short_to_see_are_counted_not_drawn():
     spans = [row("a", 0, 1000), *(row("a", n, n + 0.01, kind="forward", parent="compute") for n in range(50))]
     picture = timeline(spans)
     assert len(bars(picture)) == 1
-    assert "50 spans inside others are too short to draw" in picture.svg
+    assert "50 spans are too short to draw" in picture.svg
 
 
 def test_the_frame_of_a_store_draws_the_same_picture(tmp_path: Path):

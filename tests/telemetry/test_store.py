@@ -172,3 +172,33 @@ def test_the_trace_is_strict_json_with_nested_events_in_microseconds(store: Tele
 
 def test_the_trace_of_nothing_is_valid(store: TelemetryStore, tmp_path: Path):
     assert json.loads(store.chrome_trace(tmp_path / "t.json").read_text())["traceEvents"] == []
+
+
+def test_a_follower_says_when_there_is_more_without_reading_it(tmp_path: Path) -> None:
+    store = TelemetryStore(tmp_path)
+    follower = store.follow("events")
+    assert (follower.size_bytes, follower.grown, follower.new()) == (0, False, [])
+    store.append_event("iteration", iteration=1)
+    size = follower.size_bytes
+    assert size > 0
+    assert follower.grown
+    assert [row["event"] for row in follower.new()] == ["iteration"]
+    assert (follower.size_bytes, follower.grown) == (size, False)
+
+
+def test_the_spans_of_one_run_are_those_of_all_with_its_number(store: TelemetryStore) -> None:
+    given: Any = {"role": "actor", "pool": "train", "rank": 0, "device": "cpu:0", "kind": "compute"}
+    assert len(store.spans(run=1)) == 0
+    tricky: Any = {"stage": '"run":1,', "note": '{"run":1,"role":2}'}
+    store.append_spans(Span(run=run, start_s=200.0 - run, end_s=300.0, **given, **tricky) for run in (0, 1, 11, 1, 111))
+    assert len(store.spans(run=1)) == 2
+    store.append_spans([Span(run=1, stage="other", start_s=1.0, end_s=2.0, **given)])
+    path = store.folder / "spans.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"stage":"torn","run":1,"ro')
+    every = store.spans()
+    mine = store.spans(run=1)
+    assert len(mine) == 3
+    assert mine.to_dict("records") == every[every["run"] == 1].to_dict("records")
+    assert len(store.spans(run=5)) == 0
+    assert dtypes(store.spans(run=5)) == SPAN_COLUMNS

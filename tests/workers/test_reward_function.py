@@ -120,21 +120,21 @@ def test_an_exception_names_prompt_row_and_rank() -> None:
 def test_a_call_that_hangs_is_abandoned() -> None:
     begun_s = time.monotonic()
     with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
-        run(lambda prompt, response: time.sleep(3) if prompt == "p0" else 0.0, timeout_s=0.2)
-    assert time.monotonic() - begun_s < 2
+        run(lambda prompt, response: time.sleep(10) if prompt == "p0" else 0.0, timeout_s=0.2)
+    assert time.monotonic() - begun_s < 8
 
 
 def test_a_call_that_hangs_is_abandoned_while_others_keep_finishing() -> None:
     begun_s, scored = time.monotonic(), []
 
     def work(prompt: str, response: str) -> float:
-        time.sleep(5 if prompt == "p0" else 0.01)
+        time.sleep(10 if prompt == "p0" else 0.01)
         scored.append(prompt)
         return 0.0
 
     with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
         run(work, n=400, timeout_s=0.2)
-    assert time.monotonic() - begun_s < 2
+    assert time.monotonic() - begun_s < 8
     assert 0 < len(scored) < 200
 
 

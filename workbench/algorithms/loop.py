@@ -12,6 +12,7 @@ from workbench.dataflow.batch import Batch
 from workbench.dataflow.graph import Graph, Stage
 from workbench.dataflow.run import Run
 from workbench.dataflow.tracing import trace
+from workbench.display.iterations import Iterations
 from workbench.engines.settings import Sampling, at_least, whole
 from workbench.errors import BadInput
 from workbench.named_fields import NamedFields
@@ -34,6 +35,7 @@ class Algorithm(NamedFields, ABC):
     _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
     _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
+    _iteration = 0
 
     @abstractmethod
     def define(self, lab: Workbench) -> None:
@@ -112,6 +114,16 @@ class Algorithm(NamedFields, ABC):
         return self._made
 
     @property
+    def under_way(self) -> bool:
+        """Whether an iteration has begun, and is not over."""
+        return self._under_way
+
+    @property
+    def iteration(self) -> int:
+        """The number of the iteration that it stepped last; 0 before the first."""
+        return self._iteration
+
+    @property
     def next_stage(self) -> str:
         """The stage that `step` would run."""
         return self._next(self.graph()).name
@@ -129,11 +141,13 @@ class Algorithm(NamedFields, ABC):
         """
         graph = self.graph()
         stage = self._next(graph)
+        self.lab.algorithm = self
         if not self._under_way:
             graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
             self.made.clear()
             self._under_way = True
         self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
+        self._iteration = self.lab.iteration
         if all(name in self.made for name in graph.names):
             self._end()
         return made
@@ -162,6 +176,8 @@ class Algorithm(NamedFields, ABC):
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
         """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up.
 
+        On a terminal a line says how far it is; in the log of a script that `wb.script` runs, a line an iteration.
+
         evaluate: called after each `every` of them, such as `lambda: lab.evaluate(held_out)` or
         `lambda: lab.check().raise_if_failed()`.
         """
@@ -170,21 +186,24 @@ class Algorithm(NamedFields, ABC):
         whole("iterations", iterations, 1)
         whole("every", every, 1)
         rows = []
-        for number in range(1, iterations + 1):
-            self.restart()
-            looping, self.lab.looping = self.lab.looping, True
-            try:
-                with self.lab.overlap():
-                    metrics = self.iterate()
-            except BaseException:  # stages were only submitted: some of what `made` holds never comes
-                self._made = {name: made for name, made in self.made.items() if _is_there(made)}
-                raise
-            finally:
+        with Iterations(type(self).__name__, iterations) as shown:
+            for number in range(1, iterations + 1):
                 self.restart()
-                self.lab.looping = looping
-            rows.append({"iteration": self.lab.iteration, **metrics})
-            if evaluate is not None and number % every == 0:
-                evaluate()
+                looping, self.lab.looping = self.lab.looping, True
+                try:
+                    with self.lab.overlap():
+                        metrics = self.iterate()
+                except BaseException:  # stages were only submitted: some of what `made` holds never comes
+                    self._made = {name: made for name, made in self.made.items() if _is_there(made)}
+                    raise
+                finally:
+                    self.restart()
+                    self.lab.looping = looping
+                rows.append({"iteration": self.lab.iteration, **metrics})
+                shown.done(metrics)
+                if evaluate is not None and number % every == 0:
+                    with shown.aside():
+                        evaluate()
         return pd.DataFrame(rows).set_index("iteration")
 
     def need(self, *roles: str) -> None:

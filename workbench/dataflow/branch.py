@@ -67,13 +67,15 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
 
     everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
     lab._keeping += 1
+    before, lab.telemetry.aside = lab.telemetry.aside, True
     try:
         yield go_back
     finally:
         lab._keeping -= 1
         try:
-            go_back()
+            go_back()  # waits for the stages that are still under way
         finally:
+            lab.telemetry.aside = before
             everywhere("dropping what was kept", "drop_snapshot")
 
 

@@ -1,6 +1,7 @@
 """The columns of one shard, as workers read and return them (`carrier` has the form in which hosts keep them).
 
 A column is one of
+
     Tensor   [rows, ...]   numbers of one shape a row (a reward)
     Ragged   [rows, *]     numbers of varying length a row (tokens, log-probabilities), packed: no padding is stored
     list     [rows]        anything else (text, answers)

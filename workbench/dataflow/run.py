@@ -57,12 +57,13 @@ class Run:
         self.name = f"{group.role}.{stage}"
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
-        self.stuck = self.updates = self.by_loop = False
+        self.stuck = self.updates = self.by_loop = self.from_store = False
         self.unrecorded: list[Reply] = []
         self.batch: Batch | None = None
         self.code = ""
         self.writes: tuple[str, ...] = ()
         self.submitted_s = time.time()
+        self.started_s = self.ended_s = 0.0  # unix times; 0.0: not yet
         self.made: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
@@ -78,7 +79,7 @@ class Run:
         self._abandoned = ""
         self._scheduler: Scheduler | None = None
         self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
-        self._report: Callable[[int, int, int], None] = lambda done, total, tokens: None
+        self._counts = _Counts()
 
     # --- for who waits ------------------------------------------------------------------------------------------------
 
@@ -96,9 +97,23 @@ class Run:
         """Whether `result` returns, or raises, at once."""
         return self._future.done()
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Micro-batches, or rows, that the first rank has done, and of how many; (0, 0) where they are not counted."""
+        status = next(iter(self._seen.values()), None)
+        return self._counts.seen if status is None else (status[1], status[2])
+
+    @property
+    def error(self) -> str:
+        """What ended it, in one line; empty unless it failed or was cancelled."""
+        if self._future.cancelled():
+            return self._abandoned or "it was cancelled"
+        error = self._future.exception() if self._future.done() else None
+        return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+
     def start(self, scheduler: Scheduler, bar: Progress) -> Any:
         """Submit it and wait: the blocking form of a call."""
-        self._report, self._scheduler = bar.update, scheduler
+        self._counts.report, self._scheduler = bar.update, scheduler
         with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
             scheduler.submit(self)
         return self.wait(bar)
@@ -147,6 +162,7 @@ class Run:
         with self.lock:  # not while it is being sent
             self._abandoned = "it was cancelled"
             if self._future.cancel():
+                self.ended_s = time.time()
                 self._future.set_running_or_notify_cancel()  # wakes those who wait
                 self._forget()
         return True
@@ -221,9 +237,9 @@ class Run:
         if not self._future.set_running_or_notify_cancel():
             return
         try:
-            self.calls = self.plan()
+            self.calls, self.started_s = self.plan(), time.time()
             for host, call in zip(self.group.hosts, self.calls, strict=True):
-                self._pending.append(backend.execute(host, call, self._report))
+                self._pending.append(backend.execute(host, call, self._counts.hear))
             self._waiting_ranks = list(range(len(self.calls)))
             self._quiet_since = time.monotonic()
         except BaseException as error:
@@ -285,6 +301,7 @@ class Run:
     def settle(self, result: Any) -> None:
         """End the run with a result."""
         self._forget()
+        self.ended_s = time.time()
         self._future.set_result(result)
         for dependent in self.dependents:
             batch = dependent()
@@ -301,6 +318,7 @@ class Run:
         except Exception as second:
             error.add_note(f"and while cleaning up: {second!r}")
         self._forget()
+        self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
 
@@ -352,6 +370,18 @@ class Run:
             error.add_note(f"on rank {ranks}:\n{first.traceback}")
         error.__cause__ = first.error
         return error
+
+
+class _Counts:
+    """What the ranks of the inline backend tell of themselves. No part of the run: hosts hold on to it."""
+
+    def __init__(self) -> None:
+        self.seen = (0, 0)
+        self.report: Callable[[int, int, int], None] = lambda done, total, tokens: None
+
+    def hear(self, done: int, total: int, tokens: int) -> None:
+        self.seen = (done, total)
+        self.report(done, total, tokens)
 
 
 def _failed(pending: Pending) -> bool:

@@ -44,7 +44,8 @@ class Rows(list[Row]):
 def read_rows(source: Source) -> Rows:
     """The rows of `source`, one dict a row, never empty.
 
-    source:
+    source is one of
+
         list of str                     rows {"prompt": text}
         list of dict                    as they are (copied)
         "path/to/file.jsonl", Path      one JSON object a line; blank lines are passed over

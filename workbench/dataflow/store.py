@@ -244,6 +244,23 @@ class Store:
         entry = self._entries.get(name)
         return None if entry is None else entry.origin
 
+    def column_names(self, name: str) -> tuple[str, ...]:
+        """The columns of a batch, wherever they are, and those that are being made; none for one that is not known."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return ()
+        batch = entry.handle() or entry.kept
+        return entry.columns if batch is None else batch.names
+
+    def iteration(self, name: str) -> int | None:
+        """The iteration that a batch is of, as far as it is known without waiting; None for one that is of none."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        batch = entry.handle() or entry.kept
+        found = (entry.meta or entry.origin.meta_in) if batch is None else batch.part(())[1]
+        return None if "iteration" not in found else int(found["iteration"])
+
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._entries))
 

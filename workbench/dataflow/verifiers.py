@@ -1,10 +1,12 @@
 """Reward functions for answers that can be checked: `fn(prompt, response, **row) -> float`, one sample a call.
 
 What counts as a number in a text:
+
     42  1,234  1,234.50  .5  -8  -$8     a comma groups thousands only before exactly three digits: "1,2" is two numbers
     the minus of -8, not of 50-8         a minus right before the number counts, unless a number, a letter, "%" or a
                                          closing bracket precedes it: "17 -8" reads as 17 and -8, "17 - 8" as 17 and 8
     not the 2 of cm2 or H2O              digits right behind a Latin letter do not count; the 2 of 2nd and of 2kg does
+
 Signs around a number ($, %, *, the period of a sentence) are no part of it: "50%" is 50. Not understood: fractions
 ("3/4" ends in 4), powers of ten ("1e3" is 1), thousands set apart by spaces, decimal commas.
 """

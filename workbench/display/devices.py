@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
 from workbench.display.html import bytes_text
 from workbench.display.palette import role_styles
+from workbench.telemetry.memory import MemoryReading
 
 # Use -> how opaque its part of a bar is: the role says the colour.
 USES = {
@@ -57,6 +59,26 @@ class DeviceMap:
 
     def _repr_html_(self) -> str:
         return f'<div style="color:inherit">{_svg(self)}</div>'
+
+
+def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
+    """Readings of memory as a picture. A role that holds nothing is there too."""
+    boxes = []
+    for reading in readings:
+        shares = [Share(role, use, n) for role, held in reading.held.items() for use, n in [("", 0), *held.items()]]
+        if not reading.error:
+            shares.append(Share("batch", "batches", reading.batch_bytes))
+        place = f"{reading.host} on {reading.machine}, process {reading.process}"
+        boxes.append(
+            DeviceBox(
+                reading.device,
+                f"{reading.host}: {reading.error}" if reading.error else place,
+                tuple(shares),
+                reading.capacity_bytes if reading.on_gpu else None,
+                "no answer" if reading.error else f"process {bytes_text(reading.resident_bytes)}",
+            )
+        )
+    return DeviceMap(tuple(boxes), what)
 
 
 def _rows(box: DeviceBox) -> dict[str, list[Share]]:

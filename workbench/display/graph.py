@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
@@ -36,8 +38,22 @@ class GraphRecord(Protocol):
     def edges(self) -> Mapping[str, set[str]]: ...
 
 
-def draw(graph: GraphRecord) -> str:
-    """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote."""
+@dataclass(frozen=True)
+class Mark:
+    """How a stage stands: a sign and words for it, and which share of it is done. chosen: drawn with a frame."""
+
+    sign: str
+    words: str
+    share: float = 0.0
+    chosen: bool = False
+
+
+def draw(graph: GraphRecord, marks: Mapping[str, Mark] | None = None, *, live: bool = False) -> str:
+    """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote.
+
+    marks: how stages stand, by name. live: each of these boxes is a control, whose action is "choose" with the stage's
+    name.
+    """
     edges = graph.edges()
     depth: dict[str, int] = {}
     for stage in graph.stages:
@@ -50,17 +66,16 @@ def draw(graph: GraphRecord) -> str:
         place[stage.name] = (MARGIN + column * (WIDTH + GAP_X), MARGIN + row * (HEIGHT + GAP_Y))
     styles = role_styles(stage.role for stage in graph.stages)
     arrows = "".join(_arrow(place[source], place[name]) for name, found in edges.items() for source in sorted(found))
-    boxes = "".join(
-        _box(stage, place[stage.name], {r: (s.colour, s.ink) for r, s in styles.items()}) for stage in graph.stages
-    )
+    boxes = ""
+    for stage in graph.stages:
+        style = styles[stage.role].colour, styles[stage.role].ink
+        boxes += _box(stage, place[stage.name], style, (marks or {}).get(stage.name), live)
     width = 2 * MARGIN + (1 + max(depth.values())) * (WIDTH + GAP_X) - GAP_X
     height = 2 * MARGIN + (1 + max(rows.values())) * (HEIGHT + GAP_Y) - GAP_Y
     label = escape(f"{graph.title}: " + ", ".join(f"{s.name} on {s.role}" for s in graph.stages))
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{label}" style="font:12px system-ui,sans-serif">'
-        '<defs><marker id="wb-tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0,0 L8,4 L0,8 z" fill="currentColor"/></marker></defs>'
+        f'role="{"group" if live else "img"}" aria-label="{label}" style="font:12px system-ui,sans-serif">'
         f"{arrows}{boxes}</svg>"
     )
     caption = f'<div style="font-size:13px;font-weight:600;padding:2px 4px">Dataflow of {escape(graph.title)}</div>'
@@ -72,18 +87,34 @@ def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
     bend = max(GAP_X, (x2 - x1) / 2)
     return (
         f'<path d="M{x1:g},{y1:g} C{x1 + bend:g},{y1:g} {x2 - bend:g},{y2:g} {x2:g},{y2:g}" fill="none" '
-        'stroke="currentColor" stroke-opacity=".45" marker-end="url(#wb-tip)"/>'
+        'stroke="currentColor" stroke-opacity=".45"/>'
+        f'<path d="M{x2:g},{y2:g} l-7,-3.5 v7 z" fill="currentColor"/>'
     )
 
 
-def _box(stage: StageRecord, at: tuple[float, float], styles: Mapping[str, tuple[str, str]]) -> str:
+def _box(stage: StageRecord, at: tuple[float, float], style: tuple[str, str], mark: Mark | None, live: bool) -> str:
     x, y = at
-    colour, ink = styles[stage.role]
+    colour, ink = style
     reads, writes = ", ".join(stage.reads) or "nothing", ", ".join(stage.writes) or "no column"
     title = f"{stage.name} on {stage.role}\nreads {reads}\nwrites {writes}"
+    start, words, extra = "<g>", stage.role, ""
+    if mark is not None:
+        if live:
+            given, name = escape(json.dumps({"stage": stage.name})), escape(stage.name)
+            label = escape(f"{stage.name} on {stage.role}: {mark.words}")
+            start = f'<g data-act="choose" data-given="{given}" data-stage="{name}" tabindex="0" role="button" '
+            start += f'aria-label="{label}" aria-pressed="{str(mark.chosen).lower()}">'
+        words = f"{mark.sign} {mark.words}"
+        title += f"\n{mark.words}"
+        if mark.share:
+            place = f'x="{x:g}" y="{y + HEIGHT - 4:g}" width="{WIDTH * min(mark.share, 1):g}" height="4"'
+            extra = f'<rect {place} fill="{ink}" opacity=".7"/>'
+        if mark.chosen:
+            place = f'x="{x - 3:g}" y="{y - 3:g}" width="{WIDTH + 6}" height="{HEIGHT + 6}" rx="7"'
+            extra += f'<rect {place} fill="none" stroke="currentColor" stroke-width="2"/>'
     return (
-        f"<g><title>{escape(title)}</title>"
+        f"{start}<title>{escape(title)}</title>"
         f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}"/>'
         f'<text x="{x + 8:g}" y="{y + 18:g}" fill="{ink}" font-weight="600">{escape(stage.name)}</text>'
-        f'<text x="{x + 8:g}" y="{y + 34:g}" fill="{ink}" opacity=".85">{escape(stage.role)}</text></g>'
+        f'<text x="{x + 8:g}" y="{y + 34:g}" fill="{ink}" opacity=".85">{escape(words)}</text>{extra}</g>'
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.display.idle import Row
+
+TOUCH_S = 1e-6  # bars that overlap by no more lie one after the other
 
 _DEFAULTS = {
     "stage": "", "run": 0, "role": "", "pool": "", "rank": 0, "device": "", "kind": "compute", "parent": "",
@@ -38,37 +41,65 @@ def lanes_of(rows: Sequence[Row], devices: Sequence[str]) -> list[tuple[str, str
 
 @dataclass
 class Bar:
-    """A span with its place: which sub-lane of its device, and how deep inside the bar of its stage (0: the bar)."""
+    """A span with its place: which sub-lane of its device, and how deep inside the bar of its stage (0: the bar).
+
+    holds: whether other spans lie inside it.
+    """
 
     row: Row
     sublane: int
     depth: int
+    holds: bool = False
+
+
+class Placer:
+    """Gives spans of one device their places as they come: what was placed stays where it is.
+
+    Spans at the same time get a sub-lane each; children go into their parent, which must come with them or before.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[list[tuple[float, float]]] = []  # by sub-lane: start and end of its bars, in order
+        self._roots: dict[tuple[Any, ...], list[Bar]] = {}
+
+    def add(self, rows: Sequence[Row]) -> list[Bar]:
+        """Bars of spans given by start."""
+        bars = [self._place(row) for row in rows]
+        for bar in bars:  # a queue line lies under the bar that it leads to
+            if bar.row["kind"] == "queue":
+                led_to = self._roots.get(_call(bar.row), [])
+                bar.sublane = led_to[0].sublane if led_to else 0
+        return bars
+
+    def _place(self, row: Row) -> Bar:
+        if row["kind"] == "queue":
+            return Bar(row, 0, 0)
+        roots = self._roots.setdefault(_call(row), [])
+        if row["parent"]:
+            middle = (row["start_s"] + row["end_s"]) / 2
+            root = next((bar for bar in roots if bar.row["start_s"] <= middle <= bar.row["end_s"]), None)
+            if root is not None:
+                root.holds = True
+                return Bar(row, root.sublane, 1 if row["parent"] == root.row["kind"] else 2)
+        roots.append(Bar(row, self._free(row["start_s"], row["end_s"]), 0))
+        return roots[-1]
+
+    def _free(self, start_s: float, end_s: float) -> int:
+        """The first sub-lane with nothing between two times, which is taken thereby."""
+        for number, taken in enumerate(self._taken):
+            at = bisect(taken, (start_s, end_s))
+            before = at == 0 or taken[at - 1][1] <= start_s + TOUCH_S
+            if before and (at == len(taken) or end_s <= taken[at][0] + TOUCH_S):
+                taken.insert(at, (start_s, end_s))
+                return number
+        self._taken.append([(start_s, end_s)])
+        return len(self._taken) - 1
 
 
 def place(rows: Sequence[Row]) -> list[Bar]:
-    """Bars of one device, given by start. Spans at the same time get a sub-lane each; children go into their parent."""
-    free_from: list[float] = []
-    roots: dict[tuple[Any, ...], list[Bar]] = {}
-    bars: list[Bar] = []
-    for row in rows:
-        call = (row["stage"], row["run"], row["role"], row["rank"])
-        middle = (row["start_s"] + row["end_s"]) / 2
-        root = None
-        if row["parent"] or row["kind"] == "queue":
-            candidates = roots.get(call, [])
-            root = next((bar for bar in candidates if bar.row["start_s"] <= middle <= bar.row["end_s"]), None)
-        if row["kind"] == "queue":
-            bars.append(Bar(row, 0, 0))
-        elif root is not None:
-            bars.append(Bar(row, root.sublane, 1 if row["parent"] == root.row["kind"] else 2))
-        else:
-            sublane = next((n for n, end in enumerate(free_from) if end <= row["start_s"] + 1e-6), len(free_from))
-            free_from[sublane : sublane + 1] = [row["end_s"]]
-            bars.append(Bar(row, sublane, 0))
-            roots.setdefault(call, []).append(bars[-1])
-    # a queue line lies under the bar that it leads to
-    for bar in bars:
-        if bar.row["kind"] == "queue":
-            led_to = roots.get(tuple(bar.row[name] for name in ("stage", "run", "role", "rank")), [])
-            bar.sublane = led_to[0].sublane if led_to else 0
-    return bars
+    """Bars of one device, given by start."""
+    return Placer().add(rows)
+
+
+def _call(row: Row) -> tuple[Any, ...]:
+    return row["stage"], row["run"], row["role"], row["rank"]

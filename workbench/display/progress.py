@@ -1,37 +1,70 @@
-"""One line of progress while the controller waits for a stage; quick stages show nothing."""
+"""One line of progress while the controller waits for a stage; quick stages show nothing.
+
+How much a process shows is its own: lines that can be written over (the default), a script's plain lines too, nothing.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from workbench.display.html import seconds_text
 
 REFRESH_S = 0.25
 
+Shown = Literal["changing", "logged", "nothing"]
+_shown: Shown = "changing"
+_heading = ""  # on a terminal, what stands before each line: how far the loop is
 
-class _Line(Protocol):
+
+def show(what: Shown) -> Shown:
+    """Say how much this process shows: "changing", lines that can be written over; "logged", plain lines too, where
+    there are none of these; "nothing". Returns what it was before."""
+    global _shown
+    before, _shown = _shown, what
+    return before
+
+
+def is_quiet() -> bool:
+    """Whether this process shows nothing."""
+    return _shown == "nothing"
+
+
+def is_logged() -> bool:
+    """Whether loops write plain lines where no line can be written over."""
+    return _shown == "logged"
+
+
+class Line(Protocol):
     def show(self, text: str) -> None: ...
 
     def clear(self) -> None: ...
 
 
-class _TerminalLine:
+class TerminalLine:
     """A line that is written over; on exit the terminal is as before."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def show(self, text: str) -> None:
+        text = "  ".join(filter(None, (_heading, text)))
         width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be written over
         self._stream.write(f"\r{text[:width]}\x1b[K")
         self._stream.flush()
 
     def clear(self) -> None:
+        self.show("")
+
+    def head(self, text: str) -> None:
+        """Show `text`, and before all that lines show from now on."""
+        global _heading
+        _heading = text
         self.show("")
 
 
@@ -76,7 +109,7 @@ class Progress:
     ) -> None:
         self.label, self.unit, self.after_s = label, unit, after_s
         self._clock = clock
-        self._line = _line(stream)
+        self._line = line(stream)
         self._start_s = self._shown_s = clock()
         self._is_shown = False
 
@@ -115,11 +148,16 @@ class Progress:
         return "  ".join(parts)
 
 
-def _line(stream: TextIO | None) -> _Line | None:
+def line(stream: TextIO | None) -> Line | None:
+    """The line of this thread that can be written over, if there is one, on a stream or where the user looks."""
+    if is_quiet():
+        return None
+    if stream is None and threading.current_thread() is not threading.main_thread():
+        return None  # what a panel runs shows in the panel
     # a notebook has loaded IPython itself: no reason to import it here
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if stream is None and ipython is not None else None
     if shell is not None and getattr(shell, "kernel", None) is not None:
         return _NotebookLine()
     stream = stream if stream is not None else sys.stderr
-    return _TerminalLine(stream) if stream.isatty() else None
+    return TerminalLine(stream) if stream.isatty() else None

@@ -3,20 +3,21 @@
     pool      | A generate_sequences |   R compute_ref..  | A update_actor ////  |   idle 12 %
     cpu:0     -----------------------------------------------------------------
 
-Colours and letters tell roles, hatches tell kinds of work inside a bar, a thin line under a bar is its queue time.
+Colours and letters tell roles, hatches tell kinds of work inside a bar, a thin line under a bar is its queue time. What
+a device waits for is told by shading and a small letter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text, seconds_text, table
-from workbench.display.idle import Row, device_times
+from workbench.display.idle import CAUSES, DATA, Gaps, Lane, Life, Row, device_times, gaps_of, within
 from workbench.display.lanes import Bar, lanes_of, place, records
 from workbench.display.palette import RoleStyle, role_styles
 from workbench.errors import BadInput
@@ -47,10 +48,19 @@ HATCHES = {
     "reward": "M1 3H5M3 1V5",
 }
 
+# The same for what a device waits for, by the column of `idle.CAUSES`.
+SHADES = {
+    "transfer_s": "M0 0L6 6M-1 5L1 7M5-1L7 1",
+    "slowest_rank_s": "M1.5 0V6M4.5 0V6",
+    "other_pool_s": "M0 6L6 0M-1 1L1-1M5 7L7 5",
+    "controller_s": "M2.5 3H3.5",
+}
+
 
 @dataclass(frozen=True)
 class Timeline:
-    """A drawn timeline. `svg` stands alone as a file; `summary` has one row a device (see `idle.device_times`)."""
+    """A drawn timeline. `svg` stands alone as a file; `summary` has one row a device: see `idle.device_times`, and a
+    column for each of `idle.CAUSES`: transfer_s, and what idle_s consists of."""
 
     svg: str
     summary: list[dict[str, Any]]
@@ -69,22 +79,30 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         picture = self.svg.replace(f'color="{ON_ANY_GROUND}" ', "", 1)  # inline, it takes the page's text colour
-        rows = [
-            {
-                "pool": row["pool"],
-                "device": row["device"],
-                **{
-                    name: _percent(row[f"{name}_s"], row["window_s"]) for name in ("busy", "transfer", "idle", "queued")
-                },
-            }
-            for row in self.summary
-        ]
         # Viewers that strip inline SVG still show the table.
-        details = f'<details style="font-size:13px"><summary>times by device</summary>{table(rows)}</details>'
+        times = times_table(self.summary)
+        details = f'<details style="font-size:13px"><summary>times by device</summary>{times}</details>'
         return f"<div>{picture}{details}</div>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/html": self._repr_html_(), "image/svg+xml": self.svg, "text/plain": repr(self)}
+
+
+def times_table(summary: Sequence[Row], caption: str = "") -> str:
+    """An html table of what devices did and waited for: a row of `Timeline.summary` each."""
+
+    def cell(row: Row, name: str) -> str:
+        return f"{seconds_text(row[name])} ({_percent(row[name], row['window_s'])})" if row[name] else ""
+
+    rows = [
+        {
+            **{name: row[name] for name in ("iteration", "pool", "device") if name in row},
+            "busy": cell(row, "busy_s"),
+            **{f"{cause.letter}: {cause.words}": cell(row, cause.column) for cause in CAUSES},
+        }
+        for row in summary
+    ]
+    return table(rows, caption=caption, max_rows=64)
 
 
 def timeline(
@@ -94,11 +112,15 @@ def timeline(
     start: float | None = None,
     end: float | None = None,
     width: int = 960,
+    most: int | None = None,
+    lives: Mapping[Lane, Life] | None = None,
 ) -> Timeline:
     """Draw spans (the spans frame, or dicts with its columns).
 
     devices: which lanes come first; one without a span gets an empty lane. start, end: unix times between which to
-    draw, such as the first and last of the newest iterations; default: all. width: pixels. Raises `BadInput`.
+    draw, such as the first and last of the newest iterations; default: all. width: pixels. most: how many bars are
+    drawn, the longest of all; None: all. lives: see `idle.lives_of`; a lane that it lacks is there all the time.
+    Raises `BadInput`.
     """
     rows = records(spans)
     start = start if start is not None else min((row["start_s"] for row in rows), default=0.0)
@@ -107,34 +129,61 @@ def timeline(
         raise BadInput(f"timeline from {start} to {end}", "the start must not lie after the end", "swap the two")
     rows = [row for row in rows if row["end_s"] >= start and row["start_s"] <= end]
     lanes = lanes_of(rows, devices)
-    summary = [device_times(rows, device, pool, start, end) for pool, device in lanes]
-    return Timeline(svg=_Picture(rows, summary, start, end, width).svg(), summary=summary, span_count=len(rows))
+    lived = [within((lives or {}).get(lane, (start, end)), start, end) for lane in lanes]
+    gaps = gaps_of(rows, lanes, (start, end), lived)
+    by_lane: dict[Lane, list[Row]] = {lane: [] for lane in lanes}
+    for row in rows:
+        by_lane[row["pool"], row["device"]].append(row)
+    waits = gaps.seconds(len(lanes), start, end)
+    summary = [
+        {
+            **device_times(by_lane[pool, device], device, pool, *lived[lane]),
+            **{cause.column: float(waits[lane, n]) for n, cause in enumerate(CAUSES) if n != DATA},
+        }
+        for lane, (pool, device) in enumerate(lanes)
+    ]
+    picture = _Picture(list(by_lane.values()), summary, gaps, start, end, width, most)
+    return Timeline(svg=picture.svg(), summary=summary, span_count=len(rows))
 
 
 class _Picture:
     """Draws rows already cut to the window, in the lanes of `summary`."""
 
-    def __init__(self, rows: Sequence[Row], summary: Sequence[Row], start_s: float, end_s: float, width: int) -> None:
-        self.rows, self.summary, self.start_s, self.width = rows, summary, start_s, width
+    def __init__(
+        self,
+        by_lane: Sequence[Sequence[Row]],
+        summary: Sequence[Row],
+        gaps: Gaps,
+        start_s: float,
+        end_s: float,
+        width: int,
+        most: int | None,
+    ) -> None:
+        self.by_lane, self.rows = by_lane, [row for here in by_lane for row in here]
+        self.summary, self.gaps, self.start_s, self.width = summary, gaps, start_s, width
         self.window_s = max(end_s - start_s, 1e-9)
         names = [str(row[name]) for row in summary for name in ("device", "pool")]
         self.left = min(24 + CHAR * 1.1 * max((len(name) for name in names), default=0), width / 4)
-        self.styles = role_styles(str(row["role"]) for row in rows)
+        self.styles = role_styles(str(row["role"]) for row in self.rows)
         self.patterns: dict[tuple[str, str], str] = {}
         self.too_short = 0
+        longest = sorted((row["end_s"] - row["start_s"] for row in self.rows), reverse=True)
+        self.least_s = (
+            longest[most] if most is not None and len(longest) > most else -1.0
+        )  # what is no longer is left out
 
     def svg(self) -> str:
         legend, legend_height = self._legend()
         y = legend_height
         lanes: list[str] = []
         pool = None
-        for row in self.summary:
+        for number, row in enumerate(self.summary):
             if row["pool"] != pool:
                 pool = row["pool"]
                 name = f"pool {pool}" if pool else "no stage"
                 lanes.append(f'<text x="4" y="{y + 14}" font-weight="600">{_text(name)}</text>')
                 y += HEAD
-            drawn, height = self._lane(row, y)
+            drawn, height = self._lane(number, row, y)
             lanes.append(drawn)
             y += height + GAP
         body = legend + self._axis(legend_height, y) + "".join(lanes) + self._footnote(y)
@@ -162,38 +211,52 @@ class _Picture:
         share = (time_s - self.start_s) / self.window_s
         return self.left + min(max(share, 0.0), 1.0) * (self.width - self.left - RIGHT)
 
-    def _lane(self, times: Row, y: float) -> tuple[str, float]:
-        here = [row for row in self.rows if (row["pool"], row["device"]) == (times["pool"], times["device"])]
-        bars = place(here)
+    def _lane(self, number: int, times: Row, y: float) -> tuple[str, float]:
+        bars = place(self.by_lane[number])
         height = LANE * (1 + max((bar.sublane for bar in bars), default=0))
         middle = y + (height - QUEUE) / 2 + 4
         right = self.width - RIGHT
         hover = (
             ", ".join(f"{name} {seconds_text(times[f'{name}_s'])}" for name in ("busy", "transfer", "idle"))
-            + f", of which {seconds_text(times['queued_s'])} with a stage in the queue"
+            + f", of which {seconds_text(times['queued_s'])} with a stage in the queue; "
+            + ", ".join(f"{cause.words} {seconds_text(times[cause.column])}" for cause in CAUSES)
         )
         parts = [
             f'<text x="12" y="{middle:.1f}">{_text(_cut(str(times["device"]), int((self.left - 18) / CHAR)))}</text>',
             f'<rect x="{self.left:.1f}" y="{y:.1f}" width="{right - self.left:.1f}" height="{height}" opacity=".06"/>',
             f'<text x="{right + 8}" y="{middle:.1f}">idle {_percent(times["idle_s"], times["window_s"])}'
             f"<title>{_text(hover)}</title></text>",
+            *(self._shade(number, cause, y, height) for cause in range(len(CAUSES))),
         ]
-        holds_children = {id(bar.row) for bar in bars if bar.depth == 0 and self._has_children(bar, bars)}
         # on top lie the deeper bars, and of several stages in the queue the one that runs next
         in_order = sorted(bars, key=lambda bar: (bar.depth, -bar.row["end_s"] if bar.row["kind"] == "queue" else 0))
-        drawn = [self._bar(bar, y + LANE * bar.sublane, id(bar.row) in holds_children) for bar in in_order]
+        drawn = [self._bar(bar, y + LANE * bar.sublane) for bar in in_order]
         return "".join(parts + drawn), height
 
-    @staticmethod
-    def _has_children(root: Bar, bars: Sequence[Bar]) -> bool:
-        within = (bar for bar in bars if bar.depth and bar.sublane == root.sublane)
-        return any(root.row["start_s"] <= bar.row["start_s"] <= root.row["end_s"] for bar in within)
+    def _shade(self, lane: int, cause: int, y: float, height: float) -> str:
+        """The gaps of a lane with one cause, as one path; those that are wide enough with the cause's letter."""
+        mine = (self.gaps.lane == lane) & (self.gaps.cause == cause)
+        ends = zip(self.gaps.start_s[mine], self.gaps.end_s[mine], strict=True)
+        boxes = [(left, right) for left, right in ((self._x(a), self._x(b)) for a, b in ends) if right - left >= 1]
+        if not boxes:
+            return ""
+        what, fill = CAUSES[cause], self._pattern(CAUSES[cause].column, ON_ANY_GROUND)
+        path = "".join(f"M{left:.1f} {y:.0f}H{right:.1f}v{height:.0f}H{left:.1f}z" for left, right in boxes)
+        hover = f"{what.words}: {what.meaning}"
+        place = f'y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-style="italic"'
+        letters = [
+            f'<text x="{(left + right) / 2:.1f}" {place}>{what.letter}</text>'
+            for left, right in boxes
+            if right - left >= 12
+        ]
+        title = f"<title>{_text(hover)}</title>"
+        return f'<path class="gap" d="{path}" fill="{fill}" opacity=".6">{title}</path>{"".join(letters)}'
 
-    def _bar(self, bar: Bar, y: float, holds_children: bool) -> str:
+    def _bar(self, bar: Bar, y: float) -> str:
         row, style = bar.row, self.styles[bar.row["role"]]
         x = self._x(row["start_s"])
         width = self._x(row["end_s"]) - x
-        if bar.depth and width < SHORTEST:
+        if (bar.depth and width < SHORTEST) or row["end_s"] - row["start_s"] <= self.least_s:
             self.too_short += 1
             return ""
         top, height, attributes, label = y + 2, float(BAR), f'fill="{style.colour}"', ""
@@ -207,7 +270,7 @@ class _Picture:
             attributes = f'fill="{self._pattern("transfer", style.colour)}"'
         else:
             attributes += ' rx="2" stroke="currentColor" stroke-opacity=".35" stroke-width=".5"'
-            label = self._label(row, style, x, width, top + (BAR - STRIP if holds_children else BAR) / 2 + 4)
+            label = self._label(row, style, x, width, top + (BAR - STRIP if bar.holds else BAR) / 2 + 4)
         place = f'x="{x:.2f}" y="{top:.1f}" width="{max(width, 1):.2f}" height="{height:g}"'
         return f'<rect class="span" {place} {attributes}><title>{_text(self._hover(row))}</title></rect>{label}'
 
@@ -239,9 +302,9 @@ class _Picture:
     def _pattern(self, kind: str, stroke: str) -> str:
         """Reference to the hatch of `kind` in `stroke`; `ID` stands for the picture's id until that is known."""
         name = f"{ID}{kind}-{stroke.lstrip('#')}"
-        lines = HATCHES.get(kind, "")
+        lines = HATCHES.get(kind) or SHADES.get(kind, "")
         drawn = f'<path d="{lines}" stroke="{stroke}" stroke-width="1.3" fill="none"/>' if lines else ""
-        ground = f'<rect width="6" height="6" fill="{stroke}" fill-opacity="{".25" if lines else ".45"}"/>'
+        ground = f'<rect width="6" height="6" fill="{stroke}" fill-opacity="{ground_opacity(kind)}"/>'
         self.patterns[kind, stroke] = (
             f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{ground}{drawn}</pattern>'
         )
@@ -260,6 +323,16 @@ class _Picture:
         ]
         if any(row["kind"] == "queue" for row in self.rows):
             entries.append((QUEUE_LABEL, f'fill="{ON_ANY_GROUND}"', "", ""))
+        entries += [
+            (
+                cause.words,
+                f'fill="{self._pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"',
+                cause.letter,
+                "currentColor",
+            )
+            for number, cause in enumerate(CAUSES)
+            if (self.gaps.cause == number).any()
+        ]
         parts: list[str] = []
         x, y = 4.0, 4.0
         for name, fill, letter, ink in entries:
@@ -292,12 +365,17 @@ class _Picture:
         if not self.rows:
             note = "no spans in this window"
         elif self.too_short:
-            note = f"{self.too_short:,} spans inside others are too short to draw"
+            note = f"{self.too_short:,} span{'s are' if self.too_short > 1 else ' is'} too short to draw"
         else:
             return ""
         return (
             f'<text x="{self.width - 4}" y="{y + 32:.0f}" text-anchor="end" font-size="11" opacity=".8">{note}</text>'
         )
+
+
+def ground_opacity(kind: str) -> float:
+    """Of the ground under a hatch: that of a gap lets its lane through, and a kind without a hatch is all ground."""
+    return 0.06 if kind in SHADES else 0.25 if HATCHES.get(kind) else 0.45
 
 
 def _nice_step(least: float) -> float:

@@ -1,8 +1,8 @@
 """Telemetry on disk: append-only JSON lines, read as pandas frames whose column names carry units.
 
-One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, events.jsonl. Any process may read
-while another writes. A line is written at once and never changed, so a process killed in the middle of one costs that
-line only.
+One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, events.jsonl, memory.jsonl. Any
+process may read while another writes. A line is written at once and never changed, so a process killed in the middle of
+one costs that line only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
+from workbench.telemetry.lines_by_run import LinesByRun
+from workbench.telemetry.memory import MemoryReading
+from workbench.telemetry.sinks import Sinks
 from workbench.telemetry.spans import Span, Transfer
 from workbench.telemetry.syncs import Sync, judged
+from workbench.telemetry.transfer_sums import TransferSums
 
 if TYPE_CHECKING:
     import pandas
@@ -32,6 +36,10 @@ TRANSFER_COLUMNS = {
     "columns": "str", "start_s": "float64", "end_s": "float64", "duration_s": "float64", "moved_bytes": "int64",
 }  # fmt: skip
 METRIC_COLUMNS = {"time_s": "float64", "iteration": "int64", "stage": "str", "run": "int64"}
+MEMORY_COLUMNS = {
+    "time_s": "float64", "iteration": "int64", "host": "str", "device": "str", "owner": "str", "use": "str",
+    "held_bytes": "int64",
+}  # fmt: skip
 EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 
 
@@ -40,12 +48,19 @@ class TelemetryStore:
 
     torn_lines: for each file, how many unreadable lines the last reading passed over. A line still being written by
     another process counts until it is whole.
+    aside: whether metrics come from a comparison or a check, after which all is as before; each row of them says so.
+    sinks: the trackers to which all other metrics go too. transfer_sums: how much has moved, without reading all of it
+    again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.torn_lines: dict[str, int] = {}
+        self.aside = False
+        self.sinks = Sinks()
+        self.transfer_sums = TransferSums(self.follow("transfers"))
+        self._spans_by_run = LinesByRun(self._path("spans"))
 
     def __repr__(self) -> str:
         sizes = {path.stem: path.stat().st_size for path in sorted(self.folder.glob("*.jsonl"))}
@@ -69,16 +84,29 @@ class TelemetryStore:
         taken = sorted(set(values) & METRIC_COLUMNS.keys())
         if taken:
             raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} name the call", "choose another name")
-        row = {"time_s": time.time(), "iteration": iteration, "stage": stage, "run": run}
-        self._append("metrics", [{**row, "values": {name: float(value) for name, value in values.items()}}])
+        row = {"time_s": time.time(), "iteration": iteration, "stage": stage, "run": run, "aside": self.aside}
+        numbers = {name: float(value) for name, value in values.items()}
+        self._append("metrics", [{**row, "values": numbers}])
+        if not self.aside:
+            self.sinks.log(stage, iteration, numbers)
 
     def append_event(self, event: str, **details: Any) -> None:
         """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
         self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
 
-    def spans(self) -> pandas.DataFrame:
-        """One row a span, by start: `SPAN_COLUMNS`. Child spans lie inside their parents: sum `parent == ""` only."""
-        return _timed_frame(self._read("spans"), SPAN_COLUMNS)
+    def append_memory(self, readings: Iterable[MemoryReading]) -> None:
+        """Add what hosts said of their memory, and which of them said nothing."""
+        self._append("memory", [reading.row() for reading in readings])
+
+    def spans(self, run: int | None = None) -> pandas.DataFrame:
+        """One row a span, by start: `SPAN_COLUMNS`. Child spans lie inside their parents: sum `parent == ""` only.
+
+        run: only those of one stage call; the others are not read again.
+        """
+        if run is None:
+            return _timed_frame(self._read("spans"), SPAN_COLUMNS)
+        rows = [row for row in map(_row, self._spans_by_run.lines(run)) if row is not None]
+        return _timed_frame(rows, SPAN_COLUMNS)
 
     def transfers(self) -> pandas.DataFrame:
         """One row a transfer, by start: `TRANSFER_COLUMNS`."""
@@ -91,8 +119,9 @@ class TelemetryStore:
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
         """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.
 
-        Wide, because metrics of one call belong together (`metrics("update_actor").plot("iteration", "kl")`); `melt`
-        makes it long. A metric that a call did not report is NaN; `stage` keeps that stage's rows and its metrics only.
+        Wide, because metrics of one call belong together: `metrics("update_actor").plot("iteration", "clip_fraction")`.
+        `melt` makes it long. A metric that a call did not report is NaN; `stage` keeps that stage's rows and its
+        metrics only.
         """
         import pandas
 
@@ -108,6 +137,22 @@ class TelemetryStore:
         import pandas
 
         return pandas.DataFrame(self._read("events"), columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
+
+    def memory(self) -> pandas.DataFrame:
+        """One row an owner and use in each host's answer, in order: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
+        import pandas
+
+        rows = [
+            {**row, "owner": owner, "use": use, "held_bytes": n}
+            for row in self._read("memory")
+            if not row["error"]
+            for (owner, use), n in MemoryReading(**row).shares().items()
+        ]
+        return pandas.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(MEMORY_COLUMNS)
+
+    def follow(self, name: str) -> Follower:
+        """What is added to "spans", "transfers", ... from now on is `.new()`, and first all that is there."""
+        return Follower(self._path(name))
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write spans and transfers as a trace that Perfetto and chrome://tracing open; returns the path."""
@@ -141,17 +186,55 @@ class TelemetryStore:
         for line in lines:
             if not line:
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError:  # both a JSON error and half a character
+            row = _row(line)
+            if row is None:
                 torn += 1
-                continue
-            rows.append(row)
+            else:
+                rows.append(row)
         self.torn_lines[name] = torn
         return rows
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
+
+
+class Follower:
+    """Reads a growing file of JSON lines piece by piece: each `new()` costs what was added since the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is there, whether `new` has given it or not."""
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def grown(self) -> bool:
+        """Whether there is something that `new` has not given."""
+        return self.size_bytes > self._offset
+
+    def new(self) -> list[dict[str, Any]]:
+        """The rows that were added, as they are stored; a line that is still being written comes when it is whole."""
+        if not self.grown:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [row for row in map(_row, whole.split(b"\n")) if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line's row; None for one that cannot be read."""
+    try:
+        return json.loads(line) if line else None
+    except ValueError:  # both a JSON error and half a character
+        return None
 
 
 def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.DataFrame:

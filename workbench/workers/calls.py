@@ -153,10 +153,12 @@ class Mean:
     count: float
 
     def merge(self, other: Mean) -> Mean:
+        """The mean over the samples of both."""
         return Mean(total=self.total + other.total, count=self.count + other.count)
 
     @property
     def value(self) -> float:
+        """The mean; NaN over nothing."""
         return self.total / self.count if self.count else float("nan")
 
 
@@ -167,6 +169,7 @@ class Max:
     value: float
 
     def merge(self, other: Max) -> Max:
+        """The larger of both."""
         return Max(value=max(self.value, other.value))
 
 
@@ -179,12 +182,14 @@ class SampleSize:
     count: float
 
     def merge(self, other: SampleSize) -> SampleSize:
+        """The sums over the samples of both."""
         return SampleSize(
             total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count
         )
 
     @property
     def value(self) -> float:
+        """The effective sample size over the number of samples."""
         return effective_sample_size(self.total, self.squares, self.count)
 
 

@@ -18,11 +18,13 @@ from workbench.workers.operation import Operation, checked_arguments, operations
 class Caller(Protocol):
     """Who carries out the calls of a group: the workbench."""
 
-    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, and give what comes of it."""
+        ...
 
-    def submit(
-        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Run: ...
+    def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Run it in the background."""
+        ...
 
 
 class Placer(Caller, Protocol):
@@ -30,7 +32,9 @@ class Placer(Caller, Protocol):
 
     placement: Placement
 
-    def move(self, placement: Placement) -> Any: ...
+    def move(self, placement: Placement) -> Any:
+        """Change to that placement."""
+        ...
 
 
 class GroupOperation:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.errors import BadInput
-from workbench.machine import available_bytes
+from workbench.machine import available_bytes, total_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder, Transfer
@@ -294,7 +294,9 @@ class Host(Shards):
             "process": os.getpid(),
             "machine": socket.gethostname(),
             "available_bytes": available_bytes(),
+            "machine_bytes": total_bytes(),
             "device_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+            "device_used_bytes": _used_on_gpu() if on_gpu else None,
             "threads": self.info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": self.shard_bytes,
@@ -312,6 +314,12 @@ class Host(Shards):
             worker.close()
         self.workers.clear()
         self._shards.clear()
+
+
+def _used_on_gpu() -> int:
+    """What all processes together hold of this one's GPU, contexts and caches included."""
+    free, total = torch.cuda.mem_get_info(0)
+    return int(total - free)
 
 
 def _has_moments(worker: Worker) -> bool:

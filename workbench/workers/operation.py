@@ -26,11 +26,19 @@ class Travelling(Protocol):
     """What is asked of a batch to say which of its columns go to the ranks."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """All its columns."""
+        ...
+
     @property
-    def text_names(self) -> tuple[str, ...]: ...
+    def text_names(self) -> tuple[str, ...]:
+        """Those of Python objects."""
+        ...
+
     @property
-    def unknown_names(self) -> tuple[str, ...]: ...
+    def unknown_names(self) -> tuple[str, ...]:
+        """Those of which it is not known what they hold."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ class TransferProtocol:
     """How one operation meets a layout.
 
     distribute(layout, minibatches): for each rank, the row numbers of its part of each minibatch, given those of the
-        whole. collect(layout): the ranks whose outputs make the result.
+        whole.
+    collect(layout): the ranks whose outputs make the result.
     joins: the result is a batch, the output rows of the collected ranks joined; else a list of what they returned.
     values_per_rank: arguments that are no batch come as lists, one entry a rank.
     """

@@ -1,0 +1,149 @@
+"""A real JupyterLab with a notebook in it, seen by a real browser; its kernel can also be asked directly."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client import BlockingKernelClient
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "runs" / "browser"
+
+
+@contextmanager
+def jupyter_lab(folder: Path) -> Iterator[str]:
+    """A server on a folder; gives its address with token."""
+    token, runtime = secrets.token_hex(8), folder / "runtime"
+    environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(folder / "config")}
+    environment |= {
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    settings = [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--no-browser", "--port=0"]
+    settings += ["--ServerApp.disable_check_xsrf=True", "--allow-root", "--ip=127.0.0.1"]
+    quiet = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    quiet.parent.mkdir(parents=True)
+    quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    environment["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
+    with (folder / "server.log").open("w") as log:
+        command = [sys.executable, "-m", "jupyterlab", *settings]
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            yield _address(server, runtime, token)
+        finally:
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(20)
+            server.kill()
+
+
+def _address(server: subprocess.Popen[bytes], runtime: Path, token: str) -> str:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for found in runtime.glob("jpserver-*.json"):
+            with suppress(ValueError, KeyError):
+                return f"{json.loads(found.read_text())['url']}doc/tree/{{name}}?token={token}"
+        assert server.poll() is None, "JupyterLab ended at once: see server.log"
+        time.sleep(0.2)
+    raise TimeoutError("JupyterLab did not start")
+
+
+class Notebook:
+    """A notebook that is open in a page.
+
+    cells: their texts; `run(n)` runs one as a user does, with Shift+Enter in it. `ask(expression)` asks the kernel
+    directly, which works whenever no cell is running.
+    """
+
+    def __init__(self, page: Any, address: str, folder: Path, cells: Sequence[str], name: str = "test") -> None:
+        self.page, self._runtime = page, folder / "runtime"
+        before = set(self._runtime.glob("kernel-*.json"))
+        file = f"{name}-{secrets.token_hex(3)}.ipynb"
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(notebook, folder / file)
+        self.path = folder / file
+        page.goto(address.format(name=file), wait_until="domcontentloaded")
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
+        self._wait_until_idle()
+        deadline = time.monotonic() + 60
+        while not (files := set(self._runtime.glob("kernel-*.json")) - before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._client = BlockingKernelClient(connection_file=str(files.pop()))
+        self._client.load_connection_file()
+        self._client.start_channels()
+
+    def _wait_until_idle(self) -> None:
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
+
+    def start(self, n: int) -> Any:
+        """Run cell n and do not wait; its element."""
+        cell = self.page.locator(".jp-Notebook .jp-CodeCell").nth(n)
+        cell.scroll_into_view_if_needed()
+        cell.locator(".cm-content").click()
+        self.page.keyboard.press("Control+Enter")
+        return cell
+
+    def run(self, n: int, timeout_s: float = 60) -> Any:
+        """Run cell n and wait until it has ended; its element, which must hold no error."""
+        cell = self.start(n)
+        self.wait_until_ended(n, timeout_s)
+        assert cell.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0, cell.inner_text()
+        return cell
+
+    def wait_until_ended(self, n: int, timeout_s: float = 60) -> None:
+        """Until cell n, which was started, has its number."""
+        cell = self.page.locator(".jp-Notebook .jp-CodeCell").nth(n)
+        deadline = time.monotonic() + timeout_s
+        while not cell.locator(".jp-InputPrompt").inner_text().strip("[]: \n").isdigit():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"cell {n}, see {self.picture('failed')}: {cell.inner_text()}")
+            time.sleep(0.1)
+
+    def ask(self, expression: str, timeout_s: float = 60) -> Any:
+        """The value of an expression in the kernel: plain values only."""
+        reply = self._client.execute(
+            "", silent=True, user_expressions={"asked": f"repr({expression})"}, reply=True, timeout=timeout_s
+        )
+        told = reply["content"]["user_expressions"]["asked"]
+        assert told["status"] == "ok", told
+        return ast.literal_eval(ast.literal_eval(told["data"]["text/plain"]))
+
+    def wait_for(self, expression: str, timeout_s: float = 60) -> None:
+        """Until the kernel says that an expression is true."""
+        deadline = time.monotonic() + timeout_s
+        while not self.ask(f"bool({expression})"):
+            assert time.monotonic() < deadline, f"{expression} did not come true"
+            time.sleep(0.1)
+
+    def in_thread(self, call: str, timeout_s: float = 120) -> None:
+        """Make this call in a thread of the kernel, whose main thread stays free for the page, and wait for its end."""
+        self.ask(f"__import__('threading').Thread(target=lambda: {call}, name='called').start()")
+        self.wait_for("'called' not in [t.name for t in __import__('threading').enumerate()]", timeout_s)
+
+    def picture(self, name: str) -> Path:
+        """Keep what the page shows under runs/browser/."""
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        path = PICTURES / f"{name}.png"
+        self.page.screenshot(path=str(path))
+        return path
+
+    def close(self) -> None:
+        """End its kernel."""
+        self._client.shutdown()
+        self._client.stop_channels()

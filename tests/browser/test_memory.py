@@ -1,0 +1,75 @@
+"""Memory in a real notebook: what hosts say, drawn as areas by plotly, as they say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.browser.notebook import Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+OPEN = """
+from pathlib import Path
+import workbench as wb
+from tests.cases import tiny_lab
+lab = tiny_lab("held", Path("runs"), backend="inline", if_exists="replace")
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
+ppo.run(1)
+view = (panel := lab.panel("memory")).views["memory"]
+"""
+AREAS = """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')[0].data]
+  .filter((one) => one.stackgroup).map((one) => [one.name, Array.from(one.y)]))"""
+
+
+def test_areas_are_what_hosts_hold(open_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = open_notebook([OPEN, "panel"])
+    page = notebook.page
+    notebook.run(0, timeout_s=180)
+    panel = notebook.run(1).locator(".wb-panel")
+    panel.locator(".js-plotly-plot").wait_for(timeout=60_000)
+    areas = page.evaluate(AREAS)
+    held = notebook.ask('lab.topology().set_index("role").filter(like="_bytes").to_dict("index")')
+    for role in ("actor", "critic", "reference"):
+        for use in ("parameters", "optimizer"):
+            assert areas.get(f"{role}: {use}", [0])[-1] == held[role][f"{use}_bytes"], (role, use)
+    assert areas["batch: batches"][-1] == held["actor"]["host_batch_bytes"]
+    last = notebook.ask('view._devices["cpu:0"].last.resident_bytes')
+    assert sum(values[-1] for values in areas.values()) == last
+
+    # while stages run in the background, hosts are asked again, and marks of peaks come with the spans
+    count = len(areas["actor: parameters"])
+    notebook.in_thread("ppo.run(2)")
+    page.wait_for_function(f"() => ({AREAS})()['actor: parameters'].length > {count}")
+    peaks = "document.querySelectorAll('.js-plotly-plot')[0].data.find((one) => one.name === 'peak in a stage')"
+    wanted = notebook.ask('int((lab.spans().query("parent == \'\'")["peak_memory_bytes"] > 0).sum())')
+    page.wait_for_function(f"() => {peaks}.x.length === {wanted}")
+
+    # by keyboard: capacity, and a reading now
+    box = panel.get_by_label("up to capacity")
+    box.focus()
+    page.keyboard.press("Space")
+    notebook.wait_for("view.capacity")
+    whole = notebook.ask("view.charts()[0].limit[0]")
+    page.wait_for_function(f"() => document.querySelector('.js-plotly-plot').layout.shapes[0]?.y0 === {whole}")
+    notebook.picture("memory_capacity")
+    page.keyboard.press("Space")
+    notebook.wait_for("not view.capacity")
+    rows = notebook.ask("len(lab.telemetry.memory())")
+    button = panel.get_by_role("button", name="Read now")
+    button.focus()
+    page.keyboard.press("Enter")
+    notebook.wait_for(f"len(lab.telemetry.memory()) > {rows}")
+    panel.locator(".js-plotly-plot").focus()
+    page.keyboard.press("End")
+    page.wait_for_function("() => document.querySelector('.wb-said').textContent.includes('actor: parameters')")
+    panel.get_by_text("memory of held by role").wait_for()
+    notebook.picture("memory")
+
+    # a workbench that was closed leaves what was read as a picture
+    notebook.ask("lab.close()")
+    panel.wait_for(state="detached")
+    still = page.locator(".jp-CodeCell").nth(1).locator(".jp-OutputArea svg")
+    assert "cpu:0" in (still.first.get_attribute("aria-label") or "")

@@ -1,0 +1,203 @@
+"""The placement editor in a real notebook, with real Ray workers: cards by mouse, keyboard and menu, and live moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.browser.notebook import Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+OPEN = """
+from pathlib import Path
+import workbench as wb
+from tests.cases import tiny_lab
+lab = tiny_lab("placed", Path("runs"), placement=wb.Placement.of(
+    {"policy": (1, ["actor", "critic"]), "scorers": (1, ["reference", "reward"])}), devices=3, if_exists="replace")
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
+pools = lambda: {role: lab.placement.pool_of(role).name for role in lab.placement.roles}
+live = lambda role: set(lab.topology().query("role == @role")["pool"])
+editor = lambda: lab.panel("stepper", "placement").views["placement"]
+drafted = lambda: editor().draft or lab.placement
+"""
+MOVE = 'lab.move(lab.placement.with_role("reward", "apart", devices=1))'
+INLINE = """
+from pathlib import Path
+import workbench as wb
+from tests.cases import tiny_lab
+lab = tiny_lab("alone", Path("runs"), backend="inline", if_exists="replace")
+"""
+
+
+class Editor:
+    """The placement tab of a panel in a cell."""
+
+    def __init__(self, notebook: Notebook, cell: Any) -> None:
+        self.notebook, self.panel = notebook, cell.locator(".wb-panel")
+        tab = self.panel.get_by_role("tab", name="Placement")
+        if tab.is_visible():
+            tab.click()
+        self.card("actor").wait_for()
+
+    def card(self, role: str) -> Any:
+        return self.panel.locator(f'[data-role="{role}"]')
+
+    def pool(self, name: str) -> Any:
+        return self.panel.locator(f'[data-pool="{name}"]')
+
+    def drag(self, role: str, pool: str) -> None:
+        card, onto = self.card(role).bounding_box(), self.pool(pool).bounding_box()
+        mouse = self.notebook.page.mouse
+        mouse.move(card["x"] + 60, card["y"] + 10)
+        mouse.down()
+        mouse.move(onto["x"] + onto["width"] / 2, onto["y"] + onto["height"] - 5, steps=6)
+        assert self.panel.locator("[data-dragged]").count() == 1
+        assert self.pool(pool).get_attribute("data-over") is not None
+        mouse.up()
+        assert self.panel.locator("[data-dragged]").count() == 0
+
+    def press(self, role: str, key: str) -> None:
+        self.card(role).focus()
+        self.notebook.page.keyboard.press(key)
+
+    def button(self, name: str) -> Any:
+        return self.panel.get_by_role("button", name=name)
+
+    def told(self, text: str) -> None:
+        self.panel.locator(".wb-status", has_text=text).wait_for()
+
+    def apply(self) -> None:
+        """Wait for the costs, then press Apply, and wait until it is done."""
+        self.panel.locator('section[aria-label="what the draft would change"]').wait_for()
+        self.button("Apply").click()
+        self.told("moved ")
+
+
+def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = open_notebook([OPEN, 'lab.panel("stepper", "placement", algorithm=ppo)', MOVE, "lab.close()"])
+    notebook.run(0, timeout_s=240)
+    editor = Editor(notebook, notebook.run(1))
+    live = {"actor": "policy", "critic": "policy", "reference": "scorers", "reward": "scorers"}
+    editor.panel.locator("svg[aria-label^='memory of']").wait_for()
+
+    # by mouse, and a stage after it
+    editor.drag("critic", "scorers")
+    notebook.wait_for("editor().draft is not None")
+    assert notebook.ask("pools()") == live, "a draft touches nothing"
+    editor.panel.locator('section[aria-label="what the draft would change"]').wait_for()
+    editor.panel.locator('[data-plan="split"]').wait_for()
+    notebook.picture("placement-draft")
+    bytes_told = notebook.ask("wb.display.html.bytes_text(lab.diff(editor().draft).total_bytes)")
+    assert bytes_told in editor.panel.locator('section[aria-label="what the draft would change"]').inner_text()
+    editor.apply()
+    assert notebook.ask("live('critic')") == {"scorers"}
+    assert notebook.ask("pools()") == {**live, "critic": "scorers"}
+    editor.panel.get_by_role("tab", name="Stepper").click()
+    editor.button("Iterate").click()
+    notebook.wait_for("lab.weights['critic'].steps > 0 and not editor().driver.busy", 120)
+    assert notebook.ask("lab.iteration") == 1
+    assert not notebook.ask("editor().driver.error")
+    editor.panel.get_by_role("tab", name="Placement").click()
+    editor.button("Undo (1)").click()
+    editor.told("moved ")
+    assert notebook.ask("(pools(), live('critic'))") == (live, {"policy"})
+
+    # by keyboard: there, back with Escape, there again, applied
+    editor.press("critic", "ArrowRight")
+    notebook.wait_for("drafted().pool_of('critic').name == 'scorers'")
+    editor.pool("scorers").locator('[data-role="critic"]:focus').wait_for()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.wait_for("drafted().pool_of('critic').name == 'critic'")
+    editor.pool("critic").locator('[data-role="critic"]:focus').wait_for()
+    notebook.page.keyboard.press("Escape")
+    notebook.wait_for("editor().draft is None")
+    editor.press("critic", "ArrowRight")
+    notebook.wait_for("editor().draft is not None")
+    editor.apply()
+    assert notebook.ask("live('critic')") == {"scorers"}
+
+    # what cannot be is refused with its reason, and everything stays and goes back
+    placed, processes = notebook.ask("pools()"), notebook.ask("sorted(lab.topology()['process'])")
+    editor.press("critic", "Enter")
+    field = editor.card("critic").get_by_label("t", exact=True)
+    field.fill("2")
+    field.press("Enter")
+    editor.told("p*t*d is 2")
+    notebook.picture("placement-refused")
+    assert field.input_value() == "1"
+    size = editor.pool("scorers").get_by_label("devices")
+    size.fill("9")
+    size.press("Enter")
+    editor.told("this workbench has 3 slots")
+    assert size.input_value() == "1"
+    assert notebook.ask("(pools(), sorted(lab.topology()['process']))") == (placed, processes)
+    assert notebook.ask("editor().draft is None")
+
+    # by menu, onto a new pool; buttons of sizes; a plan; rollout workers; discard
+    editor.card("reward").get_by_label("pool").select_option("new pool")
+    notebook.wait_for("drafted().pool_of('reward').name == 'reward'")
+    editor.button("Discard draft").click()
+    notebook.wait_for("editor().draft is None")
+    editor.pool("policy").get_by_role("button", name="+").click()
+    notebook.wait_for("drafted().devices == 3")
+    editor.pool("policy").get_by_role("button", name="\N{MINUS SIGN}").press("Enter")
+    notebook.wait_for("editor().draft is None")
+    editor.button("Add rollout pool").click()
+    notebook.wait_for("drafted().has_rollout")
+    editor.card("rollout").wait_for()
+    editor.apply()
+    assert notebook.ask("(live('rollout'), 'rollout' in lab.groups)") == ({"rollout"}, True)
+    editor.button("Drop rollout pool").click()
+    notebook.wait_for("editor().draft is not None and not drafted().has_rollout")
+    notebook.picture("placement-rollout")
+    editor.button("Discard draft").click()
+    notebook.wait_for("editor().draft is None")
+    editor.button("Undo (2)").press("Enter")
+    notebook.wait_for("'rollout' not in lab.groups and not editor().driver.busy", 120)
+    editor.panel.locator('[data-plan="colocate"] button').click()
+    notebook.wait_for("drafted().devices == 3")
+    editor.press("critic", "Enter")
+    notebook.picture("placement-plan")
+
+    # what a cell moves meanwhile is followed
+    notebook.run(2, timeout_s=120)
+    editor.panel.get_by_text("This draft was made when").wait_for()
+    notebook.picture("placement-followed")
+    editor.button("Keep it").click()
+    editor.panel.get_by_text("This draft was made when").wait_for(state="hidden")
+    editor.button("Discard draft").click()
+    editor.pool("scorers").locator('[data-role="critic"]').wait_for()
+    editor.pool("apart").locator('[data-role="reward"]').wait_for()
+    notebook.run(3, timeout_s=60)
+
+
+def test_inline_shows_its_one_process(open_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = open_notebook([INLINE, 'lab.panel("placement")'])
+    notebook.run(0)
+    editor = Editor(notebook, notebook.run(1))
+    editor.panel.get_by_text("one process, the kernel").wait_for()
+    editor.drag("critic", "new pool")
+    editor.told("the inline backend runs everything in the kernel")
+    assert editor.pool("shared").locator('[data-role="critic"]').count() == 1
+    notebook.picture("placement-inline")
+
+    # a drag that is given up, and one with a finger
+    editor.press("critic", "Escape")
+    editor.told("nothing is drafted")
+    card, onto = editor.card("critic").bounding_box(), editor.pool("new pool").bounding_box()
+    start, aim = (card["x"] + 60, card["y"] + 10), (onto["x"] + 30, onto["y"] + 30)
+    notebook.page.mouse.move(*start)
+    notebook.page.mouse.down()
+    notebook.page.mouse.move(*aim, steps=4)
+    notebook.page.keyboard.press("Escape")
+    assert editor.panel.locator("[data-dragged]").count() == 0
+    notebook.page.mouse.up()
+    assert "nothing is drafted" in editor.panel.locator(".wb-status").inner_text()
+    finger = notebook.page.context.new_cdp_session(notebook.page)
+    for kind, at in (("touchStart", start), ("touchMove", aim), ("touchMove", aim), ("touchEnd", None)):
+        points = [{"x": at[0], "y": at[1]}] if at else []
+        finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    editor.told("the inline backend runs everything in the kernel")

@@ -1,0 +1,173 @@
+"""The timeline in a real notebook: drawn, moved and asked by mouse and by keyboard, on a live workbench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.browser.notebook import Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+OPEN = """
+import sys; from pathlib import Path
+import workbench as wb
+from tests.cases import tiny_lab
+lab = tiny_lab("timeline", Path("runs"), backend="inline", if_exists="replace")
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
+"""
+RUN = "ppo.run(2)"
+SHOW = 'panel = lab.panel("timeline"); view = panel.views["timeline"]; panel'
+FOLLOW = "ppo.run(1)"
+
+
+class Drawn:
+    """What the script says of what it has drawn."""
+
+    def __init__(self, notebook: Notebook, panel: Any) -> None:
+        self.notebook, self.root = notebook, panel.locator(".wb-tl")
+        self.canvas = panel.locator(".wb-tl-canvas")
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.root.get_attribute(f"data-{name}") or "nan")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        for _ in range(100):
+            if condition():
+                return
+            self.notebook.page.wait_for_timeout(100)
+        raise AssertionError(f"{what}: {self.root.evaluate('e => JSON.stringify(e.dataset)')}")
+
+    @property
+    def length(self) -> float:
+        return self["to"] - self["from"]
+
+    @property
+    def told(self) -> str:
+        return str(self.root.locator(".wb-tl-live").inner_text())
+
+    def key(self, name: str) -> None:
+        self.canvas.focus()
+        self.notebook.page.keyboard.press(name)
+
+
+def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
+    open_notebook: Callable[[Sequence[str]], Any],
+) -> None:
+    notebook: Notebook = open_notebook([OPEN, RUN, SHOW, FOLLOW])
+    notebook.run(0)
+    notebook.run(1)
+    cell = notebook.run(2)
+    panel = cell.locator(".wb-panel")
+    drawn = Drawn(notebook, panel)
+    drawn.canvas.wait_for()
+    drawn.until(lambda: drawn["spans"] > 20, "spans are drawn")
+    assert drawn["spans"] == notebook.ask("len(lab.spans())")
+    notebook.picture("timeline")
+
+    # choices: all, several, compare
+    whole = drawn.length
+    window, count = panel.locator('select[data-act="show"]'), panel.locator('input[data-act="iterations"]')
+    window.select_option("all")
+    notebook.wait_for("view.window == 'all'")
+    all_s = notebook.ask("view._window()[1] - view._window()[0]")
+    assert all_s > whole
+    drawn.until(lambda: drawn.length == pytest.approx(all_s), "all is drawn")
+    window.select_option("compare")
+    count.wait_for()
+    count.fill("2")
+    notebook.page.keyboard.press("Tab")
+    notebook.wait_for("view.iterations == 2 and view.window == 'compare'")
+    notebook.page.wait_for_timeout(500)
+    notebook.picture("timeline_compare")
+    window.select_option("all")
+    count.wait_for(state="detached")
+    drawn.until(lambda: drawn.length == pytest.approx(all_s), "all again")
+
+    # zoom and pan: keys, buttons, wheel, drag
+    whole = drawn.length
+    drawn.key("+")
+    drawn.until(lambda: drawn.length == pytest.approx(whole / 2), "+ halves what is in sight")
+    at = drawn["from"]
+    drawn.key("ArrowRight")
+    drawn.until(lambda: drawn["from"] > at, "an arrow pans")
+    drawn.key("-")
+    drawn.until(lambda: drawn.length > 0.9 * whole, "- zooms out")
+    drawn.key("Home")
+    drawn.until(lambda: drawn.length == whole, "Home shows all")
+    panel.get_by_role("button", name="zoom in").click()
+    drawn.until(lambda: drawn.length < whole, "the button zooms in")
+    box = drawn.canvas.bounding_box()
+    middle = (box["x"] + box["width"] / 2, box["y"] + 40)
+    before = drawn["from"]
+    notebook.page.mouse.move(*middle)
+    notebook.page.mouse.down()
+    notebook.page.mouse.move(middle[0] - 100, middle[1], steps=4)
+    notebook.page.mouse.up()
+    drawn.until(lambda: drawn["from"] > before, "dragging to the left goes on in time")
+    drawn.canvas.focus()
+    zoomed = drawn.length
+    notebook.page.mouse.wheel(0, -240)
+    drawn.until(lambda: drawn.length < zoomed, "the wheel zooms")
+    panel.get_by_role("button", name="show all").click()
+    drawn.until(lambda: drawn.length == whole, "the button shows all")
+
+    # spans by keyboard, their facts, and the way to their cell
+    drawn.key("n")
+    drawn.until(lambda: drawn["marked"] >= 0, "a span is marked")
+    first = drawn.told
+    assert "rank 0" in first
+    drawn.key("n")
+    drawn.until(lambda: drawn.told != first, "the next span is told")
+    drawn.key("p")
+    drawn.until(lambda: drawn.told == first, "the one before is told again")
+    drawn.key("Enter")
+    details = panel.locator('section[aria-label="chosen span"]')
+    details.wait_for()
+    chosen = notebook.ask("(lambda r: (r['stage'], r['kind']))(view._table.row(view._chosen['span']))")
+    assert first.startswith(f"{chosen[0]}: {chosen[1]}")
+    assert RUN in details.inner_text()
+    button = details.get_by_role("button", name="Go to cell [2]")
+    button.focus()
+    notebook.page.keyboard.press("Enter")
+    drawn.until(lambda: "cell [2] is in sight" in drawn.told, "the cell is found")
+    assert "wb-tl-found" in notebook.page.locator(".jp-CodeCell").nth(1).get_attribute("class")
+    notebook.picture("timeline_chosen")
+    drawn.key("Escape")
+    notebook.wait_for("not view._chosen")
+
+    # what is pointed at is told; a click chooses it
+    tip = panel.locator(".wb-tl-tip")
+    window.select_option("last")
+    drawn.until(lambda: drawn.length < all_s / 2, "the last iteration is drawn")
+    assert _hovered(notebook, drawn, tip, "update_actor: ")
+    notebook.picture("timeline_hover")
+    notebook.page.mouse.down()
+    notebook.page.mouse.up()
+    notebook.wait_for("'span' in view._chosen")
+    assert _hovered(notebook, drawn, tip, "idle: ")
+    notebook.page.mouse.down()
+    notebook.page.mouse.up()
+    notebook.wait_for("'gap' in view._chosen")
+    panel.locator('section[aria-label="chosen gap"]').wait_for()
+
+    # a cell that runs on is followed
+    before = drawn["spans"]
+    notebook.run(3)
+    drawn.until(lambda: drawn["spans"] == notebook.ask("len(lab.spans())") > before, "what a cell runs is added")
+    times = panel.locator(".wb-tl-times").inner_text()
+    assert "waiting for data" in times
+    panel.locator(".wb-tl-times").scroll_into_view_if_needed()
+    notebook.picture("timeline_end")
+
+
+def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
+    """Point along the lane until what is under the pointer is told with this text."""
+    box = drawn.canvas.bounding_box()
+    for x in range(100, int(box["width"]) - 8, 3):
+        notebook.page.mouse.move(box["x"] + x, box["y"] + 32)
+        if tip.is_visible() and tip.inner_text().startswith(text):
+            return True
+    return False

@@ -1,0 +1,313 @@
+"""Notebooks that are hard to make a script of: the script does what the notebook does, or an error names the cell."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.errors import BadInput
+from workbench.export.cells import Cell, read_notebook
+from workbench.export.exporting import script_of
+
+
+def page(*texts: Any) -> list[Cell]:
+    """Code cells; ("text", "tag") is a cell with a tag, "# ..." in a tuple of one is markdown."""
+    cells = []
+    for number, text in enumerate(texts, 1):
+        if isinstance(text, tuple) and len(text) == 1:
+            cells.append(Cell(number, text[0], code=False))
+        elif isinstance(text, tuple):
+            cells.append(Cell(number, text[0], tags=frozenset(text[1:])))
+        else:
+            cells.append(Cell(number, text))
+    return cells
+
+
+def output(script: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """What a script prints, run as a program is."""
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "argv", ["script.py", *options])
+    module = {"__name__": "__main__", "__doc__": None}
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        exec(compile(script, "script.py", "exec"), module)
+    assert ended.value.code == 0
+    return said.getvalue()
+
+
+# In each, `do` makes the cell one that does something, so that its prints stay.
+DO = "import os\nos.environ['WORKBENCH_TEST'] = 'x'\n"
+RIGHT = {
+    "magics that only set up": (["%matplotlib inline\n%load_ext autoreload\n%autoreload 2\n" + DO + "print(1)"], "1"),
+    "environment": (["%env WORKBENCH_TEST=7\nimport os\nprint(os.environ['WORKBENCH_TEST'])"], "7"),
+    "a timed cell": (["%%time\n" + DO + "print(2)"], "2"),
+    "a timed line": ([DO + "%time print(3)"], "3"),
+    "async cells": (["import asyncio", "async def f():\n    return 4", DO + "x = await f()\nprint(x)"], "4"),
+    "a redefinition": (
+        ["def f():\n    return 1", DO + "a = f()", "def f():\n    return 2", DO + "b = f()\nprint(a, b)"],
+        "1 2",
+    ),
+    "closures over a loop's variable": (
+        ["fs = []\nfor i in range(3):\n    fs.append(lambda: i)", DO + "print([f() for f in fs])"],
+        "[2, 2, 2]",
+    ),
+    "a star import": (["from math import *", DO + "print(floor(pi))"], "3"),
+    "classes": (
+        [
+            "SIZE = 3",
+            "class A:\n    size = SIZE\n    def twice(self):\n        return 2 * self.size * scale",
+            "scale = 5",
+            DO + "print(A().twice())",
+        ],
+        "30",
+    ),
+    "nested functions and global": (
+        [
+            "count = 0",
+            "def outer():\n    def inner():\n        global count\n        count += 1\n    inner()\n    inner()",
+            DO + "outer()\nouter()\nprint(count)",
+        ],
+        "4",
+    ),
+    "a global in a class": (
+        ["n = 1", "class C:\n    def m(self):\n        global n\n        n = n + 1", DO + "C().m()\nprint(n)"],
+        "2",
+    ),
+    "non-ASCII": (["größe = 'π ≈ 3' # ü", DO + "print(größe, '✓')"], "π ≈ 3 ✓"),
+    "several statements on a line": ([DO + "a = 1; b = 2; print(a + b) # sum"], "3"),
+    "strings of several lines": (
+        ['text = """a\n  b\n"""', DO + "def f():\n    return '''\nx\n  y'''\nprint(repr(text), repr(f()))"],
+        repr("a\n  b\n") + " " + repr("\nx\n  y"),
+    ),
+    "a name of the script's own": (["main = 3\nscript = 4\nwb = 5", DO + "print(main, script, wb)"], "3 4 5"),
+    "an import that is a variable later": (["from math import pi", DO + "print(round(pi))\npi = 4\nprint(pi)"], "3\n4"),
+    "a default that reads a variable": (
+        ["rate = 2", "def f(x=rate):\n    return x", "rate = 3", DO + "print(f())"],
+        "2",
+    ),
+    "a decorator from another cell": (
+        [
+            "import functools",
+            "def twice(f):\n    return lambda: 2 * f()",
+            "@twice\ndef g():\n    return 4",
+            DO + "print(g())",
+        ],
+        "8",
+    ),
+    "comprehensions and walrus": ([DO + "xs = [y := 3, y ** 2]\nprint(xs, [x * y for x in xs])"], "[3, 9] [9, 27]"),
+    "deleted names": ([DO + "a = 1\nprint(a)", "del a", DO + "a = 2\nprint(a)"], "1\n2"),
+    "try and with": (
+        [DO + "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    print(error)\nfinally:\n    print('end')"],
+        "division by zero\nend",
+    ),
+    "help and display": (["import os\nos?\n?os.path", DO + "display(os)\nprint(6)", "os.environ"], "6"),
+    "a display in a function": (
+        ["from IPython.display import display", "def f(x):\n    display(x)\n    return x + 1", DO + "print(f(6))"],
+        "7",
+    ),
+    "a display alone in a block": (
+        [DO + "for x in (1, 2):\n    if x == 1:\n        display(x)\n    else:\n        print(x)"],
+        "2",
+    ),
+    "plots": (
+        ["import matplotlib.pyplot as plt", "fig, ax = plt.subplots()\nax.plot([1, 2])\nplt.show()", DO + "print(8)"],
+        "8",
+    ),
+    "annotations": (["x: int = 3\ny: list[int]", DO + "y = [x]\nprint(y)"], "[3]"),
+    "line continuations and semicolons": ([DO + "total = 1 + \\\n    2;\nprint(total);"], "3"),
+    "match and f-strings": (
+        [DO + "match 3:\n    case int(n):\n        print(f\"{n:>{n}} {'q'}\")"],
+        "  3 q",
+    ),
+    "a lambda that calls itself": (["f = lambda n: 1 if n < 2 else n * f(n - 1)", DO + "print(f(4))"], "24"),
+}
+
+
+# What a program may do behind the back of one who reads only names: here the notebook's own output is what is expected.
+SUBTLE: dict[str, list[str]] = {
+    "rows changed in a loop": [
+        "rows = [{'n': 1}, {'n': 2}]",
+        "for row in rows:\n    row['n'] = 2 * row['n']",
+        DO + "print(rows)",
+    ],
+    "a part under another name": ["cfg = {'a': {'rate': 1}}\npart = cfg['a']\npart['rate'] = 2", DO + "print(cfg)"],
+    "a list under two names": ["a = [1]\nb = a\nb += [2]", DO + "print(a)"],
+    "a container of a name": ["a = {}\nbox = [a]\nbox[0]['x'] = 1", DO + "print(a)"],
+    "what a function reads when it is called": [
+        "scale = 5",
+        "def f():\n    return scale",
+        DO + "print(f())",
+        "scale = 6",
+        DO + "print(f())",
+    ],
+    "an item that is deleted": ["k = 1\nxs = [1, 2, 3]", "del xs[k]", DO + "print(xs)"],
+    "a function that was redefined to do something": [
+        "seen = []\ndef show(x):\n    print(x)",
+        DO + "show(1)",
+        "def show(x):\n    seen.append(x)",
+        DO + "show(2)\nprint(seen)",
+    ],
+    "a function that shows and remembers": [
+        "log = {}\ndef note(x):\n    print(x)\n    log['n'] = x",
+        DO + "note(3)\nprint(log)",
+    ],
+    "numpy in place": ["import numpy as np\na = np.ones((2, 2))", "np.fill_diagonal(a, 0)", DO + "print(a.tolist())"],
+    "a map that does something": ["out = []\nlist(map(out.append, [1, 2]))", DO + "print(out)"],
+    "a sort whose key counts": [
+        "n = []\ndef key(x):\n    n.append(x)\n    return -x",
+        "sorted([1, 2], key=key)",
+        DO + "print(n)",
+    ],
+    "a decorator that registers": [
+        "known = {}\ndef register(f):\n    known[f.__name__] = f\n    return f",
+        "@register\ndef reward():\n    return 1",
+        DO + "print(list(known))",
+    ],
+    "a base class that registers": [
+        "class Base:\n    known = []\n    def __init_subclass__(cls):\n        Base.known.append(cls.__name__)",
+        "class One(Base):\n    pass",
+        DO + "print(Base.known)",
+    ],
+    "a class body that draws": [
+        "import random\nrandom.seed(3)",
+        "class W:\n    w = random.random()",
+        DO + "print(W.w, random.random())",
+    ],
+    "a default that draws": [
+        "import random\nrandom.seed(3)",
+        "def f(x=random.random()):\n    return x",
+        DO + "print(f())",
+    ],
+    "a list that is made anew": [
+        "LOG = []\ndef f(x):\n    LOG.append(x)",
+        DO + "f(1)",
+        "LOG = []",
+        DO + "f(2)\nprint(LOG)",
+    ],
+    "a name in a query": [
+        "import pandas as pd\nframe = pd.DataFrame({'r': [1, 2, 3]})",
+        "least = 2\ngood = frame.query('r >= @least')",
+        DO + "print(len(good))",
+    ],
+    "a parameter that has a value before": ["n = 1", DO + "print(n)", "n = 5", DO + "print(n)"],
+    "a loop that prints and makes": [DO + "for i in range(2):\n    y = i * 2\n    print(y)"],
+    "an assignment that is timed": [DO + "r = 0\nr = max(3, 4)\nprint(r)"],
+    "a chain over several lines": [DO + "(\n    'a b'\n    .upper()\n    .split()\n)\nprint('x')"],
+    "a lambda with a default": ["i = 1\nf = lambda x=i: x\ni = 2", DO + "print(f())"],
+    "a generator that is used up": ["g = (x for x in range(3))\nnext(g)", DO + "print(list(g))"],
+    "an attribute of an instance": [
+        "class S:\n    pass",
+        "s = S()\nt = s\nt.rate = 3",
+        DO + "print(s.rate)",
+    ],
+    "unpacking with a star": ["first, *rest = [1, 2, 3]\nrest[0] = 9", DO + "print(first, rest)"],
+    "while and else": [DO + "n = 0\nwhile n < 3:\n    n += 1\nelse:\n    print('done', n)"],
+}
+
+
+def ran(texts: list[str]) -> str:
+    """What the cells print, run by IPython."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell, said = InteractiveShell(), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for text in texts:
+            assert shell.run_cell(text, silent=True).success
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", SUBTLE)
+def test_the_script_prints_what_the_cells_print(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ran(SUBTLE[name])
+    assert expected
+    assert output(script_of(page(*SUBTLE[name])).text, monkeypatch) == expected
+    assert output(script_of(page(*SUBTLE[name]), loops=True).text, monkeypatch) == expected
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_script_does_what_the_notebook_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, expected = RIGHT[name]
+    script = script_of(page(*texts)).text
+    assert output(script, monkeypatch).strip("\n") == expected
+    assert "get_ipython" not in script
+    assert "display" not in script.replace("a display", "")
+    assert script == script_of(page(*texts)).text  # the same text every time
+
+
+REFUSED: dict[str, tuple[list[Any], str, str]] = {
+    "a shell line": (["x = 1", "!ls -l"], "cell 2: !ls -l", "subprocess"),
+    "a shell line whose output is kept": (["files = !ls"], "cell 1: !ls", "subprocess"),
+    "a cell of another language": (["%%bash\nls"], "cell 1: %%bash", "skip-export"),
+    "a magic without a meaning": (["%store x"], "cell 1: %store x", "skip-export"),
+    "an install": (["%pip install trl"], "cell 1: %pip install trl", "installed"),
+    "a syntax error": (["x = 1", "def f(:\n  pass"], "cell 2, line 1", "mend"),
+    "input": (["name = input('who? ')", DO + "print(name)"], "cell 1: input('who? ')", "parameter"),
+    "a deleted cell": ([DO + "print(model)"], "cell 1 needs 'model'", "was deleted"),
+    "a name made further down": ([DO + "print(model)", "model = 3"], "cell 1 needs 'model'", "further down"),
+    "what was shown last": (["1 + 1", DO + "print(_)"], "cell 2 needs '_'", "name"),
+    "In and Out": (["1 + 1", DO + "print(Out[1])"], "cell 2 needs 'Out'", "name"),
+    "the notebook itself": ([DO + "shell = get_ipython()\nshell.foo()"], "cell 1: get_ipython()", "notebook"),
+    "variables by name": (["a = 1", DO + "print(globals()['a'])"], "cell 2: globals()", "main"),
+    "nothing at all": ([], "without code", "do"),
+    "blank cells": (["", "  \n"], "without code", "do"),
+    "only skipped cells": ([("print(1)", "skip-export")], "without code", "skip-export"),
+    "a function that reads what no cell makes": (
+        ["def f():\n    return lab", DO + "f()"],
+        "cell 1 needs 'lab'",
+        "deleted",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_in_a_script_is_refused_by_cell(name: str) -> None:
+    texts, value, word = REFUSED[name]
+    with pytest.raises(BadInput) as error:
+        script_of(page(*texts))
+    assert str(error.value).startswith(value) or value in str(error.value)
+    assert word in str(error.value)
+
+
+def test_files_that_are_no_notebooks(tmp_path: Path) -> None:
+    def refused(text: str, name: str = "x.ipynb") -> str:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(BadInput) as error:
+            read_notebook(tmp_path / name)
+        return str(error.value)
+
+    assert "JSON" in refused("not json")
+    assert "cells" in refused("{}")
+    assert "written in R" in refused(json.dumps({"cells": [], "metadata": {"kernelspec": {"language": "R"}}}))
+    with pytest.raises(BadInput, match="exists"):
+        read_notebook(tmp_path / "none.ipynb")
+
+
+def test_duplicate_ids_and_huge_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = {"output_type": "stream", "name": "stdout", "text": "x" * 30_000_000}
+    cells = [
+        {
+            "cell_type": "code",
+            "id": "same",
+            "source": ["import os\n", "os.environ['A'] = 'b'"],
+            "outputs": [huge],
+            "metadata": {},
+            "execution_count": 1,
+        },
+        {
+            "cell_type": "code",
+            "id": "same",
+            "source": "import os\nos.putenv('A', 'b')\nprint(os.environ['A'])",
+            "outputs": [],
+            "metadata": {},
+            "execution_count": 1,
+        },
+    ]
+    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    script = script_of(read_notebook(tmp_path / "x.ipynb").cells).text
+    assert output(script, monkeypatch) == "b\n"
+    assert len(script) < 1000

@@ -1,0 +1,110 @@
+"""The proof that notebook and script agree, on lessons, and that it fails where they do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.errors import BadInput
+from workbench.export import export_notebook
+from workbench.export.cells import read_notebook
+from workbench.export.proof import ProofFailed, compare_runs, option, prove, settings_of
+from workbench.telemetry.store import TelemetryStore
+
+LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["102_look_and_branch", "301_reward_model_and_safe_rlhf", "303_your_own_algorithm"])
+def test_lessons_and_their_scripts_agree_to_the_last_bit(name: str) -> None:
+    path = LESSONS / f"{name}.ipynb"
+    settings = read_notebook(path).small_settings()
+    proof = prove(path, export_notebook(path, runs=[]).text, settings, {"backend": "inline"})
+    assert proof.ok, str(proof)
+    assert proof.tolerance == 0
+    compared = proof.table[proof.table["verdict"] == "equal"]
+    assert len(compared) >= 8
+    assert compared["metrics"].sum() > 100
+    assert set(proof.table["verdict"]) <= {"equal", "only in the notebook"}
+
+
+def write(folder: Path, *calls: tuple[int, str, dict[str, float]], name: str = "lab") -> Path:
+    store = TelemetryStore(folder / name / "20250101-000000")
+    for run, (iteration, stage, values) in enumerate(calls):
+        store.append_metrics(stage, run, iteration, values)
+    return folder
+
+
+def test_what_differs_is_told(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    first = write(
+        tmp_path / "a",
+        (1, "x", {"loss": 1.0, "took_s": 3.0, "odd": nan}),
+        (1, "y", {"loss": inf}),
+        (2, "x", {"loss": 1.0}),
+    )
+    same = write(
+        tmp_path / "b",
+        (1, "x", {"loss": 1.0, "took_s": 4.0, "odd": nan}),
+        (1, "y", {"loss": inf}),
+        (2, "x", {"loss": 1.0}),
+    )
+    proof = compare_runs(first, same)
+    assert proof.ok
+    assert proof.table["metrics"].tolist() == [1, 1, 1]
+    assert "equal to the last bit" in str(proof)
+    other = write(tmp_path / "c", (1, "x", {"loss": 1.0 + 2**-40}), (1, "y", {"loss": inf}))
+    proof = compare_runs(first, other)
+    assert proof.table["verdict"].tolist() == ["differs", "equal", "missing in the script"]
+    assert not proof.ok
+    assert "NOT equal" in str(proof)
+    more = write(tmp_path / "d", *[(1, "x", {"loss": 1.0})] * 2, (1, "y", {"loss": inf}), (2, "x", {"loss": 1.0}))
+    assert "only in the script" in compare_runs(first, more).table["verdict"].tolist()
+    updates = [(n, "update_actor", {"loss": 1.0}) for n in (1, 2, 3)]
+    fewer = compare_runs(write(tmp_path / "g", *updates), write(tmp_path / "h", updates[0]))
+    assert fewer.table["verdict"].tolist() == ["equal", "missing in the script", "missing in the script"]
+    assert not fewer.ok
+    assert not compare_runs(write(tmp_path / "i", (1, "y", {"a": inf})), write(tmp_path / "j", (1, "y", {"a": 5.0}))).ok
+    assert not compare_runs(write(tmp_path / "e"), write(tmp_path / "f")).ok  # nothing was compared
+
+
+def test_calls_that_only_looked_are_passed_by(tmp_path: Path) -> None:
+    looked, kept = (1, "compute_reward", {"mean": 0.5}), (1, "compute_reward", {"mean": 0.75})
+    first = write(tmp_path / "a", looked, kept, looked)
+    proof = compare_runs(first, write(tmp_path / "b", kept))
+    assert proof.ok
+    assert proof.table["verdict"].tolist() == ["only in the notebook", "equal", "only in the notebook"]
+
+
+def test_values_of_parameters() -> None:
+    assert settings_of(["A=3", "B=tiny-llama", "C=[1, 2]", "D=True"]) == {
+        "A": 3,
+        "B": "tiny-llama",
+        "C": [1, 2],
+        "D": True,
+    }
+    with pytest.raises(BadInput, match="--set PROMPTS"):
+        settings_of(["PROMPTS"])
+    assert option("MAX_NEW", -3) == ["--max-new=-3"]
+    assert option("ON", False) == ["--no-on"]
+    assert option("XS", [1, 2]) == ["--xs", "1", "2"]
+    assert option("D", {"a": 1}) == ['--d={"a": 1}']
+
+
+@pytest.mark.slow
+def test_a_notebook_that_fails_is_named(tmp_path: Path) -> None:
+    cell: dict[str, Any] = {
+        "cell_type": "code",
+        "id": "a",
+        "source": "1 / 0",
+        "outputs": [],
+        "metadata": {},
+        "execution_count": None,
+    }
+    path = tmp_path / "x.ipynb"
+    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    with pytest.raises(ProofFailed, match=r"notebook ended with exit code 1(.|\n)*ZeroDivisionError"):
+        prove(path, "", {})

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import workbench
+from scripts import build_docs
+from workbench import errors
+from workbench.algorithms import ALGORITHMS
+from workbench.telemetry import store
+from workbench.telemetry.syncs import SYNC_COLUMNS
+
+ROOT = Path(__file__).parent.parent
+TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def test_every_public_name_has_a_page_and_so_have_algorithms_workers_errors_and_telemetry() -> None:
+    pages = build_docs.pages()
+    assert {build_docs.home(name) for name in workbench.__all__} <= set(pages)
+    assert {*ALGORITHMS.values(), "workbench.algorithms.estimators", "workbench.algorithms.losses"} <= set(pages)
+    assert {"workbench.workers.calls", "workbench.workers.roles.critic", "workbench.workers.protocols"} <= set(pages)
+    assert {"workbench.errors", "workbench.telemetry.store", "workbench.telemetry.syncs"} <= set(pages)
+
+
+def test_a_page_shows_every_class_and_asks_nothing_of_the_network() -> None:
+    files = build_docs.render(["workbench.errors"])
+    page = files["workbench/errors.html"]
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert len(classes) > 10
+    assert [name for name in classes if f'id="{name}"' not in page] == []
+    assert re.findall(r'<(?:script|link|img)\b[^>]*(?:src|href)="(?:https?:)?//', "".join(files.values())) == []
+
+
+def test_arguments_become_a_list_and_prose_stays() -> None:
+    text = "What it does.\n\nmodels: role -> name\n    or function.\nseed, dtype: of all.\n\nRaises: nothing\nat all."
+    listed = text.replace("models:", "- `models`:").replace("seed, dtype:", "- `seed, dtype`:")
+    assert build_docs.arguments_as_list(text) == listed
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for text in TEXTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text.read_text()):
+            yield text, target
+
+
+def test_links_of_the_texts_lead_somewhere() -> None:
+    found = [(text, target) for text, target in links() if not target.startswith("http")]
+    assert len(found) > 20
+    broken = []
+    for text, target in found:
+        path, _, anchor = target.partition("#")
+        file = (text.parent / path).resolve() if path else text
+        if not file.exists() or (anchor and anchor not in headings(file)):
+            broken.append(f"{text.name}: {target}")
+    assert broken == []
+
+
+def headings(file: Path) -> list[str]:
+    """The anchors of a Markdown file's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_every_lesson_is_in_the_page_of_lessons() -> None:
+    page = (ROOT / "docs" / "lessons.md").read_text()
+    assert [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.name not in page] == []
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        store.SPAN_COLUMNS,
+        store.TRANSFER_COLUMNS,
+        store.METRIC_COLUMNS,
+        store.MEMORY_COLUMNS,
+        store.EVENT_COLUMNS,
+        SYNC_COLUMNS,
+    ],
+)
+def test_every_column_of_the_frames_is_explained(columns: dict[str, str]) -> None:
+    page = (ROOT / "docs" / "telemetry.md").read_text()
+    assert [column for column in columns if f"`{column}`" not in page] == []

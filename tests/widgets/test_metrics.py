@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workbench_widgets.charts import plotly_js
+from workbench_widgets.driver import Driver
+from workbench_widgets.metrics import MetricCurves, Metrics, first_shown
+
+import workbench as wb
+from tests.cases import tiny_lab
+from workbench.errors import BadInput
+from workbench.telemetry import TelemetryStore
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("curves", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+@pytest.fixture
+def view(lab: wb.Workbench) -> Metrics:
+    view = Metrics(lab, Driver(lab))
+    view.depends_on()
+    return view
+
+
+def line(view: Metrics, title: str, name: str) -> Any:
+    (chart,) = [chart for chart in view.charts() if chart.title == title]
+    return next((curve for curve in chart.curves if curve.name == name), None)
+
+
+def test_the_first_metrics_are_those_that_say_most() -> None:
+    names = [
+        ("generate_sequences", "response_tokens/mean"), ("compute_log_prob", "entropy"), ("evaluate", "n"),
+        ("compute_advantages", "rewards/mean"), ("compute_reward", "rewards/mean"), ("update_critic", "loss"),
+        ("update_actor", "loss"), ("update_critic", "grad_norm"),
+    ]  # fmt: skip
+    assert first_shown(names) == [
+        ("compute_reward", "rewards/mean"), ("update_actor", "loss"), ("compute_log_prob", "entropy"),
+        ("update_critic", "grad_norm"), ("generate_sequences", "response_tokens/mean"),
+    ]  # fmt: skip
+    assert first_shown([("mine", "a"), ("mine", "b")]) == [("mine", "a"), ("mine", "b")]
+
+
+def test_curves_are_the_metrics_of_the_workbench(lab: wb.Workbench, view: Metrics) -> None:
+    ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=4))
+    assert "No stage has reported" in view.picture()
+    assert view.text() == "Metrics: nothing"
+    ppo.run(2)
+    before = view.depends_on()
+    assert before == view.depends_on()
+    view.on_smooth("0")
+    found = lab.metrics("compute_log_prob")
+    curve = line(view, "compute_log_prob/entropy", "curves")
+    assert (list(curve.x), list(curve.y)) == (found["iteration"].tolist(), found["entropy"].tolist())
+    assert len(view.charts()) == 6
+    assert f"{found['entropy'].iloc[-1]:.4g}" in view.text()
+
+    # a comparison leaves the curve as it was, and its arms are marks beside it
+    lab.compare(lab.prompts.next(2), {"again": ppo})
+    assert view.depends_on() != before
+    aside = line(view, "compute_log_prob/entropy", "curves, in comparisons and checks")
+    assert line(view, "compute_log_prob/entropy", "curves").y == curve.y
+    assert (aside.kind, list(aside.y)) == ("points", lab.metrics("compute_log_prob")["entropy"].tolist()[2:])
+
+    # also where the files are all that is left: after another attach, and beside another run
+    read = MetricCurves(TelemetryStore(lab.run_folder))
+    read.read()
+    name = ("compute_log_prob", "entropy")
+    assert read.points(name) == view._own.points(name)
+    assert read.points(name).values == curve.y
+
+
+def test_only_what_is_new_is_sent(tmp_path: Path, lab: wb.Workbench, view: Metrics) -> None:
+    view.on_show("mine", "loss", True)
+    lab.report("mine", {"loss": 1.0})
+    lab.report("mine", {"loss": math.nan})
+    view.shown = [("mine", "loss")]
+    data, buffers = view.payload(whole=True)
+    assert buffers == []
+    assert data["still"].startswith("<svg")
+    faint, smooth = data["charts"][0]["curves"]
+    assert (faint["kind"], faint["y"], smooth["y"]) == ("faint", [1.0, None], [1.0, None])
+    assert data["charts"][0]["note"] == "1 not finite"
+    lab.report("mine", {"loss": 3.0})
+    data, _ = view.payload(whole=False)
+    assert (data["whole"], data["still"]) == (False, None)
+    assert [curve["y"] for curve in data["charts"][0]["curves"]] == [[3.0], [pytest.approx((0.4 * 3 + 0.24) / 0.64)]]
+    assert [curve["y"] for curve in view.payload(whole=False)[0]["charts"][0]["curves"]] == [[], []]
+    view.on_smooth(0.9)
+    assert view.payload(whole=False)[0]["whole"]
+    json.dumps(view.payload(whole=True)[0], allow_nan=False)
+    view.on_library()
+    data, (zipped,) = view.payload(whole=False)
+    assert data["still"]
+    assert zipped is plotly_js()
+    assert b"plotly.js v" in gzip.decompress(zipped)[:200]
+    assert view.payload(whole=False)[1] == []
+    view.on_stills()
+    assert view.payload(whole=False)[0]["still"]
+
+
+def test_other_runs_are_beside_it(lab: wb.Workbench, view: Metrics) -> None:
+    other = TelemetryStore(lab.run_folder.parent.parent / "<old>" / "20250101-000000")
+    other.append_metrics("update_actor", 1, 7, {"loss": 0.25})
+    assert list(view.runs()) == ["<old>/20250101-000000"]
+    view.on_beside("<old>/20250101-000000", True)
+    view.on_smooth(0)
+    assert list(line(view, "update_actor/loss", "<old>/20250101-000000").x) == [7]
+    before = view.depends_on()
+    other.append_metrics("update_actor", 2, 8, {"loss": 0.5})
+    assert view.depends_on() != before
+    assert "<old>" not in view.controls() + view.picture()
+    with pytest.raises(BadInput, match="samples of <old>"):
+        view.on_look(7, "<old>/20250101-000000")
+    view.on_beside("<old>/20250101-000000", False)
+    assert line(view, "update_actor/loss", "<old>/20250101-000000") is None
+    with pytest.raises(BadInput, match="1 others have metrics"):
+        view.on_beside("nobody", True)
+
+
+def test_metrics_are_found_and_chosen(lab: wb.Workbench, view: Metrics) -> None:
+    first = view.drawn()
+    view.on_search("UPDATE_critic clip")
+    assert {stage for stage, _ in view._found()} == {"update_critic"}
+    view.on_show_found()
+    assert len(view.drawn()) == len(first) + len(view._found())
+    view.on_hide_found()
+    assert view.drawn() == [name for name in view.names() if name in first]
+    view.on_search("")
+    view.on_hide_found()
+    assert "No metric is chosen" in view.picture()
+    view.on_show_first()
+    assert view.drawn() == first
+    view.on_axis("log")
+    assert "not above 0" in view.picture()
+
+
+def test_a_point_leads_to_the_samples(lab: wb.Workbench, view: Metrics) -> None:
+    turned: list[Any] = []
+    view.turn = lambda name, **given: turned.append((name, given))
+    view.depends_on()
+    view.on_look(1.0)
+    view.on_iteration("2")
+    view.on_samples()
+    assert turned == [("samples", {"iteration": 1}), ("samples", {"iteration": 2})]
+    assert view.charts()[0].at == 2
+    for wrong in ("0", "99", "", "x"):
+        with pytest.raises(BadInput, match="there are 1 to"):
+            view.on_iteration(wrong)
+    with pytest.raises(BadInput, match="from 0 to below 1"):
+        view.on_smooth("1")

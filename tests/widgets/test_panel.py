@@ -1,0 +1,327 @@
+"""The panel and the thread behind its buttons, on a real workbench in this process."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workbench_widgets import Panel, View
+
+import workbench as wb
+from tests.cases import tiny_lab
+from workbench.errors import BadInput
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("panel", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def ppo(lab: wb.Workbench) -> Any:
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
+
+
+def test_the_same_views_are_one_panel(lab: wb.Workbench) -> None:
+    assert lab.panel() is lab.panel()
+    assert lab.panel("stepper", "checks") is not lab.panel()
+
+
+def test_a_view_that_there_is_not(lab: wb.Workbench) -> None:
+    with pytest.raises(BadInput, match=r"view 'steper'.*a panel has stepper"):
+        lab.panel("steper")
+
+
+def test_outside_a_notebook_it_is_a_picture_of_every_view(lab: wb.Workbench) -> None:
+    bundle = lab.panel()._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "text/plain"}
+    for view in lab.panel().views.values():
+        assert view.title in bundle["text/html"] or view is next(iter(lab.panel().views.values()))
+
+
+class TestStepper:
+    def press(self, panel: Any, action: str, **given: Any) -> None:
+        panel.views["stepper"].act(action, given)
+        assert panel.driver.wait(60)
+        assert panel.driver.error == ""
+
+    def test_step_iterate_run(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        self.press(panel, "step")
+        assert list(ppo.made) == ["prompts"]
+        assert "next" in panel.views["stepper"].text()
+        before = lab.weights["actor"].steps
+        self.press(panel, "iterate")
+        assert lab.weights["actor"].steps == before + 2  # minibatches
+        iteration = lab.iteration
+        self.press(panel, "iterations", value="2")
+        self.press(panel, "run")
+        assert lab.iteration == iteration + 2
+        assert "2 iterations: done" in panel.driver.told
+
+    def test_a_number_that_is_none(self, lab: wb.Workbench, ppo: Any) -> None:
+        stepper = lab.panel(algorithm=ppo).views["stepper"]
+        iteration = lab.iteration
+        with pytest.raises(BadInput, match="iterations='many'"):
+            stepper.act("iterations", {"value": "many"})
+        with pytest.raises(BadInput, match="iterations='many'"):  # as the field shows it
+            stepper.act("run", {})
+        assert lab.iteration == iteration
+        stepper.act("iterations", {"value": "2"})
+
+    def test_an_algorithm_that_is_none(self, lab: wb.Workbench) -> None:
+        with pytest.raises(BadInput, match=r"panel\(algorithm='ppo'\)"):
+            lab.panel(algorithm="ppo")
+
+    def test_the_menu_keeps_the_algorithms_that_it_was_given(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        stepper = panel.views["stepper"]
+        stepper.act("choose_algorithm", {"value": "by hand"})
+        assert stepper.algorithm is None
+        stepper.act("choose_algorithm", {"value": "RLOO"})
+        assert (type(stepper.algorithm), getattr(stepper.algorithm, "prompts", None)) == (wb.RLOO, 4)
+        stepper.act("choose_algorithm", {"value": "PPO"})
+        assert stepper.algorithm is ppo
+
+    def test_run_finishes_what_was_begun(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        ppo.restart()
+        self.press(panel, "step")
+        begun = lab.iteration
+        self.press(panel, "iterations", value="1")
+        self.press(panel, "run")
+        updated = lab.metrics("update_actor")["iteration"].tolist()
+        assert updated[-2:] == [begun, begun + 1]
+
+    def test_an_iteration_by_hand_is_not_mixed_with_the_algorithm_s(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        self.press(panel, "iterate")
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=3)
+        stepper = panel.views["stepper"]
+        assert stepper.text().startswith(f"PPO, iteration {lab.iteration - 1}\n")
+        assert f"Cells have begun iteration {lab.iteration} by hand" in stepper.picture()
+        stepper.act("choose_algorithm", {"value": "by hand"})
+        assert "compute_values" not in stepper.text()
+
+    def test_branching_leaves_all_as_it_was(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        self.press(panel, "step")
+        self.press(panel, "step")
+        steps, iteration = dict(lab.weights), lab.iteration
+        panel.views["stepper"].act("choose", {"stage": "generate_sequences"})
+        self.press(panel, "branch")
+        assert "compared below" in panel.driver.told
+        assert (dict(lab.weights), lab.iteration) == (steps, iteration)
+        assert "arms on" in panel.views["stepper"].picture()
+        # what the arms ran is not taken for what this iteration ran
+        assert "compute_advantages: waiting" in panel.views["stepper"].text()
+        ppo.restart()
+
+    def test_it_follows_what_is_called_by_hand(self, lab: wb.Workbench) -> None:
+        panel = lab.panel("stepper")
+        panel.views["stepper"].act("choose_algorithm", {"value": "by hand"})
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=3)
+        text = panel.views["stepper"].text()
+        assert text.splitlines()[0].startswith("what cells called in iteration")
+        assert "generate_sequences: done" in text
+
+    def test_a_stage_that_failed(self, lab: wb.Workbench) -> None:
+        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=3)
+
+        def broken(prompt: str, response: str, **row: Any) -> float:
+            raise ZeroDivisionError("on purpose")
+
+        with pytest.raises(wb.errors.RewardError):
+            lab.reward.compute_reward(batch, function=broken)
+        view = lab.panel("stepper").views["stepper"]
+        assert "compute_reward: failed" in view.text()
+        view.act("choose", {"stage": "compute_reward"})
+        assert "on purpose" in view.picture()
+
+
+class TestDriver:
+    def test_cells_that_call_stages_are_refused_meanwhile(self, lab: wb.Workbench) -> None:
+        driver, begun, go_on = lab.panel().driver, threading.Event(), threading.Event()
+        batch = lab.prompts.next(2)
+
+        def work() -> None:
+            begun.set()
+            go_on.wait(20)
+
+        driver.start("a long thing", work)
+        assert begun.wait(20)
+        try:
+            with pytest.raises(BadInput, match=r"a long thing \(started in the panel\) is under way"):
+                lab.actor.generate_sequences(batch, max_new_tokens=2)
+            drawn = lab.prompts.drawn
+            with pytest.raises(BadInput, match="a long thing"):
+                lab.prompts.next(2)
+            assert lab.prompts.drawn == drawn
+            with pytest.raises(BadInput, match="press Stop"):
+                driver.start("another", work)
+            lab.spans()  # looking is not refused
+        finally:
+            go_on.set()
+        assert driver.wait(20)
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+
+    def test_an_error_is_told(self, lab: wb.Workbench) -> None:
+        driver = lab.panel().driver
+        driver.start("it", lambda: 1 / 0)
+        assert driver.wait(20)
+        assert driver.error == "it: ZeroDivisionError: division by zero"
+
+    def test_stop_ends_checks_too(self, lab: wb.Workbench) -> None:
+        panel = lab.panel()
+        panel.views["checks"].act("check", {})
+        panel.driver.stop()
+        assert panel.driver.wait(60)
+        assert "stopped" in panel.driver.told
+        assert panel.views["checks"].report is None
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+
+    def test_stop_ends_between_stages(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        stepper, driver = panel.views["stepper"], panel.driver
+        ppo.restart()
+        stepped = ppo.step
+
+        def slow_step() -> Any:
+            made = stepped()
+            driver.stop()
+            return made
+
+        ppo.step = slow_step
+        try:
+            stepper.act("iterate", {})
+            assert driver.wait(60)
+        finally:
+            del ppo.step
+        assert driver.told == "stopped after prompts; Step goes on from there"
+        assert list(ppo.made) == ["prompts"]
+        ppo.restart()
+
+
+def test_what_was_called_is_told_in_order(lab: wb.Workbench) -> None:
+    first = len(lab.runs())
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    lab.actor.compute_log_prob(batch)
+    runs = lab.runs().iloc[first:]
+    assert list(runs["stage"]) == ["generate_sequences", "compute_log_prob"]
+    assert set(runs["state"]) == {"done"}
+    assert (runs["duration_s"] > 0).all()
+    assert runs["batch"].iloc[0] == batch.id
+
+
+def test_a_reading_that_follows_costs_what_is_new(lab: wb.Workbench, tmp_path: Path) -> None:
+    follower = lab.telemetry.follow("spans")
+    assert len(follower.new()) == len(lab.spans())
+    assert not follower.grown
+    lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    assert follower.grown
+    assert {row["stage"] for row in follower.new()} == {"generate_sequences"}
+
+
+def test_while_nothing_happens_nothing_is_sent(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = lab.panel("stepper", "timeline")
+    sent: list[str] = []
+    monkeypatch.setattr(panel, "send", lambda message, buffers=(): sent.append(message["kind"]))
+    panel._live()
+    panel._jobs.put(lambda: panel._hear({"act": "hello"}))
+    wait_until(lambda: "draw" in sent and "status" in sent)
+    sent.clear()
+    spent_s = panel.work_s
+    time.sleep(2.0)
+    assert sent == []
+    assert panel.work_s - spent_s < 0.1  # some looks at sizes of files
+    lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    wait_until(lambda: "draw" in sent)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Slow(View):
+    """A view whose host does not answer, until it is let go."""
+
+    name, title = "slow", "Slow"
+    answers = threading.Event()
+
+    def depends_on(self) -> int:
+        return 0
+
+    def picture(self) -> str:
+        assert self.answers.wait(60)
+        return "drawn"
+
+
+class Broken(View):
+    """A view that cannot be drawn."""
+
+    name, title = "broken", "Broken"
+
+    def depends_on(self) -> int:
+        return 0
+
+    def picture(self) -> str:
+        raise ValueError("<no> picture")
+
+
+def test_a_slow_host_keeps_no_cell_waiting(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Panel, "answer_s", 0.5)
+    driver = lab.panel().driver
+    panel = Panel(lab, [Slow(lab, driver), Broken(lab, driver)], driver)
+    panel._live()
+    panel._jobs.put(lambda: panel._hear({"act": "hello"}))
+    began_s = time.monotonic()
+    assert panel.still().bundle()["text/html"] == "<div>the hosts did not answer in time</div>"
+    panel.close()
+    assert time.monotonic() - began_s < 3
+    Slow.answers.set()
+
+
+def test_one_view_that_cannot_be_drawn_takes_no_other_with_it(lab: wb.Workbench) -> None:
+    driver = lab.panel().driver
+    Slow.answers.set()
+    html = Panel(lab, [Broken(lab, driver), Slow(lab, driver)], driver)._last().bundle()["text/html"]
+    assert "&lt;no&gt; picture" in html
+    assert "drawn" in html
+
+
+def test_a_page_that_is_gone_is_drawn_for_no_more(lab: wb.Workbench) -> None:
+    panel = lab.panel("checks", "stepper")
+    panel._hear({"act": "hello"})
+    panel._unanswered = 1000
+    panel._look()
+    assert not panel._heard
+    panel._hear({"act": "here"})
+    assert panel._heard
+
+
+def test_a_panel_ends_with_its_workbench(tmp_path: Path) -> None:
+    lab = tiny_lab("gone", tmp_path, backend="inline")
+    lab.panel(algorithm=wb.PPO(lab, prompts=2)).still()
+    held = weakref.ref(lab)
+    lab.close()
+    del lab
+    gc.collect()
+    assert held() is None
+
+
+def test_a_still_picture_has_nothing_to_press(lab: wb.Workbench, ppo: Any) -> None:
+    panel = lab.panel(algorithm=ppo)
+    panel.views["stepper"].act("choose", {"stage": "prompts"})
+    html = panel._last().bundle()["text/html"]
+    for control in ("data-act", "<button", "<select", "<input", 'role="button"'):
+        assert control not in html, control

@@ -1,0 +1,249 @@
+"""The timeline view: what it sends adds up to what was recorded, and what it says of a span is what was recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from workbench_widgets import Driver
+from workbench_widgets.span_table import COLUMNS, SpanTable
+from workbench_widgets.timeline import WINDOWS, TimelineView
+
+import workbench as wb
+from tests.cases import tiny_lab
+from workbench.display.idle import CAUSES, device_times
+from workbench.display.lanes import place, records
+from workbench.errors import BadInput
+from workbench.telemetry import Span, TelemetryStore
+
+SENT = {name: np.float32 if name in ("end_s", "processed_tokens", "moved_bytes") else np.dtype(code)
+        for name, code in COLUMNS.items()}  # fmt: skip
+
+
+class Lab:
+    """Of a workbench what the view looks at: real telemetry, no workers."""
+
+    def __init__(self, folder: Path, lanes: list[tuple[str, str]]) -> None:
+        self.telemetry, self._lanes = TelemetryStore(folder), lanes
+
+    def devices(self) -> list[tuple[str, str]]:
+        return self._lanes
+
+
+def span(run: int, start_s: float, end_s: float, device: int = 0, **more: Any) -> Span:
+    given = {"stage": "update_actor", "role": "actor", "pool": "train", "kind": "compute", **more}
+    return Span(run=run, rank=device, device=f"cpu:{device}", start_s=start_s, end_s=end_s, **given)
+
+
+class FrontEnd:
+    """Puts together what is sent, as the script does."""
+
+    def __init__(self) -> None:
+        self.columns = {name: np.empty(0, kind) for name, kind in SENT.items()}
+        self.gaps = [np.empty(0, kind) for kind in (np.uint16, np.float64, np.float32, np.uint8)]
+        self.received: list[int] = []
+
+    def take(self, sent: tuple[dict[str, Any], list[bytes]]) -> None:
+        data, buffers = sent
+        parts = zip(self.columns.items(), buffers, strict=False)
+        assert data["first"] <= len(self.columns["run"])
+        self.columns = {
+            name: np.concatenate([have[: data["first"]], np.frombuffer(new, SENT[name])]) for (name, have), new in parts
+        }
+        self.gaps = [
+            np.concatenate([have[: data["same_gaps"]], np.frombuffer(new, have.dtype)])
+            for have, new in zip(self.gaps, buffers[len(COLUMNS) :], strict=True)
+        ]
+        self.received.append(sum(map(len, buffers)))
+
+
+def test_increments_add_up_to_the_whole(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")])
+    view, front = TimelineView(lab, None), FrontEnd()
+    front.take(view.payload(whole=True))
+    rng = np.random.default_rng(3)
+    for run in range(40):
+        lab.telemetry.append_event("iteration", iteration=run // 4 + 1)
+        starts = 1e9 + 2 * run + rng.random(3)
+        before = view.depends_on()
+        lab.telemetry.append_spans(span(run, starts[n], starts[n] + rng.random(), n, tokens=run) for n in range(3))
+        assert view.depends_on() != before
+        front.take(view.payload(whole=False))
+        after = view.depends_on()
+        assert after == view.depends_on()
+    late = FrontEnd()
+    late.take(view.payload(whole=True))
+    for name in COLUMNS:
+        np.testing.assert_array_equal(front.columns[name], late.columns[name])
+    for one, other in zip(front.gaps, late.gaps, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert len(front.columns["run"]) == 120
+    assert max(front.received[5:]) < late.received[0] / 10  # what is new, not all again
+    view.on_whole()  # asked for by a front end that missed something
+    assert view.payload(whole=False)[0]["first"] == 0
+
+
+def test_a_table_places_spans_as_the_static_picture_does_whenever_they_come() -> None:
+    spans = [
+        span(1, 2, 8), span(1, 2, 5, kind="forward", parent="compute"),
+        span(1, 5, 8, kind="optimizer", parent="compute"), span(1, 6, 7, kind="communication", parent="optimizer"),
+        span(1, 0, 2, kind="queue"), span(2, 4, 9), span(3, 8, 12),
+    ]  # fmt: skip
+    rows = [one.row() for one in spans]
+    expected = {(bar.row["run"], bar.row["kind"]): (bar.sublane, bar.depth) for bar in place(records(rows))}
+    table = SpanTable()
+    table.add([rows[1]])  # a child before the bar of its stage waits for it
+    assert len(table) == 0
+    table.add([rows[0], *rows[2:5]])
+    table.add(rows[5:])
+    found = {
+        (row["run"], row["kind"]): (row["sublane"], row["depth"]) for row in map(table.row, range(len(table)))
+    }  # fmt: skip
+    assert found == expected
+    table.add([span(9, 20, 21, kind="forward", parent="compute").row()])
+    table.add([])
+    assert len(table) == 8  # the bar never came
+
+
+def test_a_span_is_given_back_as_it_was_stored() -> None:
+    given = span(7, 1.25, 3.5, tokens=11, bytes=2**40, peak_memory_bytes=2**41, note="late", parent="").row()
+    table = SpanTable([("train", "cpu:0")])
+    table.add([given])
+    row = table.row(0)
+    assert {name: row[name] for name in given} == given
+    assert row["duration_s"] == 2.25
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("timeline-view", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        wb.PPO(lab, prompts=2, sampling=wb.Sampling(max_new_tokens=2)).run(2)
+        yield lab
+
+
+def test_times_of_a_live_workbench_agree_with_its_spans(lab: wb.Workbench) -> None:
+    view = TimelineView(lab, Driver(lab))
+    view.on_show("compare")
+    data, _ = view.payload(whole=True)
+    assert [title for title, _, _ in data["sections"]] == ["iteration 1", "iteration 2"]
+    spans: list[Any] = lab.spans().to_dict("records")
+    (pool, device), *_ = lab.devices()
+    for (_, start_s, end_s), row in zip(data["sections"], view._times(view._gaps()), strict=True):
+        times = device_times(spans, device, pool, start_s, end_s or max(span["end_s"] for span in spans))
+        assert row["busy_s"] == pytest.approx(times["busy_s"], abs=1e-5)
+        assert sum(row[cause.column] for cause in CAUSES) == pytest.approx(
+            times["transfer_s"] + times["idle_s"], abs=1e-5
+        )
+
+
+def test_a_chosen_span_tells_its_facts_and_why_nothing_ran_before_it(lab: wb.Workbench) -> None:
+    view = TimelineView(lab, Driver(lab))
+    view.payload(whole=True)
+    rows = [view._table.row(n) for n in range(len(view._table))]
+    number = next(n for n, row in enumerate(rows) if row["stage"] == "update_actor" and row["kind"] == "compute")
+    view.act("choose", {"span": number})
+    details = view.payload(whole=False)[0]["details"]
+    for fact in ("update_actor", "actor, rank 0", f"{rows[number]['device']} of pool", "before it", "waiting for data"):
+        assert fact in details
+    assert "was called by no cell" in details
+    view.act("choose", {"gap": {"lane": 0, "start_s": 0.0, "end_s": 1.0, "cause": 3}})
+    assert "nothing ran" in view.payload(whole=False)[0]["details"]
+    view.act("choose", {})
+    assert view.payload(whole=False)[0]["details"] == ""
+
+
+def test_cells_of_another_kernel_are_not_taken_for_ours(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, [("train", "cpu:0")])
+    view = TimelineView(lab, None)
+    lab.telemetry.append_event("run", run=0, stage="update_actor", cell=4, cell_id="a")
+    lab.telemetry.append_event("attached")
+    lab.telemetry.append_event("run", run=1, stage="update_actor", cell=5, cell_id="b")
+    lab.telemetry.append_spans([span(0, 1.0, 2.0), span(1, 2.0, 3.0)])
+    view.payload(whole=True)
+    assert "cell [4] of an earlier kernel" in view._cell(0)
+    assert 'data-cell="5"' in view._cell(1)
+
+
+def test_windows_and_wrong_values(lab: wb.Workbench) -> None:
+    view = TimelineView(lab, Driver(lab))
+    view.payload(whole=True)
+    titles = {}
+    for window in WINDOWS:
+        view.act("show", {"value": window})
+        titles[window] = [title for title, _, _ in view.payload(whole=False)[0]["sections"]]
+    assert titles == {
+        "last": ["iteration 2"], "several": ["iterations 1 to 2"], "all": ["all"],
+        "compare": ["iteration 1", "iteration 2"],
+    }  # fmt: skip
+    view.receive(iteration=1)
+    data, _ = view.payload(whole=False)
+    assert [title for title, _, _ in data["sections"]] == ["iteration 1"]
+    assert "iteration 1" in view.controls()
+    with pytest.raises(BadInput, match="each iteration that has begun"):
+        view.act("show", {"value": "iteration 9"})
+    for value in ("0", "many", None):
+        with pytest.raises(BadInput, match="whole number"):
+            view.act("iterations", {"value": value})
+
+
+def test_the_still_picture_of_many_spans_stays_small(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, [("train", f"cpu:{n}") for n in range(8)])
+    lab.telemetry.append_spans(
+        span(run, 1e9 + run + n / 50, 1e9 + run + 0.5 + (run * 7 + n) % 11 / 25, n)
+        for run in range(1000)
+        for n in range(8)
+    )
+    view = TimelineView(lab, None)
+    view.on_show("all")
+    picture = view.picture()
+    assert len(picture) < 200_000
+    assert "spans are too short to draw" in picture
+    assert "<script" not in picture
+    assert "waiting for the slowest rank" in picture
+    assert (view.svg() or "").startswith("<svg")
+    assert "8,000 spans on 8 devices" in view.text()
+    assert "no spans" in TimelineView(Lab(tmp_path / "empty", [("train", "cpu:0")]), None).picture()
+
+
+def test_after_a_move_a_pool_is_idle_only_while_it_is_there(tmp_path: Path) -> None:
+    """Pool a has cpu:0 and goes with the move at 4 s; pool b has it from then on."""
+    lab = Lab(tmp_path, [("a", "cpu:0")])
+    view = TimelineView(lab, None)
+    for number, at in enumerate((0.0, 10.0)):
+        _event(lab, "iteration", at, iteration=number + 1)
+    lab.telemetry.append_spans([span(0, 1.0, 3.0, pool="a")])
+    view.payload(whole=True)
+    lab._lanes = [("b", "cpu:0"), ("b", "cpu:1")]  # nothing runs on cpu:1
+    _event(lab, "move", 5.0, placement="", seconds=1.0)
+    lab.telemetry.append_spans([span(1, 6.0, 8.0, pool="b"), span(2, 11.0, 14.0, pool="b")])
+    view.on_show("all")
+    front = FrontEnd()
+    front.take(view.payload(whole=True))
+    named = {lane: n for n, lane in enumerate(view._table.lanes)}
+    idle = {lane: sum(front.gaps[2][front.gaps[0] == number].tolist()) for lane, number in named.items()}
+    assert idle == {("a", "cpu:0"): 2.0, ("b", "cpu:0"): 5.0, ("b", "cpu:1"): 10.0}
+    rows = {(row["pool"], row["device"]): row for row in view._times(view._gaps())}
+    assert {lane: (row["busy_s"], row["window_s"]) for lane, row in rows.items()} == {
+        ("a", "cpu:0"): (2.0, 4.0), ("b", "cpu:0"): (5.0, 10.0), ("b", "cpu:1"): (0.0, 10.0),
+    }  # fmt: skip
+    still = {(row["pool"], row["device"]): row["busy_s"] + row["idle_s"] for row in view._still().summary}
+    assert still[("a", "cpu:0")] == 4.0
+    assert still[("b", "cpu:0")] == 10.0
+    view.on_show("last")
+    data, _ = view.payload(whole=True)
+    assert {tuple(data["lanes"][number]) for number in data["order"]} == {("b", "cpu:0"), ("b", "cpu:1")}
+    assert {row["pool"] for row in view._times(view._gaps())} == {"b"}
+    view.on_show("iteration 1")
+    lab._lanes = [("c", "cpu:7")]
+    _event(lab, "move", 16.0, placement="", seconds=1.0)
+    data, _ = view.payload(whole=True)
+    assert ("c", "cpu:7") not in [tuple(data["lanes"][number]) for number in data["order"]]
+
+
+def _event(lab: Lab, event: str, time_s: float, **details: Any) -> None:
+    with (lab.telemetry.folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time_s": time_s, "event": event, "details": details}) + "\n")

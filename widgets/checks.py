@@ -1,0 +1,76 @@
+"""Checks of the live system, run at the press of a button."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from html import escape
+from typing import Any
+
+from workbench_widgets.view import View, button, choice
+
+from workbench.display.html import table
+
+ALL = "all checks"
+SIGNS = {"ok": "\N{CHECK MARK}", "failed": "\N{MULTIPLICATION X}", "not applicable": "\N{EN DASH}"}
+
+
+class Checks(View):
+    """The verdicts of `lab.check()`: figure, threshold, and where to look."""
+
+    name, title = "checks", "Checks"
+
+    def __init__(self, lab: Any, driver: Any) -> None:
+        super().__init__(lab, driver)
+        self.report: Any = None
+        self.chosen = ALL
+        self._after = 0  # the iteration after which the report was made
+
+    def depends_on(self) -> Hashable:
+        return id(self.report), bool(self.driver.busy), self.lab.iteration, self.chosen
+
+    def controls(self) -> str:
+        from workbench.checks import CHECKS
+
+        told = "on a small batch of their own; afterwards the system is as before"
+        return choice("run", "choose", [ALL, *CHECKS], self.chosen) + button("Check", "check", drives=True, title=told)
+
+    def picture(self) -> str:
+        if self.report is None:
+            return "<p>Nothing has been checked yet.</p>"
+        rows = [
+            {
+                "check": finding.check,
+                "verdict": f"{SIGNS[finding.verdict]} {finding.verdict}",
+                "figure": _figure(finding.figure),
+                "threshold": _figure(finding.threshold),
+                "look at": finding.culprit,
+                "what it is": finding.about,
+            }
+            for finding in self.report
+        ]
+        since = self.lab.iteration - self._after
+        age = f", {since} iteration{'s' if since > 1 else ''} ago" if since else ""
+        state = "all that apply hold" if self.report.ok else f"{len(self.report.failed)} failed"
+        return table(rows, caption=f"{len(rows)} checks after iteration {self._after}{age}: {state}", max_rows=60)
+
+    def text(self) -> str:
+        return "checks: none run" if self.report is None else repr(self.report)
+
+    def on_choose(self, value: str) -> None:
+        """Which to run."""
+        self.chosen = value
+
+    def on_check(self) -> None:
+        """Run them."""
+        names = () if self.chosen == ALL else (self.chosen,)
+
+        def check() -> str:
+            report = self.lab.check(*names)
+            self.report, self._after = report, self.lab.iteration
+            return "checks: " + ("all that apply hold" if report.ok else f"{len(report.failed)} failed")
+
+        self.driver.start(f"checking {escape(self.chosen)}", check)
+
+
+def _figure(value: float) -> str:
+    return "" if value != value else f"{value:.3g}"

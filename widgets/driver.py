@@ -1,0 +1,68 @@
+"""Runs what a panel's buttons ask for, beside the notebook's own thread, so that the notebook stays awake meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from workbench.errors import BadInput, WorkbenchError
+
+
+class Driver:
+    """One thing at a time, in a thread: `driver.start("an iteration of PPO", algorithm.iterate)`.
+
+    busy: what is under way; "" for nothing. error: how the last one failed. told: how it ended, in a line. While it is
+    busy, cells that call stages are refused (`lab.driving`), and cells that look are not.
+    """
+
+    def __init__(self, lab: Any) -> None:
+        self._lab = lab
+        self.busy = self.error = self.told = ""
+        self._stopping = threading.Event()
+        self._others: set[Any] = set()  # runs that were open before
+        self._thread: threading.Thread | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called: who steps stops between two steps."""
+        return self._stopping.is_set()
+
+    def start(self, what: str, work: Callable[[], object]) -> None:
+        """Begin; `BadInput` while another thing is under way. work: its result is dropped, and told if it is text."""
+        if self.busy:
+            raise BadInput(f"{what} now", f"{self.busy} is under way", "wait, or press Stop")
+        self._lab.check_driver()
+        self.busy, self.error, self.told = what, "", ""
+        self._stopping.clear()
+        self._others = set(self._lab.open_runs())
+        self._thread = threading.Thread(target=self._work, args=(what, work), name="workbench-panel", daemon=True)
+        self._thread.start()
+
+    def _work(self, what: str, work: Callable[[], object]) -> None:
+        try:
+            with self._lab.driving(f"{what} (started in the panel)", self._stopping.is_set):
+                result = work()
+            self.told = result if isinstance(result, str) else f"{what}: done"
+        except Exception as error:
+            stopped = self.stopping and isinstance(error, WorkbenchError)
+            self.told = f"{what}: stopped" if stopped else ""
+            self.error = "" if stopped else f"{what}: {type(error).__name__}: {error}"
+        finally:
+            self.busy = ""
+
+    def stop(self) -> None:
+        """Stop after the stage that is under way: what was called and has not begun is not begun; no more is called."""
+        if not self.busy:
+            return
+        self._stopping.set()
+        for run in self._lab.open_runs():
+            if run.state == "waiting" and run not in self._others:
+                run.cancel()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is under way; whether that came within the time."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return not self.busy

@@ -1,0 +1,189 @@
+"""Memory of each device over time by owner, against what the device has; and what is where now."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Hashable
+from html import escape
+from typing import Any
+
+from workbench_widgets.charts import Charts
+from workbench_widgets.memory_history import MemoryHistory
+from workbench_widgets.view import button, entry
+
+from workbench.display.curves import Chart, Curve, Stroke
+from workbench.display.devices import device_map
+from workbench.display.html import bytes_text
+from workbench.display.palette import role_styles
+from workbench.telemetry.memory import MemoryReading
+
+EVERY_S = 2.0
+# Use -> hatch; the role says the colour.
+USE_HATCHES = {
+    "parameters": "", "gradients": "/", "optimizer": "\\", "generation weights": "-", "generation kv_cache": "|",
+    "batches": "x", "published weights": "+",
+}  # fmt: skip
+OTHER = Stroke("#8c8c8c")
+PEAK = Stroke("currentColor", marker="diamond")
+
+
+class Memory(Charts):
+    """A chart a device: areas are what hosts said that they hold, marks the highest use within a stage.
+
+    Marks come from the spans, which every stage leaves. By owner hosts are asked while this view is looked at, after
+    something has happened, every two seconds at the most, and what they say is kept with the telemetry: asking costs a
+    stage nothing, nobody pays for it who does not look, and what was seen can be drawn again later. Of a long
+    record the highest of several readings, or stages, is drawn.
+
+    capacity: whether charts go up to all that the device has, as they do at first on GPUs, or only to what was used.
+    """
+
+    name, title = "memory", "Memory"
+
+    def __init__(self, lab: Any, driver: Any) -> None:
+        super().__init__(lab, driver)
+        self.capacity = lab.description.device == "cuda"
+        self.error = ""
+        self._memory, self._spans = lab.telemetry.follow("memory"), lab.telemetry.follow("spans")
+        self._devices: dict[str, MemoryHistory] = {}
+        self._silent: dict[str, MemoryReading] = {}  # by host, until it answers
+        self._start_s = math.inf  # of all that was recorded
+        self._rows, self._asked_s = 0, 0.0
+        self._asked_at: tuple[Hashable, ...] = ()
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+
+    # --- what it reads ------------------------------------------------------------------------------------------------
+
+    def depends_on(self) -> Hashable:
+        if self._due():
+            self._asking = threading.Thread(target=self._ask, name="workbench-memory", daemon=True)
+            self._asking.start()
+        self._read()
+        return self._rows, self.error
+
+    def _activity(self) -> tuple[Hashable, ...]:
+        """Changes when memory may have."""
+        runs = tuple((record.run, record.state) for record in self.lab.run_log.records(self.lab.iteration))
+        return self.lab.iteration, runs, str(self.lab.placement), tuple(self.lab.groups)
+
+    def _due(self) -> bool:
+        """Whether hosts should be asked again."""
+        if time.time() - self._asked_s < EVERY_S or (self._asking is not None and self._asking.is_alive()):
+            return False
+        running = any(run.state == "running" for run in self.lab.open_runs())
+        return running or self._activity() != self._asked_at
+
+    def _ask(self) -> None:
+        self._asked_s, self._asked_at = time.time(), self._activity()
+        try:
+            self.lab.read_memory()
+            self.error = ""
+        except Exception as error:  # a workbench that was closed: what was read before stays
+            self.error = str(error)
+
+    def _read(self) -> None:
+        with self._lock:
+            for row in self._memory.new():
+                reading = MemoryReading(**row)
+                self._rows += 1
+                if reading.error:
+                    self._silent[reading.host] = reading
+                    continue
+                self._silent.pop(reading.host, None)
+                self._devices.setdefault(reading.device, MemoryHistory()).add(reading)
+                self._start_s = min(self._start_s, reading.time_s)
+                self._asked_s = max(self._asked_s, reading.time_s)  # by whichever view of this workbench
+            for row in self._spans.new():
+                if not row["parent"] and row["peak_memory_bytes"]:
+                    self._rows += 1
+                    words = f"{row['stage']} on {row['role']}, run {row['run']}"
+                    peak = (row["end_s"], row["peak_memory_bytes"], words)
+                    self._devices.setdefault(row["device"], MemoryHistory()).add_peak(peak)
+                    self._start_s = min(self._start_s, row["end_s"])
+
+    # --- what it shows ------------------------------------------------------------------------------------------------
+
+    def still(self) -> str:
+        self._ask()  # what is held at the end belongs to it
+        return super().still()
+
+    def picture(self) -> str:
+        if not any(device.last for device in self._devices.values()) and self._due():
+            self._ask()
+        return super().picture()
+
+    def edition(self) -> Hashable:
+        thinned = ((name, device.each, device.each_peak) for name, device in self._devices.items())
+        return self._start_s, tuple(sorted(thinned))
+
+    def charts(self) -> list[Chart]:
+        self._read()
+        with self._lock:
+            return [self._chart(name, self._devices[name]) for name in sorted(self._devices, key=_by_number)]
+
+    def _chart(self, name: str, device: MemoryHistory) -> Chart:
+        styles = role_styles(role for role, _ in device.held_bytes)
+        x = [time_s - self._start_s for time_s in device.times_s]
+        words = [f"iteration {iteration}" for iteration in device.iterations]
+        curves = [
+            Curve(
+                name=f"{role}: {use.replace('_', ' ')}",
+                x=x,
+                y=list(held_bytes),
+                kind="area",
+                stroke=OTHER if role == "other" else Stroke(styles[role].colour),
+                hatch="." if role == "other" else USE_HATCHES.get(use, "."),
+                words=words,
+            )
+            for (role, use), held_bytes in sorted(device.held_bytes.items(), key=lambda item: item[0][0] == "other")
+        ]
+        if device.peaks:
+            times, tops, stages = zip(*device.peaks, strict=True)
+            x = [time_s - self._start_s for time_s in times]
+            curves.append(Curve(name="peak in a stage", x=x, y=tops, kind="points", stroke=PEAK, words=stages))
+        title, note, limit = name, "", None
+        if device.last is not None:
+            last = device.last
+            title = f"{name}, {last.host}"
+            note = f"{bytes_text(sum(last.shares().values()))} of {bytes_text(last.capacity_bytes)}"
+            if device.each > 1:
+                note += f"; older points: the highest of {device.each} readings"
+            whose = "of the GPU" if last.on_gpu else f"of the machine {last.machine}, for all its processes"
+            limit = (last.capacity_bytes, f"{bytes_text(last.capacity_bytes)} {whose}") if self.capacity else None
+        return Chart(
+            title=title, curves=tuple(curves), x="seconds since the first record", unit="bytes", note=note, limit=limit
+        )
+
+    def notes(self) -> str:
+        told = [f"{host} ({reading.device}): {reading.error}" for host, reading in self._silent.items()]
+        told += [self.error] if self.error else []
+        return "".join(f"<div><b>!</b> {escape(text)}</div>" for text in told)
+
+    def below(self) -> str:
+        now = [self._devices[name].last for name in sorted(self._devices, key=_by_number)]
+        shown = [self._silent.get(reading.host, reading) for reading in now if reading is not None]
+        return str(device_map(shown, f"memory of {self.lab.name} by role")._repr_html_()) if shown else ""
+
+    def empty(self) -> str:
+        return "<p>Asking the hosts what they hold ...</p>"
+
+    def controls(self) -> str:
+        return entry("up to capacity", "capacity", self.capacity, kind="checkbox") + button(
+            "Read now", "read", title="ask the hosts what they hold"
+        )
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def on_capacity(self, value: bool) -> None:
+        self.capacity = bool(value)
+
+    def on_read(self) -> None:
+        self._ask()
+
+
+def _by_number(device: str) -> tuple[str, int]:
+    kind, _, number = device.partition(":")
+    return kind, int(number) if number.isdigit() else 0

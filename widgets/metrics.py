@@ -1,0 +1,288 @@
+"""Metrics as curves over iterations, smoothed, beside those of other runs; a point leads to its iteration's samples."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from workbench_widgets.charts import Charts
+from workbench_widgets.view import button, choice, entry
+
+from workbench.display.curves import STROKES, Chart, Curve, smoothed
+from workbench.errors import BadInput
+from workbench.telemetry.store import TelemetryStore
+
+# Shown at first, where there are such: a metric's name, and the stages whose metric it may be, the best first.
+FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
+    "rewards/mean": ("compute_reward", "compute_advantages"),
+    "reference_kl": (),
+    "loss": ("update_actor",),
+    "entropy": ("compute_log_prob",),
+    "grad_norm": ("update_actor",),
+    "response_tokens/mean": ("generate_sequences",),
+}
+MOST_RUNS, LISTED_FOR_S = 30, 5.0
+LINEAR, LOG = "linear", "log"
+
+
+@dataclass
+class Points:
+    """What one metric was. aside: in comparisons and checks, after which all is as before: no part of the curve."""
+
+    iterations: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    aside_iterations: list[int] = field(default_factory=list)
+    aside_values: list[float] = field(default_factory=list)
+
+
+class MetricCurves:
+    """The metrics of one run folder as they grow, by "stage/metric"."""
+
+    def __init__(self, store: TelemetryStore) -> None:
+        self._follower = store.follow("metrics")
+        self._lock = threading.Lock()
+        self.by_name: dict[tuple[str, str], Points] = {}
+        self.rows = 0
+
+    def read(self) -> None:
+        """Take in what was added."""
+        with self._lock:
+            for row in self._follower.new():
+                self.rows += 1
+                apart = row.get("aside", False)  # older files do not say
+                for metric, value in row["values"].items():
+                    points = self.by_name.setdefault((row["stage"], metric), Points())
+                    (points.aside_iterations if apart else points.iterations).append(row["iteration"])
+                    (points.aside_values if apart else points.values).append(float(value))
+
+    def points(self, name: tuple[str, str]) -> Points:
+        """A metric's points by now."""
+        with self._lock:
+            found = self.by_name.get(name, Points())
+            return Points(*(list(numbers) for numbers in vars(found).values()))
+
+
+class Metrics(Charts):
+    """A chart a metric: this run's curve, smoothed over its raw one, and those of other runs beside it.
+
+    shown: which, as (stage, metric); None: `FIRST_SHOWN`. others: names of other runs. smoothing: see `smoothed`; 0 for
+    the raw curves alone. iteration: which one is marked, and looked at.
+    """
+
+    name, title = "metrics", "Metrics"
+    looks_at = "look"
+
+    def __init__(self, lab: Any, driver: Any) -> None:
+        super().__init__(lab, driver)
+        self.shown: list[tuple[str, str]] | None = None
+        self.others: list[str] = []
+        self.smoothing, self.y, self.sought = 0.6, LINEAR, ""
+        self.iteration: int | None = None
+        self._own = MetricCurves(lab.telemetry)
+        self._runs: dict[str, MetricCurves] = {}
+        self._listed: tuple[float, dict[str, Path]] = (-math.inf, {})
+
+    # --- what it reads ------------------------------------------------------------------------------------------------
+
+    def depends_on(self) -> Hashable:
+        self._read()
+        return self._own.rows, *(self._runs[name].rows for name in self.others)
+
+    def _read(self) -> None:
+        for run in (self._own, *(self._runs[name] for name in self.others)):
+            run.read()
+
+    def runs(self) -> dict[str, Path]:
+        """Other run folders with metrics beside this workbench's, by "name/time", the newest first."""
+        if time.monotonic() - self._listed[0] > LISTED_FOR_S:
+            own = Path(self.lab.run_folder)
+            found = (path.parent for path in own.parent.parent.glob("*/*/metrics.jsonl"))
+            newest = sorted((path for path in found if path != own), key=lambda path: path.name, reverse=True)
+            named = {f"{path.parent.name}/{path.name}": path for path in newest[:MOST_RUNS]}
+            self._listed = (time.monotonic(), named)
+        return self._listed[1]
+
+    def names(self) -> list[tuple[str, str]]:
+        """All metrics of this run, and of those beside it, in the order in which they came."""
+        read = (self._own, *(self._runs[name] for name in self.others))
+        return list(dict.fromkeys(name for run in read for name in run.by_name))
+
+    def drawn(self) -> list[tuple[str, str]]:
+        """The metrics that have a chart."""
+        there = self.names()
+        return first_shown(there) if self.shown is None else [name for name in there if name in self.shown]
+
+    # --- what it shows ------------------------------------------------------------------------------------------------
+
+    def edition(self) -> Hashable:
+        return self.smoothing, tuple(self.others)
+
+    def charts(self) -> list[Chart]:
+        self._read()
+        return [self._chart(stage, metric) for stage, metric in self.drawn()]
+
+    def _chart(self, stage: str, metric: str) -> Chart:
+        curves, notes = list[Curve](), list[str]()
+        sources = {"": self._own, **{name: self._runs[name] for name in self.others}}
+        for number, (source, run) in enumerate(sources.items()):
+            points = run.points((stage, metric))
+            if not points.values and not points.aside_values:
+                continue
+            stroke = STROKES[number % len(STROKES)]
+            common: dict[str, Any] = {"stroke": stroke, "source": source}
+            name = source or self.lab.name
+            if self.smoothing:
+                curves.append(Curve(name="as measured", x=points.iterations, y=points.values, kind="faint", **common))
+            line = smoothed(points.values, self.smoothing) if self.smoothing else points.values
+            curves.append(Curve(name=name, x=points.iterations, y=line, **common))
+            if points.aside_values:
+                x, y = points.aside_iterations, points.aside_values
+                curves.append(Curve(name=f"{name}, in comparisons and checks", x=x, y=y, kind="points", **common))
+            undrawn = sum(not math.isfinite(value) for value in points.values)
+            notes += [f"{undrawn} not finite"] if undrawn else []
+            if self.y == LOG and (low := sum(value <= 0 for value in points.values)):
+                notes.append(f"{low} not above 0")
+        return Chart(
+            title=f"{stage}/{metric}", curves=tuple(curves), log=self.y == LOG, note=", ".join(notes), at=self.iteration
+        )
+
+    def empty(self) -> str:
+        if self._own.rows or self.others:
+            return "<p>No metric is chosen: see <b>Metrics shown</b>.</p>"
+        return "<p>No stage has reported metrics yet. Run one, in a cell or in the stepper.</p>"
+
+    def controls(self) -> str:
+        slider = (
+            '<label>smoothing <input type="range" min="0" max="0.98" step="0.02" data-act="smooth" '
+            f'value="{self.smoothing:g}" aria-valuetext="{self.smoothing:g}"> '
+            f"<output>{self.smoothing:.2f}</output></label>"
+        )
+        wanted = self._last() if self.iteration is None else self.iteration
+        looked = button(f"Samples of iteration {wanted}", "samples", off="" if wanted else "there is none yet")
+        return "".join(
+            [
+                slider,
+                choice("y axis", "axis", (LINEAR, LOG), self.y),
+                entry("iteration", "iteration", wanted, kind="number", size=5),
+                looked,
+                self._choice_of_metrics(),
+                self._choice_of_runs(),
+            ]
+        )
+
+    def _choice_of_metrics(self) -> str:
+        drawn, by_stage = self.drawn(), dict[str, list[str]]()
+        found = self._found()
+        for stage, metric in found:
+            by_stage.setdefault(stage, []).append(metric)
+        groups = "".join(
+            f"<fieldset><legend>{escape(stage)}</legend>"
+            + "".join(
+                entry(metric, "show", (stage, metric) in drawn, kind="checkbox", stage=stage, metric=metric)
+                for metric in metrics
+            )
+            + "</fieldset>"
+            for stage, metrics in by_stage.items()
+        )
+        total = len(self.names())
+        return (
+            f'<details class="wb-choices"><summary>Metrics shown: {len(drawn)} of {total}</summary>'
+            + entry("search", "search", self.sought, kind="search", size=16)
+            + button(f"Show these {len(found)}", "show_found")
+            + button(f"Hide these {len(found)}", "hide_found")
+            + button("As at first", "show_first")
+            + f'<div class="wb-list" data-scrolls>{groups or "none is called so"}</div></details>'
+        )
+
+    def _choice_of_runs(self) -> str:
+        runs = self.runs()
+        listed = "".join(entry(name, "beside", name in self.others, kind="checkbox", run=name) for name in runs)
+        return (
+            f'<details class="wb-choices"><summary>Other runs beside: {len(self.others)} of {len(runs)}</summary>'
+            f'<div class="wb-list" data-scrolls>{listed or "none in the folder of runs"}</div></details>'
+        )
+
+    def _found(self) -> list[tuple[str, str]]:
+        words = self.sought.lower().split()
+        return [name for name in self.names() if all(word in "/".join(name).lower() for word in words)]
+
+    def _last(self) -> int:
+        return max((max(points.iterations, default=0) for points in self._own.by_name.values()), default=0)
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def on_smooth(self, value: Any) -> None:
+        factor = float(value)
+        if not 0 <= factor < 1:
+            raise BadInput(f"smoothing={value!r}", "must be from 0 to below 1")
+        self.smoothing = factor
+
+    def on_axis(self, value: str) -> None:
+        self.y = value
+
+    def on_search(self, value: str) -> None:
+        self.sought = value
+
+    def on_show(self, stage: str, metric: str, value: bool) -> None:
+        self._show([(stage, metric)], value)
+
+    def on_show_found(self) -> None:
+        self._show(self._found(), True)
+
+    def on_hide_found(self) -> None:
+        self._show(self._found(), False)
+
+    def on_show_first(self) -> None:
+        self.shown = None
+
+    def _show(self, names: Iterable[tuple[str, str]], value: bool) -> None:
+        changed = set(names)
+        kept = [name for name in self.drawn() if name not in changed]
+        self.shown = [*kept, *changed] if value else kept
+
+    def on_beside(self, run: str, value: bool) -> None:
+        """Put another run's curves beside these, or take them away."""
+        self.others = [name for name in self.others if name != run]
+        if not value:
+            return
+        folder = self.runs().get(run)
+        if folder is None:
+            raise BadInput(f"run {run!r}", f"{len(self.runs())} others have metrics", "choose one of the list")
+        if run not in self._runs:
+            self._runs[run] = MetricCurves(TelemetryStore(folder))
+        self.others.append(run)
+        self._read()
+
+    def on_iteration(self, value: Any) -> None:
+        """Mark an iteration."""
+        number = int(value) if str(value).isdigit() else 0
+        if not 1 <= number <= self._last():
+            raise BadInput(f"iteration {value!r}", f"there are 1 to {self._last()}", "choose one of these")
+        self.iteration = number
+
+    def on_samples(self) -> None:
+        """Turn to the samples of the iteration that is marked, or of the last."""
+        self.turn("samples", iteration=self._last() if self.iteration is None else self.iteration)
+
+    def on_look(self, x: float, source: str = "") -> None:
+        """Turn to the samples of a point's iteration."""
+        if source:
+            raise BadInput(f"samples of {source}", "this workbench has those of its own run", "choose a point of that")
+        self.on_iteration(int(x))
+        self.on_samples()
+
+
+def first_shown(names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of (stage, metric) those that say most of how training goes; the first few where there are none such."""
+    there, found = list(names), list[tuple[str, str]]()
+    for metric, stages in FIRST_SHOWN.items():
+        having = [stage for stage, name in there if name == metric]
+        best = [stage for stage in stages if stage in having] or having
+        found += [(stage, metric) for stage in best[:1]]
+    return found or there[: len(FIRST_SHOWN)]

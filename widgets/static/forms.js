@@ -1,0 +1,96 @@
+// Controls that are plain html: what they ask for goes to the kernel, and replacing them keeps focus and place.
+
+// Send what a control asks for. `send(act, given)`.
+export function listen(root, send) {
+  const given = (control) => JSON.parse(control.dataset.given || "{}");
+  root.addEventListener("click", (event) => {
+    const control = event.target.closest("[data-act]");
+    if (!control || !root.contains(control) || control.disabled || isField(control)) return;
+    if (control.getAttribute("aria-disabled") === "true") return;
+    if (control.hasAttribute("data-drives")) control.setAttribute("aria-disabled", "true"); // until it is answered
+    send(control.dataset.act, given(control));
+  });
+  root.addEventListener("change", (event) => {
+    const control = event.target.closest("[data-act]");
+    if (!control || !isField(control)) return;
+    delete control.dataset.typed;
+    const value = control.type === "checkbox" ? control.checked : control.value;
+    send(control.dataset.act, { ...given(control), value });
+  });
+  // a browser tells no change of what was typed before its field was drawn again, nor at Enter inside JupyterLab
+  const commit = ({ target }) => {
+    if (target.dataset.typed !== undefined) target.dispatchEvent(new Event("change", { bubbles: true }));
+  };
+  root.addEventListener("input", ({ target }) => {
+    if (target.tagName === "INPUT" && target.type !== "checkbox") target.dataset.typed = "";
+  });
+  root.addEventListener("focusout", commit);
+  root.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") setTimeout(commit, 0, { target: event.target });
+  });
+  // what is no button but acts like one (a box of a drawing) hears Enter and the space bar
+  root.addEventListener("keydown", (event) => {
+    const control = event.target.closest("[data-act]");
+    if (!control || control !== event.target || isField(control) || control.tagName === "BUTTON") return;
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      control.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+    }
+  });
+}
+
+function isField(control) {
+  return ["SELECT", "INPUT", "TEXTAREA"].includes(control.tagName);
+}
+
+// What names a control in one drawing and in the next.
+function keyOf(element) {
+  return element.id || element.dataset.key || (element.dataset.act || "") + (element.dataset.given || "");
+}
+
+const drawn = new WeakMap();
+
+// Replace the html of `root`; focus, the caret, what is open and what is scrolled stay as they were.
+export function replace(root, html) {
+  if (drawn.get(root) === html) return;
+  const active = root.contains(document.activeElement) ? document.activeElement : null;
+  const key = active && keyOf(active);
+  const typed = active && isField(active) && active.type !== "checkbox" ? active.value : null;
+  const uncommitted = active && active.dataset.typed !== undefined;
+  if (uncommitted) delete active.dataset.typed;
+  const open = [...root.querySelectorAll("details")].map((details) => details.open);
+  const places = [...root.querySelectorAll("[data-scrolls]")].map((box) => [box.scrollLeft, box.scrollTop]);
+  root.innerHTML = html;
+  drawn.set(root, html);
+  [...root.querySelectorAll("details")].forEach((details, n) => {
+    if (open.length > n) details.open = open[n];
+  });
+  [...root.querySelectorAll("[data-scrolls]")].forEach((box, n) => {
+    if (places.length > n) [box.scrollLeft, box.scrollTop] = places[n];
+  });
+  if (!key) return;
+  const again = [...root.querySelectorAll("*")].find((element) => element.dataset && keyOf(element) === key);
+  if (!again) return;
+  if (typed !== null && isField(again) && again.tagName !== "SELECT") {
+    again.value = typed;
+    if (uncommitted) again.dataset.typed = "";
+  }
+  again.focus({ preventScroll: true });
+}
+
+// Grey what cannot act now, and say why. `blocked`: nothing acts; `busy`: nothing that runs stages does.
+export function enable(root, blocked, busy) {
+  for (const control of root.querySelectorAll("[data-act]")) {
+    const reason = blocked || (busy && control.hasAttribute("data-drives") ? `${busy} is under way` : "");
+    if (control.dataset.was === undefined) {
+      control.dataset.was = control.disabled ? "off" : "on";
+      control.dataset.title = control.title || "";
+    }
+    const off = Boolean(reason) || control.dataset.was === "off";
+    // a button that is greyed for a while keeps the focus: a disabled one would lose it to the notebook
+    if (control.tagName === "BUTTON") control.setAttribute("aria-disabled", String(Boolean(reason)));
+    else if ("disabled" in control) control.disabled = off;
+    else control.setAttribute("aria-disabled", String(off));
+    control.title = reason || control.dataset.title;
+  }
+}

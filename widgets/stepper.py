@@ -1,0 +1,366 @@
+"""The stepper: the stages of an iteration, how each stands, and buttons that carry them out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+from weakref import WeakValueDictionary
+
+from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
+from workbench_widgets.view import View, button, choice, entry, whole_number
+
+from workbench.display.graph import Mark, draw
+from workbench.display.html import bytes_text, seconds_text, table
+from workbench.errors import BadInput, WorkbenchError
+
+SIGNS = {
+    "waiting": "\N{WHITE CIRCLE}", "running": "\N{BLACK RIGHT-POINTING TRIANGLE}", "done": "\N{CHECK MARK}",
+    "failed": "\N{MULTIPLICATION X}", "cancelled": "\N{CIRCLED DIVISION SLASH}",
+    "from the store": "\N{ANTICLOCKWISE OPEN CIRCLE ARROW}", "next": "\N{BLACK DIAMOND}",
+}  # fmt: skip
+BY_HAND = "by hand"
+PEEKED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A stage of an iteration that cells make by hand: each takes what the one before it made."""
+
+    name: str
+    role: str
+    inputs: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _ByHand:
+    title: str
+    stages: Sequence[_Called]
+
+    def edges(self) -> Mapping[str, set[str]]:
+        return {stage.name: set(stage.inputs) for stage in self.stages}
+
+
+class Stepper(View):
+    """The graph of an algorithm, or of what cells call by hand, with the state of each stage in this iteration.
+
+    algorithm: which one; None: the one that took the last step on this workbench, in a cell or here.
+    """
+
+    name, title = "stepper", "Stepper"
+
+    def __init__(self, lab: Any, driver: Any, algorithm: Any = None) -> None:
+        super().__init__(lab, driver)
+        self._algorithm = algorithm
+        self._like = algorithm  # whose sizes others take
+        self._known: dict[str, Any] = {}  # given, or made here, by name
+        self._met: WeakValueDictionary[str, Any] = WeakValueDictionary()  # those that cells stepped
+        self.chosen = ""  # the stage that is looked at
+        self.iterations: Any = 3  # as it was typed
+        self.arm = ""
+        self._looked: tuple[Hashable, str] = ((), "")
+        self._comparison = ""
+        self._fit: tuple[tuple[str, ...], list[str]] = ((), [])
+        self._drawn = 0
+
+    @property
+    def algorithm(self) -> Any:
+        """The one that is stepped; None where cells go by hand."""
+        if self._algorithm is not None:
+            return self._algorithm
+        algorithm = self.lab.algorithm
+        if algorithm is not None:
+            self._met[type(algorithm).__name__] = algorithm
+        return algorithm
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Any) -> None:
+        self._algorithm = self._known[type(algorithm).__name__] = algorithm
+
+    @property
+    def iteration(self) -> int:
+        """The one that is looked at: the algorithm's last, or the workbench's."""
+        algorithm = self.algorithm
+        return self.lab.iteration if algorithm is None or not algorithm.iteration else int(algorithm.iteration)
+
+    # --- what it shows ------------------------------------------------------------------------------------------------
+
+    def depends_on(self) -> Hashable:
+        records = self._calls()
+        runs = tuple((r.run, r.state, r.done_units) for r in records)
+        made = () if self.algorithm is None else tuple(self.algorithm.made)
+        return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), self._drawn
+
+    def controls(self) -> str:
+        algorithm = self.algorithm
+        none = "" if algorithm is not None else "choose an algorithm, or call stages in cells"
+        names = {BY_HAND: BY_HAND, **{name: name for name in self._fitting()}}
+        if algorithm is not None:
+            names[type(algorithm).__name__] = type(algorithm).__name__
+        chosen = BY_HAND if algorithm is None else type(algorithm).__name__
+        next_stage = "" if algorithm is None else f": {algorithm.next_stage}"
+        return "".join(
+            [
+                choice("algorithm", "choose_algorithm", names, chosen),
+                button(f"Step{next_stage}", "step", drives=True, off=none, title="run the next stage"),
+                button("Iterate", "iterate", drives=True, off=none, title="run the rest of this iteration"),
+                button("Run", "run", drives=True, off=none, title="run iterations, with overlap"),
+                entry("iterations", "iterations", self.iterations, kind="number", size=4),
+                button("Give up iteration", "restart", drives=True, off=none, title="the next step begins another"),
+            ]
+        )
+
+    def picture(self) -> str:
+        return self._drawn_as(live=True)
+
+    def still(self) -> str:
+        return self._drawn_as(live=False)
+
+    def _drawn_as(self, *, live: bool) -> str:
+        graph = self._graph()
+        if graph is None:
+            return (
+                "<p>No stage has been called yet. Call stages in cells, give this panel an algorithm "
+                "(<code>lab.panel(algorithm=wb.PPO(lab))</code>), or choose one above.</p>"
+            )
+        marks = self._marks(graph)
+        counts = ", ".join(
+            f"{name} {mark.sign} {mark.words}" for name, mark in marks.items() if mark.words != "waiting"
+        )
+        head = f"<div>iteration {self.iteration}{': ' + escape(counts) if counts else ''}</div>"
+        if self.iteration < self.lab.iteration:
+            head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
+        return draw(graph, marks, live=live) + head + self._comparison + (self._details(graph) if live else "")
+
+    def text(self) -> str:
+        graph = self._graph()
+        if graph is None:
+            return "stepper: no stage has been called"
+        return "\n".join(
+            [f"{graph.title}, iteration {self.iteration}"]
+            + [f"  {mark.sign} {name}: {mark.words}" for name, mark in self._marks(graph).items()]
+        )
+
+    def _calls(self) -> list[Any]:
+        return [record for record in self.lab.run_log.records(self.iteration) if not record.aside]
+
+    def _graph(self) -> Any:
+        """The algorithm's, or one of what was called in this iteration; None where nothing was."""
+        if self.algorithm is not None:
+            return self.algorithm.graph()
+        stages: list[_Called] = []
+        for record in self._calls():
+            if record.stage not in [stage.name for stage in stages]:
+                stages.append(_Called(record.stage, record.role, (stages[-1].name,) if stages else ()))
+        return _ByHand(f"what cells called in iteration {self.lab.iteration}", stages) if stages else None
+
+    def _records(self) -> dict[str, Any]:
+        """The last call of each stage in this iteration, by the stage's name."""
+        return {record.stage: record for record in self._calls()}
+
+    def _marks(self, graph: Any) -> dict[str, Mark]:
+        records, algorithm = self._records(), self.algorithm
+        made = {} if algorithm is None else algorithm.made
+        following = "" if algorithm is None else algorithm.next_stage
+        marks = {}
+        for stage in graph.stages:
+            record = records.get(stage.name)
+            state, words, share = "waiting", "waiting", 0.0
+            if record is not None:
+                state = words = record.state
+                if record.total_units:
+                    share = record.done_units / record.total_units
+                if state == "running" and record.total_units:
+                    words = f"running {record.done_units}/{record.total_units}"
+                elif state in ("done", "from the store"):
+                    share = 0.0
+                    words += (
+                        f", {seconds_text(max(record.ended_s - record.started_s, 0.0))}" if record.started_s else ""
+                    )
+            elif stage.name in made:
+                state = words = "done"
+            if stage.name == following and state in ("waiting", "done") and stage.name not in self._under_way():
+                state, words = ("next", "next") if state == "waiting" else (state, words)
+            marks[stage.name] = Mark(SIGNS[state], words, share, stage.name == self.chosen)
+        return marks
+
+    def _under_way(self) -> set[str]:
+        return {r.stage for r in self._records().values() if r.state in ("waiting", "running")}
+
+    # --- a stage that was chosen --------------------------------------------------------------------------------------
+
+    def _details(self, graph: Any) -> str:
+        names = [stage.name for stage in graph.stages]
+        if self.chosen not in names:
+            return '<div style="opacity:.75">Choose a stage for its batch, code and timing.</div>'
+        record = self._records().get(self.chosen)
+        stage = next(stage for stage in graph.stages if stage.name == self.chosen)
+        key = (
+            self.chosen,
+            None if record is None else (record.run, record.state),
+            self.lab.iteration,
+            self.chosen in self._made(),
+        )
+        if self._looked[0] != key:
+            self._looked = (key, self._look(stage, record))
+        return self._looked[1]
+
+    def _made(self) -> Mapping[str, Any]:
+        return {} if self.algorithm is None else self.algorithm.made
+
+    def _look(self, stage: Any, record: Any) -> str:
+        parts = [f"<h4>{escape(stage.name)} on {escape(stage.role)}</h4>"]
+        if record is not None:
+            cell = f", called in cell [{record.cell}]" if record.cell else ""
+            parts.append(f"<div>run {record.run}: {escape(record.state)}{cell} {escape(record.error)}</div>")
+            parts.append(self._timing(record.run))
+        batch = self._batch(stage, record)
+        if batch is not None:
+            parts.append(self._branch_from())
+            parts.append(self._rows(batch))
+        code = f'<pre style="max-height:24em;overflow:auto">{escape(code_of(stage, self.lab))}</pre>'
+        parts.append(f"<details><summary>code</summary>{code}</details>")
+        return f'<section aria-label="{escape(stage.name)}">{"".join(parts)}</section>'
+
+    def _timing(self, run: int) -> str:
+        rows = [
+            {
+                "rank": row["rank"], "device": row["device"], "kind": ("· " if row["parent"] else "") + row["kind"],
+                "took": seconds_text(row["duration_s"]), "tokens": row["processed_tokens"] or "",
+                "moved": bytes_text(row["moved_bytes"]) if row["moved_bytes"] else "",
+            }
+            for row in self.lab.spans(run).to_dict("records")
+        ]  # fmt: skip
+        return table(rows, caption="timing", max_rows=12) if rows else ""
+
+    def _batch(self, stage: Any, record: Any) -> Any:
+        """What the stage made in this iteration, if that is a batch which is whole."""
+        made = self._made().get(stage.name)
+        if made is None and record is not None and record.batch:
+            try:
+                made = self.lab.batch(record.batch)
+            except WorkbenchError:  # not kept
+                return None
+        return made if made is not None and hasattr(made, "peek") and not made.pending else None
+
+    def _rows(self, batch: Any) -> str:
+        try:
+            frame = batch.peek(PEEKED_ROWS)
+        except WorkbenchError as error:
+            return f"<div>{escape(str(error))}</div>"
+        shown = [{str(name): _short(value) for name, value in row.items()} for row in frame.to_dict("records")]
+        return (
+            f"{batch._repr_html_()}<div data-scrolls style='overflow-x:auto'>{table(shown, caption='first rows')}</div>"
+        )
+
+    def _branch_from(self) -> str:
+        others = [name for name in self._fitting() if self.algorithm is None or name != type(self.algorithm).__name__]
+        if not others:
+            return ""
+        arm = self.arm if self.arm in others else others[0]
+        told = "run what follows under both, from the same weights, and compare; afterwards all is as before"
+        return (
+            "<div>"
+            + choice("against", "against", others, arm)
+            + " "
+            + button("Branch from here", "branch", drives=True, title=told)
+            + "</div>"
+        )
+
+    def _fitting(self) -> list[str]:
+        """Algorithms that this workbench can run, with their fields as they come."""
+        roles = tuple(self.lab.groups)
+        if self._fit[0] != roles:
+            self._fit = (roles, [name for name in algorithms() if fits(name, self.lab, self.algorithm)])
+        return self._fit[1]
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def on_choose_algorithm(self, value: str) -> None:
+        """Step another algorithm: the one that was stepped here or in a cell, or one with its fields as they come; or
+        none."""
+        self._like = self.algorithm or self._like
+        if value == BY_HAND:
+            self._algorithm = self.lab.algorithm = None
+            return
+        known = self._known.get(value) or self._met.get(value)
+        self.algorithm = known if known is not None else make_algorithm(value, self.lab, self._like)
+
+    def on_step(self) -> None:
+        algorithm = self._need()
+        name = algorithm.next_stage
+        self.driver.start(f"step {name}", lambda: algorithm.step() and f"{name}: done")
+
+    def on_iterate(self) -> None:
+        algorithm = self._need()
+
+        def steps() -> str:
+            for name in algorithm.graph().names[algorithm.graph().names.index(algorithm.next_stage) :]:
+                algorithm.step()
+                if self.driver.stopping:
+                    return f"stopped after {name}; Step goes on from there"
+            return f"iteration {self.lab.iteration}: done"
+
+        self.driver.start(f"an iteration of {type(algorithm).__name__}", steps)
+
+    def on_iterations(self, value: Any) -> None:
+        self.iterations = value
+        whole_number("iterations", value)
+
+    def on_run(self) -> None:
+        algorithm, wanted = self._need(), whole_number("iterations", self.iterations)
+
+        def run() -> str:
+            if algorithm.under_way:
+                self.driver.busy = f"the rest of iteration {algorithm.iteration}"
+                algorithm.iterate()
+            for done in range(wanted):
+                if self.driver.stopping:
+                    return f"stopped after {done} of {wanted} iterations"
+                self.driver.busy = f"iteration {done + 1} of {wanted} of {type(algorithm).__name__}"
+                algorithm.run(1)
+            return f"{iterations}: done"
+
+        iterations = f"{wanted} iteration{'s' if wanted > 1 else ''}"
+        self.driver.start(f"{iterations} of {type(algorithm).__name__}", run)
+
+    def on_restart(self) -> None:
+        self._need().restart()
+        self._drawn += 1
+
+    def on_choose(self, stage: str) -> None:
+        self.chosen = "" if stage == self.chosen else stage
+        self._drawn += 1
+
+    def on_against(self, value: str) -> None:
+        self.arm = value
+
+    def on_branch(self) -> None:
+        graph = self._graph()
+        stage = next((stage for stage in graph.stages if stage.name == self.chosen), None) if graph else None
+        batch = None if stage is None else self._batch(stage, self._records().get(self.chosen))
+        if batch is None:
+            raise BadInput(f"branching from {self.chosen!r}", "it has made no batch in this iteration", "run it first")
+        others = [name for name in self._fitting() if self.algorithm is None or name != type(self.algorithm).__name__]
+        other = self.arm if self.arm in others else others[0]
+        arms = {} if self.algorithm is None else {type(self.algorithm).__name__: self.algorithm}
+        arms[other] = make_algorithm(other, self.lab, self.algorithm)
+
+        def branch() -> str:
+            self._comparison = self.lab.compare(batch, arms)._repr_html_()
+            self._drawn += 1
+            return f"branched from {self.chosen}: {' and '.join(arms)} compared below"
+
+        self.driver.start(f"branching from {self.chosen}", branch)
+
+    def _need(self) -> Any:
+        if self.algorithm is None:
+            raise BadInput("a step", "this panel follows cells, and has no algorithm", "choose one above")
+        return self.algorithm
+
+
+def _short(value: Any) -> Any:
+    return value if not isinstance(value, str) or len(value) <= 90 else value[:89] + "…"

@@ -1,0 +1,124 @@
+"""Who sends how many bytes to whom: measured, beside what is needed and what other strategies would move."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from workbench_widgets.view import View, choice
+
+from workbench.display.html import bytes_text, seconds_text, table
+from workbench.display.traffic import flow
+from workbench.errors import NotFound
+
+KINDS = {"weights": "weights for generation", "batch": "rows for stages", "move": "changes of placement", "": "all"}
+EVERY_STAGE = "every stage"
+PICTURES = ("matrix", "flow")
+BUCKETS = 16
+
+
+class TrafficView(View):
+    """Bytes between processes by what moved and for which stage: as a matrix or a flow, by bucket, by strategy."""
+
+    name, title = "traffic", "Traffic"
+
+    def __init__(self, lab: Any, driver: Any) -> None:
+        super().__init__(lab, driver)
+        self.kind, self.stage, self.shape = "", EVERY_STAGE, PICTURES[0]
+        self._transfers = lab.telemetry.follow("transfers")
+
+    def depends_on(self) -> Hashable:
+        return self._transfers.size_bytes, self.kind, self.stage, self.shape, str(self.lab.placement)
+
+    def _moved(self) -> Any:
+        return self.lab.telemetry.transfer_sums.frame(self.kind or None)
+
+    def controls(self) -> str:
+        stages = [EVERY_STAGE, *sorted(set(self._moved()["stage"]))]
+        return (
+            choice("what moved", "kind", KINDS, self.kind)
+            + choice("for", "stage", stages, self.stage)
+            + choice("as", "shape", PICTURES, self.shape)
+        )
+
+    def picture(self) -> str:
+        traffic = self._traffic()
+        if traffic is None:
+            return "<p>Nothing of this kind has moved between processes yet.</p>" + self._strategies()
+        picture = traffic._repr_html_() if self.shape == "matrix" else flow(traffic)
+        return picture + self._buckets() + self._strategies()
+
+    def svg(self) -> str | None:
+        traffic = self._traffic()
+        return None if traffic is None else (traffic.svg if self.shape == "matrix" else flow(traffic, alone=True))
+
+    def text(self) -> str:
+        traffic = self._traffic()
+        return "traffic: nothing has moved" if traffic is None else traffic.figures
+
+    def _traffic(self) -> Any:
+        try:
+            found = self.lab.traffic(self.kind or None, stage=None if self.stage == EVERY_STAGE else self.stage)
+        except NotFound:  # of this kind nothing moved for that stage
+            return None
+        return found if found.total_bytes else None
+
+    def _buckets(self) -> str:
+        """How long what took: a layer's weights, or a batch's columns."""
+        moved = self._moved()
+        if self.stage != EVERY_STAGE:
+            moved = moved[moved["stage"] == self.stage]
+        grouped = moved.groupby("columns", sort=False).agg(
+            times=("transfers", "sum"), moved=("moved_bytes", "sum"), took=("duration_s", "sum")
+        )
+        grouped = grouped.sort_values("took", ascending=False)
+        most = max(float(grouped["took"].max()), 1e-12)
+        rows = [
+            {
+                "bucket": str(name)[:60] or "state",
+                "transfers": int(row["times"]),
+                "bytes": bytes_text(int(row["moved"])),
+                "took": seconds_text(float(row["took"])),
+                "": "\N{FULL BLOCK}" * max(1, round(24 * float(row["took"]) / most)),
+            }
+            for name, row in grouped.iterrows()
+        ]
+        return table(rows, caption="duration by bucket", max_rows=BUCKETS)
+
+    def _strategies(self) -> str:
+        """The strategies side by side, for the actor's layouts as they are."""
+        if self.kind not in ("weights", ""):
+            return ""
+        plans = self.lab.sync_plans()
+        if not len(plans):
+            return ""
+        rows = [
+            {
+                "strategy": row["strategy"] + (" (in use)" if row["in_use"] else ""),
+                "moved in a sync": bytes_text(row["moved_bytes"]),
+                "against the least": f"{row['moved_bytes'] / row['least_bytes']:.2f} times"
+                if row["least_bytes"]
+                else "",
+                "received by a rank, at most": bytes_text(row["received_bytes"]),
+                "parameters of a rank, at most": bytes_text(row["peak_parameter_bytes"]),
+                "kept twice": bytes_text(row["kept_twice_bytes"]),
+            }
+            for row in plans.to_dict("records")
+        ]
+        return table(rows, caption="a sync of the actor's weights, by strategy (planned)")
+
+    def receive(self, kind: str = "", stage: str = EVERY_STAGE, **_: Any) -> None:
+        """Movements of a kind ("" for all), for a stage."""
+        self.kind, self.stage = kind, stage
+
+    def on_kind(self, value: str) -> None:
+        """Which movements."""
+        self.kind, self.stage = value, EVERY_STAGE
+
+    def on_stage(self, value: str) -> None:
+        """For which stage."""
+        self.stage = value
+
+    def on_shape(self, value: str) -> None:
+        """Matrix or flow."""
+        self.shape = value

@@ -1,0 +1,118 @@
+"""What every view of a panel is: a picture as html, controls for it, and what their actions do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from workbench_widgets.driver import Driver
+
+Given = Mapping[str, Any]
+
+
+class View:
+    """One tab of a panel. It looks at a workbench, and acts on it, through its public methods alone.
+
+    name: what `lab.panel(name)` calls it. title: on its tab. script: whether a script of the front end, see `SCRIPTS`
+    in `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`.
+
+    An action of the front end, `data-act="keep" data-given='{"n": 3}'` on a control, calls `on_keep(n=3)`; a select or
+    an input adds its `value`. What runs stages goes to `driver`; the rest is done in the thread of the panel's views.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    script: ClassVar[bool] = False
+
+    def __init__(self, lab: Any, driver: Driver) -> None:
+        self.lab, self.driver = lab, driver
+        self.turn: Callable[..., None] = _no_other_view  # set by the panel: turn(name, **given) shows another view
+
+    def depends_on(self) -> Hashable:
+        """Changes when there is something new to draw. Asked several times a second: it costs next to nothing."""
+        raise NotImplementedError
+
+    def controls(self) -> str:
+        """Html of buttons and choices; not part of the still picture."""
+        return ""
+
+    def picture(self) -> str:
+        """Html that stands for itself: in a saved notebook it is all there is."""
+        raise NotImplementedError
+
+    def still(self) -> str:
+        """The picture of a saved notebook, without what could be pressed in it."""
+        return self.picture()
+
+    def svg(self) -> str | None:
+        """The picture as one svg, where it is one."""
+        return None
+
+    def text(self) -> str:
+        """The picture in a few lines of text, for a console."""
+        return self.title
+
+    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
+        """What the script draws from: plain values, and buffers. whole: for a front end that has nothing yet; else what
+        is new since the last one."""
+        raise NotImplementedError
+
+    def receive(self, **given: Any) -> None:
+        """What another view turns to here with, such as an iteration."""
+
+    def act(self, action: str, given: Given) -> None:
+        """Carry out what a control asks for; `BadInput` for an action that there is not."""
+        method = getattr(self, f"on_{action}", None)
+        if method is None:
+            raise BadInput(f"action {action!r} of {self.name}", "there is no such action")
+        method(**given)
+
+
+def _no_other_view(name: str, **given: Any) -> None:
+    raise BadInput(f"view {name!r}", "this one is in no panel")
+
+
+# --- controls, as html ------------------------------------------------------------------------------------------------
+
+
+def _attributes(act: str, given: Given, *, drives: bool) -> str:
+    told = f' data-given="{escape(json.dumps(dict(given)))}"' if given else ""
+    return f'data-act="{escape(act)}"{told}{" data-drives" if drives else ""}'
+
+
+def button(label: str, act: str, *, drives: bool = False, off: str = "", title: str = "", **given: Any) -> str:
+    """A button. drives: runs stages, and waits for what else does. off: why it cannot be pressed now."""
+    state = f' disabled title="{escape(off)}"' if off else (f' title="{escape(title)}"' if title else "")
+    return f'<button type="button" {_attributes(act, given, drives=drives)}{state}>{escape(label)}</button>'
+
+
+def choice(label: str, act: str, options: Sequence[str] | Mapping[str, str], chosen: str, **given: Any) -> str:
+    """A labelled select. options: values, or what is shown by value."""
+    shown = options if isinstance(options, Mapping) else {name: name for name in options}
+    inner = "".join(
+        f'<option value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
+        for value, text in shown.items()
+    )
+    return f"<label>{escape(label)} <select {_attributes(act, given, drives=False)}>{inner}</select></label>"
+
+
+def entry(label: str, act: str, value: Any, *, kind: str = "text", size: int = 8, **given: Any) -> str:
+    """A labelled field. kind: "text", "number", "search", "checkbox"."""
+    how = ("checked" if value else "") if kind == "checkbox" else f'value="{escape(str(value))}" style="width:{size}em"'
+    return f'<label>{escape(label)} <input type="{kind}" {_attributes(act, given, drives=False)} {how}></label>'
+
+
+def whole_number(what: str, value: Any) -> int:
+    """A field's text as a whole number of 1 or more; else `BadInput`."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise BadInput(f"{what}={value!r}", "must be a whole number, 1 or more")
+    return number

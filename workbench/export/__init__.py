@@ -1,0 +1,10 @@
+"""From notebook to script, and the proof that they agree.
+
+export_notebook(notebook, output, ...): write the script; what its reader should know comes back with it.
+prove(...): run both, and compare every metric. write_notebook(script, output): the way back.
+"""
+
+from workbench.export.exporting import Script as Script
+from workbench.export.files import export_notebook as export_notebook
+
+__all__ = ["Script", "export_notebook"]

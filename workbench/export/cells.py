@@ -1,0 +1,81 @@
+"""What a notebook file holds: its cells, in the order of the page."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Cell:
+    """number: on the page, from 1, counting all cells; 0 for one that the page no longer has. count: n of `In [n]`;
+    None where it was not run. id: what the file keeps; "" in old files."""
+
+    number: int
+    text: str
+    code: bool = True
+    id: str = ""
+    tags: frozenset[str] = frozenset()
+    count: int | None = None
+
+    def __str__(self) -> str:
+        place = f"cell {self.number}" if self.number else "a deleted cell"
+        return f"{place} (In [{self.count}])" if self.count else place
+
+    @property
+    def blank(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.text.strip()
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """name: of the file. metadata: the notebook's own, where `workbench.check` has small settings for a quick proof."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def code(self) -> tuple[Cell, ...]:
+        return tuple(cell for cell in self.cells if cell.code and not cell.blank)
+
+    def small_settings(self) -> dict[str, Any]:
+        """Values for parameters with which a run takes seconds, as the notebook's metadata say them."""
+        return dict(self.metadata.get("workbench", {}).get("check", {}))
+
+
+def read_notebook(path: str | os.PathLike[str]) -> Notebook:
+    """The cells of an .ipynb file of format 4. `BadInput` for what is none, or is not Python."""
+    path = Path(path)
+    rule = "a notebook file of Jupyter, format 4, with a Python kernel"
+    if not path.is_file():
+        raise BadInput(str(path), rule, "give the path of an .ipynb file that exists; save the notebook first")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        cells, metadata = content["cells"], content.get("metadata", {})
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "open it in Jupyter and save it again" if path.suffix == ".ipynb" else "give an .ipynb file"
+        raise BadInput(f"{path}: {type(error).__name__} {error}", rule, remedy) from None
+    language = metadata.get("kernelspec", {}).get("language", "python")
+    if language != "python":
+        raise BadInput(f"{path} is written in {language}", rule, "only Python becomes a script")
+    return Notebook(path.name, tuple(_cell(number, cell) for number, cell in enumerate(cells, 1)), metadata)
+
+
+def _cell(number: int, cell: Mapping[str, Any]) -> Cell:
+    text = cell.get("source", "")
+    return Cell(
+        number=number,
+        text=text if isinstance(text, str) else "".join(text),
+        code=cell.get("cell_type") == "code",
+        id=str(cell.get("id", "")),
+        tags=frozenset(cell.get("metadata", {}).get("tags", ())),
+        count=cell.get("execution_count"),
+    )

@@ -1,0 +1,137 @@
+"""From the cells of a notebook to the text of a script."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from workbench.errors import BadInput
+from workbench.export.cells import Cell
+from workbench.export.loops import Repeat, Step, found_repeats
+from workbench.export.moves import fold_moves
+from workbench.export.parameters import TAGS, Parameter, take_parameters
+from workbench.export.program import program, repeat_name
+from workbench.export.selection import Selection, select
+from workbench.export.statements import Statement, statements_of
+
+SKIPPED = "skip-export"
+TEXT_WIDTH = 94  # of a comment within main
+
+
+@dataclass(frozen=True)
+class Script:
+    """text: the program. told: what its reader should know of how it differs from the notebook. parameters: its
+    options, by name."""
+
+    text: str
+    told: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = field(default=())
+
+
+def script_of(
+    cells: Sequence[Cell],
+    *,
+    used: bool = False,
+    parameters: Collection[str] = (),
+    loops: bool = False,
+    moves: str = "opening",
+    placements: Mapping[str, str] | None = None,
+) -> Script:
+    """A program of the cells, in their order.
+
+    used: keep only what results of the run depend on. parameters: names of assignments that become options, beside
+    those of cells tagged `parameters`. loops: write lines that stand there again and again as a loop, with how often
+    as an option. moves: "opening": a workbench that was moved opens where it ended; "steps": the moves stay.
+    placements: name of a workbench -> where it ended, as an expression, where that was recorded.
+
+    Raises `BadInput` that names the cell for what cannot be in a script.
+    """
+    code = [cell for cell in cells if cell.code and not cell.blank and SKIPPED not in cell.tags]
+    if not code:
+        raise BadInput(
+            "a notebook without code", "a script needs something to do", "save the notebook, or mind `skip-export`"
+        )
+    statements = [statement for cell in code for statement in statements_of(cell)]
+    options, statements = take_parameters(statements, parameters)
+    names = [option.name for option in options]
+    selection = select(statements, names, used=used)
+    told: list[str] = []
+    if moves == "opening":
+        folded, told = fold_moves(statements, selection.kept, placements or {})
+        selection = select(folded, names, used=used)
+    steps: list[Step] = []
+    for step in found_repeats(selection.kept):
+        number = 1 + sum(isinstance(one, Repeat) for one in steps)
+        steps.append(replace(step, number=number) if isinstance(step, Repeat) else step)
+    repeats = [step for step in steps if isinstance(step, Repeat)]
+    if loops:
+        options += [
+            Parameter(repeat_name(repeat), "int", str(repeat.count), f"how often ({repeat})") for repeat in repeats
+        ]
+    else:
+        told += [f"{repeat}; `--loops` writes them as a loop" for repeat in repeats]
+        steps = list(selection.kept)
+    text = program(_title(cells), options, steps, selection.bound, _explanations(cells, selection))
+    compile(text, "script", "exec")
+    return Script(text, tuple(told), tuple(option.name for option in options))
+
+
+def _title(cells: Sequence[Cell]) -> str:
+    """The first text of the page, if it stands before all code."""
+    for cell in cells:
+        if cell.code and not cell.blank:
+            break
+        if not cell.code and not cell.blank:
+            first, _, rest = cell.text.strip().partition("\n")
+            return f"{first.lstrip('#').strip()}\n{rest}".strip()
+    return ""
+
+
+def _explanations(cells: Sequence[Cell], selection: Selection) -> dict[int, str]:
+    """The page's text before a cell, for the first statement that is left of the cells which it stands above."""
+    first_of: dict[int, Statement] = {}
+    for statement in selection.kept:
+        if statement.is_import:
+            continue
+        before = first_of.get(id(statement.cell))
+        if before is None or (before.is_definition and not statement.is_definition):
+            first_of[id(statement.cell)] = statement
+    explained: dict[int, str] = {}
+    texts: list[str] = []
+    titled = False
+    for cell in cells:
+        if cell.blank:
+            continue
+        if not cell.code:
+            if titled or _title(cells) == "":
+                texts.append(cell.text)
+            titled = True
+            continue
+        titled = True
+        if cell.tags & TAGS:
+            texts.clear()
+        elif id(cell) in first_of and texts:
+            explained[id(first_of[id(cell)])] = "\n\n".join(_plain(text) for text in texts)
+            texts.clear()
+        elif id(cell) not in first_of:
+            texts.clear()
+    return explained
+
+
+def _plain(text: str) -> str:
+    """Markdown without the signs of headings, its long paragraphs wrapped."""
+    lines: list[str] = []
+    for line in text.strip().split("\n"):
+        lines += [line.lstrip("#").strip(), ""] if line.startswith("#") else [line.rstrip()]
+    paragraphs = re.split(r"\n{2,}", "\n".join(lines).strip())
+    return "\n\n".join(map(_wrapped, paragraphs))
+
+
+def _wrapped(paragraph: str) -> str:
+    lines = paragraph.split("\n")
+    running = all(line[:1].isalnum() or line[:1] in '*`("' for line in lines) and not lines[0].startswith("* ")
+    if not running or max(map(len, lines)) <= TEXT_WIDTH:
+        return paragraph
+    return "\n".join(textwrap.wrap(paragraph, TEXT_WIDTH, break_long_words=False, break_on_hyphens=False))

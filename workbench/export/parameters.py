@@ -1,0 +1,122 @@
+"""What a script takes as options: assignments of plain values, in a cell tagged `parameters` or named by the user."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.errors import BadInput
+from workbench.export.statements import Statement
+
+TAGS = frozenset({"parameters", "injected-parameters"})
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """name: as in the notebook. default: its text. help: the comment behind it."""
+
+    name: str
+    kind: str
+    default: str
+    help: str = ""
+
+    def __str__(self) -> str:
+        """As an argument of main."""
+        kind = f"Annotated[{self.kind}, {_quoted(self.help)}]" if self.help else self.kind
+        return f"{self.name}: {kind} = {self.default}"
+
+
+def take_parameters(
+    statements: Sequence[Statement], named: Collection[str] = ()
+) -> tuple[list[Parameter], list[Statement]]:
+    """The parameters, and the statements that are left. named: also these, wherever they are assigned.
+
+    `BadInput` for a name that is not assigned exactly once, at the margin, to a plain value.
+    """
+    found: dict[str, Parameter] = {}
+    left: list[Statement] = []
+    met: set[str] = set()  # names that what is left binds or reads so far
+    for statement in statements:
+        parameter = _parameter(statement)
+        tagged = bool(statement.cell.tags & TAGS)
+        if parameter is None or not (tagged or parameter.name in named) or parameter.name in met:
+            if parameter is not None and parameter.name in named and not tagged:
+                raise BadInput(
+                    f"{statement.cell}: {parameter.name!r}", "a parameter is assigned once, first of all", "rename it"
+                )
+            left.append(statement)
+            met |= statement.names.binds | statement.names.uses
+            continue
+        if parameter.name not in found and any(parameter.name.lower() == other.lower() for other in found):
+            raise BadInput(
+                f"{statement.cell}: {parameter.name!r}",
+                "options are told apart by letters, not their case",
+                "rename it",
+            )
+        help = parameter.help or (found.pop(parameter.name).help if parameter.name in found else "")
+        found.pop(parameter.name, None)
+        found[parameter.name] = Parameter(parameter.name, parameter.kind, parameter.default, help)
+    for name in named:
+        if name not in found:
+            rule = "a parameter is assigned a plain value (a number, text, list, ...) at the margin of a cell"
+            there = sorted(p.name for s in statements if (p := _parameter(s)) is not None)
+            raise BadInput(f"parameter {name!r}", rule, f"there are {', '.join(there) or 'none'}")
+    return list(found.values()), left
+
+
+def _parameter(statement: Statement) -> Parameter | None:
+    node = statement.node
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target, annotation = node.targets[0], ""
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        target, annotation = node.target, ast.unparse(node.annotation)
+    else:
+        return None
+    assert node.value is not None
+    try:
+        value = ast.literal_eval(node.value)
+    except ValueError:
+        return None
+    if not isinstance(target, ast.Name) or not _is_option(value):
+        return None
+    text = ast.get_source_segment(statement.text, node.value)
+    assert text is not None
+    if isinstance(node.value, ast.Tuple):  # it may stand without parentheses
+        text = ast.unparse(node.value)
+    return Parameter(target.id, annotation or _kind(value), text, _comment(statement.text))
+
+
+def _is_option(value: Any) -> bool:
+    """Whether a command line can give such a value."""
+    plain = (int, float, str, bool, type(None))
+    if isinstance(value, list | tuple):
+        return (
+            bool(value) and all(isinstance(one, plain[:-1]) for one in value) and len({type(one) for one in value}) == 1
+        )
+    return isinstance(value, (*plain, dict))
+
+
+def _kind(value: Any) -> str:
+    """Its type, as it is written."""
+    if value is None:
+        return "str | None"
+    if isinstance(value, list | tuple) and value and len({type(one) for one in value}) == 1:
+        inner = _kind(value[0])
+        return f"list[{inner}]" if isinstance(value, list) else f"tuple[{inner}, ...]"
+    return type(value).__name__
+
+
+def _comment(text: str) -> str:
+    """The comment behind a statement."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text + "\n").readline))
+    code = [t for t in tokens if t.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)]
+    comments = [t.string for t in tokens if t.type == tokenize.COMMENT and code and t.start >= code[-1].end]
+    return comments[0].lstrip("#").strip() if comments else ""
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

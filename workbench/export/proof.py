@@ -1,0 +1,256 @@
+"""The proof: notebook and script are run with the same settings, and every metric of every stage call is compared."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.errors import BadInput, WorkbenchError
+from workbench.export.cells import Cell
+from workbench.export.parameters import TAGS, take_parameters
+from workbench.export.statements import statements_of
+from workbench.home import home
+from workbench.telemetry.store import TelemetryStore
+
+TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove
+ROUNDING = 2e-3  # relative, in fp32, where several processes or another placement sum in another order
+BAD = ("differs", "only in the script", "missing in the script")
+# Of these the notebook may have made more calls, to look at what they make: they train nothing.
+LOOKED_AT = ("compute_", "generate_sequences", "evaluate")
+CALL = ["workbench", "iteration", "stage", "call"]
+
+
+class ProofFailed(WorkbenchError, RuntimeError):
+    """The notebook or the script did not run to its end."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the comparison found.
+
+    table: a row a stage call: workbench, iteration, stage, call (its number within that stage and iteration), metrics
+    (how many were compared), largest_difference (relative to the larger value, or to 1e-6), verdict.
+    tolerance: up to which values count as within rounding; 0 where all must be equal to the last bit.
+    """
+
+    table: pd.DataFrame
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        compared = self.table["metrics"].sum()
+        return bool(compared) and not self.table["verdict"].isin(BAD).any()
+
+    def __str__(self) -> str:
+        counts = self.table.groupby("verdict")["metrics"].agg(["size", "sum"])
+        told = [f"{row['size']} calls, {row['sum']} metrics: {verdict}" for verdict, row in counts.iterrows()]
+        bound = f"within {self.tolerance:g} relative" if self.tolerance else "to the last bit"
+        verdict = f"equal {bound}" if self.ok else f"NOT equal {bound}"
+        return f"{self.table.to_string(index=False)}\n{'; '.join(told)}\nnotebook and script: {verdict}"
+
+
+def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any] | None = None) -> Proof:
+    """Run a notebook headless and a script as a program, each in a fresh process, and compare their metrics.
+
+    settings: values of parameters, for both. opening: values that both give to `wb.open`, whatever their text says.
+    Both work in the notebook's folder; what they leave goes to a temporary one. Workbenches that live are not touched.
+    Raises `ProofFailed` with the last lines of the one that did not run to its end.
+    """
+    beside = str(notebook.parent.resolve())  # what a notebook imports from there, its script does as well
+    with tempfile.TemporaryDirectory(prefix="wb-proof-") as folder:
+        base = Path(folder)
+        ran = {}
+        for name, run in (("notebook", _run_notebook), ("script", _run_script)):
+            own = base / name
+            (own / "home").mkdir(parents=True)
+            (home() / "models").mkdir(parents=True, exist_ok=True)
+            (own / "home" / "models").symlink_to(home() / "models")
+            forced = {**(opening or {}), "runs": str(own / "runs")}
+            environment = {
+                **os.environ, "WORKBENCH_HOME": str(own / "home"), "WORKBENCH_WIDGETS": "static",
+                "WORKBENCH_OPEN": json.dumps(forced),
+                "PYTHONPATH": os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH")))),
+            }  # fmt: skip
+            try:
+                run(notebook, script, settings, own, environment)
+            finally:  # what did not close its workbenches: nobody would find them any more
+                end = [sys.executable, "-m", "workbench.export.execute"]
+                subprocess.run(end, env=environment, capture_output=True)
+            ran[name] = own / "runs"
+        return compare_runs(ran["notebook"], ran["script"])
+
+
+def _run_notebook(path: Path, script: str, settings: Mapping[str, Any], own: Path, environment: dict[str, str]) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for number, cell in enumerate(content["cells"], 1):
+        if TAGS & set(cell.get("metadata", {}).get("tags", ())):
+            source = "".join(cell["source"])
+            own_names = {
+                parameter.name for parameter in take_parameters(statements_of(Cell(number, source, tags=TAGS)))[0]
+            }
+            cell["source"] = "\n".join([source, *(f"{n} = {v!r}" for n, v in settings.items() if n in own_names)])
+    written = own / "notebook.ipynb"
+    written.write_text(json.dumps(content), encoding="utf-8")
+    command = [sys.executable, "-m", "workbench.export.execute", str(written), str(path.parent.resolve())]
+    _finish("notebook", subprocess.run(command, env=environment, capture_output=True, text=True))
+
+
+def _run_script(path: Path, script: str, settings: Mapping[str, Any], own: Path, environment: dict[str, str]) -> None:
+    written = own / "script.py"
+    written.write_text(script, encoding="utf-8")
+    options = [word for name, value in settings.items() for word in option(name, value) if has_option(script, name)]
+    command = [sys.executable, str(written), *options]
+    _finish("script", subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parent))
+
+
+def settings_of(given: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` as Python values; text where it is none."""
+    settings: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadInput(f"--set {one}", "a parameter's name and its value", "write --set PROMPTS=4 MODEL=tiny-llama")
+        try:
+            settings[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[name] = value
+    return settings
+
+
+def has_option(script: str, name: str) -> bool:
+    return f"    {name}: " in script
+
+
+def option(name: str, value: Any) -> list[str]:
+    """A parameter's value as words of a command line."""
+    flag = "--" + name.lower().replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list | tuple):
+        return [flag, *map(str, value)]
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def _finish(what: str, done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
+        raise ProofFailed(
+            f"the {what} ended with exit code {done.returncode}:\n{last}\n", "both must run to their ends"
+        )
+
+
+def compare_runs(notebook: Path, script: Path) -> Proof:
+    """Compare the metrics that two folders of runs hold, workbench by workbench, in the order of opening."""
+    first, second = _labs(notebook), _labs(script)
+    single = all(_single(folder) for labs in (first, second) for folder in labs.values())
+    tolerance = 0.0 if single else ROUNDING
+    rows = []
+    for lab in dict.fromkeys([*first, *second]):
+        rows += _compared(lab, _calls(first.get(lab)), _calls(second.get(lab)), tolerance)
+    columns = [*CALL, "metrics", "largest_difference", "verdict"]
+    return Proof(pd.DataFrame(rows, columns=columns), tolerance)
+
+
+def _labs(runs: Path) -> dict[str, Path]:
+    """Run folders by name and how often it was opened before, as `first` or `first (2)`."""
+    found: dict[str, Path] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for folder in sorted(runs.glob("*/*"), key=lambda one: one.name):
+        if folder.is_dir():
+            counts[folder.parent.name] += 1
+            n = counts[folder.parent.name]
+            found[folder.parent.name + (f" ({n})" if n > 1 else "")] = folder
+    return found
+
+
+def _single(folder: Path) -> bool:
+    """Whether all that a workbench did was on one CPU process."""
+    spans = TelemetryStore(folder).spans()
+    devices: list[str] = spans["device"].unique().tolist()
+    return len(devices) <= 1 and not any(device.startswith("cuda") for device in devices)
+
+
+Values = dict[str, float]
+Call = tuple[int, str, Values]
+
+
+def _calls(folder: Path | None) -> list[Call]:
+    if folder is None:
+        return []
+    rows: list[dict[str, Any]] = TelemetryStore(folder).metrics().to_dict("records")  # type: ignore[assignment]
+    known = {"time_s", "iteration", "stage", "run"}
+    return [
+        (
+            int(row["iteration"]),
+            str(row["stage"]),
+            {name: value for name, value in row.items() if name not in known and _counts(name, value)},
+        )
+        for row in rows
+    ]
+
+
+def _counts(name: str, value: float) -> bool:
+    return not name.endswith(TIMES) and not math.isnan(value)
+
+
+def _compared(lab: str, first: Sequence[Call], second: Sequence[Call], tolerance: float) -> list[dict[str, Any]]:
+    """Rows of one workbench, stage by stage of each iteration."""
+    rows = []
+    for iteration, stage in dict.fromkeys((call[0], call[1]) for call in (*first, *second)):
+        ours = [values for i, s, values in first if (i, s) == (iteration, stage)]
+        theirs = [values for i, s, values in second if (i, s) == (iteration, stage)]
+        for number, (one, other) in enumerate(_paired(ours, theirs, tolerance), 1):
+            base = {"workbench": lab, "iteration": iteration, "stage": stage, "call": number}
+            judged = _judged(one, other, tolerance)
+            if judged["verdict"] == "only in the notebook" and not (second and stage.startswith(LOOKED_AT)):
+                judged["verdict"] = "missing in the script"
+            rows.append({**base, **judged})
+    return rows
+
+
+def _paired(
+    ours: Sequence[Values], theirs: Sequence[Values], tolerance: float
+) -> list[tuple[Values | None, Values | None]]:
+    """Calls of one stage in their order. The notebook may have called it more often, only to look: of as many as are
+    left over, those that the script's next call does not equal are passed by."""
+    spare = max(0, len(ours) - len(theirs))
+    pairs: list[tuple[Values | None, Values | None]] = []
+    at = 0
+    for other in theirs:
+        passed = next((n for n, one in enumerate(ours[at : at + spare + 1]) if _difference(one, other) <= tolerance), 0)
+        pairs += [(one, None) for one in ours[at : at + passed]]
+        at, spare = at + passed, spare - passed
+        pairs.append((ours[at] if at < len(ours) else None, other))
+        at += 1
+    return pairs + [(one, None) for one in ours[at:]]
+
+
+def _judged(one: Values | None, other: Values | None, tolerance: float) -> dict[str, Any]:
+    if one is None or other is None:
+        where = "script" if one is None else "notebook"
+        return {"metrics": 0, "largest_difference": math.nan, "verdict": f"only in the {where}"}
+    difference = _difference(one, other)
+    within = "within rounding" if difference <= tolerance else "differs"
+    return {"metrics": len(one), "largest_difference": difference, "verdict": within if difference else "equal"}
+
+
+def _difference(first: Values, second: Values) -> float:
+    """The largest relative difference; infinite where one lacks a metric of the other, or only one is finite."""
+    if set(first) != set(second):
+        return math.inf
+    unequal = [(first[name], second[name]) for name in first if first[name] != second[name]]
+    if not all(math.isfinite(one) and math.isfinite(other) for one, other in unequal):
+        return math.inf
+    return max((abs(one - other) / max(abs(one), abs(other), 1e-6) for one, other in unequal), default=0.0)

@@ -1,0 +1,170 @@
+"""What was really run, beside what the page says: from the record that a workbench keeps, or from the page's
+numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from workbench.cell_history import RunCell
+from workbench.errors import BadInput
+from workbench.export.cells import Cell, Notebook
+from workbench.export.statements import Statement, statements_of
+from workbench.telemetry.store import TelemetryStore
+
+ASIDE = "skip-export"
+
+
+@dataclass(frozen=True)
+class Record:
+    """runs: cells in the order in which they were run. placements: name of a workbench -> where it ended."""
+
+    runs: tuple[RunCell, ...]
+    placements: dict[str, str]
+
+    def run_of(self, cell: Cell) -> list[RunCell]:
+        """The times that a cell of the page was run: by its id, else by its text."""
+        by_id = [run for run in self.runs if run.id and run.id == cell.id]
+        return by_id or [run for run in self.runs if not run.id and run.text.strip() == cell.text.strip()]
+
+
+def read_record(folders: Iterable[Path]) -> Record:
+    """The record in run folders of one notebook's workbenches, earliest first. placements: of those that were moved."""
+    runs: dict[tuple[str, int, str], RunCell] = {}
+    placements: dict[str, str] = {}
+    for folder in folders:
+        name = ""
+        for kind, details in _events(folder):
+            if kind == "cell":
+                run = RunCell(**details)
+                before = runs.get((run.kernel, run.number, run.text))
+                runs[run.kernel, run.number, run.text] = before if before is not None and before.id else run
+            elif kind in ("opened", "attached"):
+                name = str(details.get("name", ""))
+                if kind == "opened":
+                    placements.pop(name, None)
+            elif kind == "move" and name:
+                placements[name] = _expression(str(details["placement"]))
+    return Record(tuple(runs.values()), placements)
+
+
+def _events(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    frame = TelemetryStore(folder).events()
+    return list(zip(frame["event"], frame["details"], strict=True))
+
+
+def _expression(placement: str) -> str:
+    return placement.replace("Placement.of(", "wb.Placement.of(").replace("Layout(", "wb.Layout(")
+
+
+def find_record(notebook: Notebook, path: Path) -> list[Path]:
+    """Run folders of the last run of this page, under the folders where they are kept by default; earliest first."""
+    ids = {cell.id for cell in notebook.code if cell.id}
+    places = {base.resolve() for base in (Path("runs"), path.parent / "runs", path.parent.parent / "runs")}
+    folders = sorted((f for place in places for f in place.glob("*/*/events.jsonl")), key=lambda f: f.parent.name)
+    found: list[tuple[str, Path]] = []
+    for file in folders:
+        cells = [details for kind, details in _events(file.parent) if kind == "cell"]
+        ours = [cell for cell in cells if cell["id"] in ids]
+        if ours and 2 * len(ours) >= len([cell for cell in cells if cell["id"]]):
+            found.append((str(ours[-1]["kernel"]), file.parent))
+    return [folder for kernel, folder in found if kernel == found[-1][0]]
+
+
+def doubts(notebook: Notebook, record: Record | None) -> list[str]:
+    """How what was run differs from the page; each names its cells."""
+    code = [cell for cell in notebook.code if ASIDE not in cell.tags]
+    last = {id(cell): _last(cell, record) for cell in code}
+    told = []
+    never = [cell for cell in code if last[id(cell)] is None]
+    if len(never) < len(code):
+        told += [f"{cell} is on the page, and was not run" for cell in never]
+    if record is not None and record.runs:
+        told += _against_record(notebook, code, record)
+    ran = [(cell, number) for cell in code if (number := last[id(cell)]) is not None]
+    for (one, first), (two, second) in pairwise(ran):
+        if second < first:
+            told.append(f"{two} was run before {one}, which stands above it")
+    told += _stale(ran)
+    return told
+
+
+def _last(cell: Cell, record: Record | None) -> int | None:
+    """Where a cell's last run stands in the order of all; None where it was not run."""
+    if record is not None and record.runs:
+        runs = record.run_of(cell)
+        return record.runs.index(runs[-1]) if runs else None
+    return cell.count
+
+
+def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) -> list[str]:
+    told = []
+    for cell in code:
+        runs = record.run_of(cell)
+        if runs and runs[-1].text.strip() != cell.text.strip():
+            told.append(f"{cell} was edited after it was run")
+        if runs and not runs[-1].done:
+            told.append(f"{cell} ended with an error")
+        done = sum(run.done for run in runs)
+        if done > 1:
+            told.append(f"{cell} was run {done} times")
+    ids, texts = {cell.id for cell in notebook.cells}, {cell.text.strip() for cell in notebook.cells}
+    gone = [run for run in record.runs if run.id not in ids and run.text.strip() not in texts and run.done]
+    edited = {run.id for run in record.runs if run.id in ids}
+    for run in gone:
+        if run.id not in edited:
+            first = run.text.strip().splitlines()[0]
+            told.append(f"In [{run.number}] was run, and is no longer on the page: {first:.60}")
+    return told
+
+
+def _stale(ran: Sequence[tuple[Cell, int]]) -> list[str]:
+    """Cells that went by a value which a cell above them has made anew since."""
+    told = []
+    names = {id(cell): _names(cell) for cell, _ in ran}
+    for place, (cell, number) in enumerate(ran):
+        for maker, made in ran[:place]:
+            common = sorted(names[id(maker)][0] & names[id(cell)][1])
+            if made > number and common:
+                told.append(f"{cell} is stale: {maker} has made {common[0]!r} anew since")
+    return told
+
+
+def _names(cell: Cell) -> tuple[set[str], set[str]]:
+    """What a cell binds, and what it reads; nothing of a cell that is not Python."""
+    try:
+        statements: list[Statement] = statements_of(cell)
+    except BadInput:
+        return set(), set()
+    return {n for s in statements for n in s.names.binds}, {n for s in statements for n in s.names.uses}
+
+
+def as_run(notebook: Notebook, record: Record) -> list[Cell]:
+    """The cells in the order in which they were run, with the text that they had then; what failed is left out. The
+    page's text stands before the first run of the cell that it stands above."""
+    if not record.runs:
+        raise BadInput("a notebook without a record", "cells are recorded from the moment a workbench is opened",
+                       "give the run folder with --run, or export --as-written")  # fmt: skip
+    above: dict[int, list[Cell]] = {}
+    waiting: list[Cell] = []
+    for cell in notebook.cells:
+        if cell.code and not cell.blank:
+            above[cell.number], waiting = waiting, []
+        elif not cell.code:
+            waiting.append(cell)
+    order: list[Cell] = []
+    if waiting_title := above.get(notebook.code[0].number if notebook.code else 0):
+        order.append(waiting_title.pop(0))
+    for run in record.runs:
+        if not run.done:
+            continue
+        on_page = next((cell for cell in notebook.code if run in record.run_of(cell)), None)
+        if on_page is None:
+            order.append(Cell(0, run.text, id=run.id, count=run.number))
+            continue
+        order += above.pop(on_page.number, [])
+        order.append(replace(on_page, text=run.text, count=run.number))
+    return order

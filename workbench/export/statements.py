@@ -1,0 +1,180 @@
+"""The statements of a cell: what each one binds, what it needs, and the text that it was written in."""
+
+from __future__ import annotations
+
+import ast
+import re
+import symtable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from workbench.errors import BadInput
+from workbench.export.cells import Cell
+from workbench.export.syntax import python_of
+
+AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")  # scopes of their own that run where they stand
+IN_PLACE = (ast.Subscript, ast.Attribute)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the notebook's own scope in a piece of code.
+
+    binds: given a value by it. uses: read when it runs. late: read, or `global`ly bound, when a function that it makes
+    is called. rebinds: bound by a function that says `global`. stores: assigned to by
+    index or attribute, or by `+=`. changes: these, and what has a method called.
+    """
+
+    binds: frozenset[str]
+    uses: frozenset[str]
+    late: frozenset[str]
+    rebinds: frozenset[str]
+    stores: frozenset[str]
+    changes: frozenset[str]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.uses | self.late
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement at the left margin of a cell. text: with the comments above it. last: whether the cell ends with
+    it, so that the notebook shows its value."""
+
+    cell: Cell
+    text: str
+    last: bool = False
+
+    @cached_property
+    def node(self) -> ast.stmt:
+        return ast.parse(self.text).body[0]
+
+    @cached_property
+    def names(self) -> Names:
+        return names_of(self.text)
+
+    @property
+    def is_import(self) -> bool:
+        return isinstance(self.node, ast.Import | ast.ImportFrom)
+
+    @property
+    def is_definition(self) -> bool:
+        return isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+    def with_text(self, text: str) -> Statement:
+        return replace(self, text=text)
+
+
+def statements_of(cell: Cell) -> list[Statement]:
+    """Those of a code cell, `pass` left out. `BadInput` names the cell that is not Python."""
+    text = python_of(cell)
+    body = ast.parse(text).body
+    pieces = list(_pieces(text, body))
+    found = [Statement(cell, piece, last=node is body[-1]) for node, piece in zip(body, pieces, strict=True)]
+    return [statement for statement in found if not isinstance(statement.node, ast.Pass)]
+
+
+def _pieces(text: str, body: list[ast.stmt]) -> Iterator[str]:
+    """Each statement's lines, from the end of the one before it to the comment behind it; an empty line first, where
+    one stood between the two."""
+    lines = text.split("\n")
+    done = 0
+    for place, node in enumerate(body):
+        assert node.end_lineno is not None
+        following = body[place + 1] if place + 1 < len(body) else None
+        shares_line = following is not None and following.lineno == node.end_lineno
+        shared = place > 0 and body[place - 1].end_lineno == node.lineno
+        if shares_line or shared:  # a; b
+            segment = ast.get_source_segment(text, node)
+            assert segment is not None
+            above = [] if shared else lines[done : first_line(node) - 1]
+            behind = "" if shares_line else lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+            yield "\n".join([*above, segment + behind]).strip("\n").rstrip()
+        else:
+            apart = "\n" if place and not lines[done].strip() else ""
+            yield apart + "\n".join(lines[done : node.end_lineno]).strip("\n").rstrip().removesuffix(";").rstrip()
+        done = node.end_lineno
+
+
+def first_line(node: ast.stmt) -> int:
+    """Of a statement with its decorators, from 1."""
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+
+
+def names_of(text: str) -> Names:
+    """By Python's own symbol table, as for a module."""
+    try:
+        top = symtable.symtable(text, "cell", "exec")
+    except SyntaxError as error:
+        rule = "names of a cell are those of the notebook"
+        raise BadInput(f"{text.strip():.60}: {error}", rule, "mend it, or tag the cell `skip-export`") from None
+    tree = ast.parse(text)
+    here = list(at_margin(tree.body))
+    augmented = {n.target.id for n in here if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
+    binds = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    uses = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} | augmented | _in_queries(here)
+    late: set[str] = set()
+    rebinds: set[str] = set()
+    for child in top.get_children():
+        _add_nested(child, uses, late, rebinds, at_once=True)
+    return Names(
+        binds=frozenset(binds | {name for name in rebinds if name in binds}),
+        uses=frozenset(uses),
+        late=frozenset(late - uses),
+        rebinds=frozenset(rebinds),
+        stores=frozenset(_stored(here) | augmented),
+        changes=frozenset(_stored(here) | augmented | _called(here)),
+    )
+
+
+def _in_queries(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names in the texts of `frame.query("reward > @limit")`."""
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    texts = [one for n in calls if n.func.attr in ("query", "eval") for one in n.args if isinstance(one, ast.Constant)]  # type: ignore[attr-defined]
+    return {name for text in texts for name in re.findall(r"@([^\W\d]\w*)", str(text.value))}
+
+
+def _add_nested(table: symtable.SymbolTable, uses: set[str], late: set[str], rebinds: set[str], at_once: bool) -> None:
+    at_once = at_once and (table.get_type() == "class" or table.get_name() in AT_ONCE)
+    for symbol in table.get_symbols():
+        if symbol.is_declared_global() and symbol.is_assigned():
+            rebinds.add(symbol.get_name())
+        if symbol.is_global() and (symbol.is_referenced() or symbol.is_declared_global()):
+            (uses if at_once else late).add(symbol.get_name())
+    for child in table.get_children():
+        _add_nested(child, uses, late, rebinds, at_once)
+
+
+def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All nodes that run in the scope in which they stand: not the bodies of functions and lambdas."""
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            defaults = [*arguments.defaults, *(one for one in arguments.kw_defaults if one is not None)]
+            yield from at_margin([*node.decorator_list, *defaults])
+        elif isinstance(node, ast.Lambda):
+            yield from at_margin(one for one in node.args.defaults)
+        else:
+            yield from at_margin(ast.iter_child_nodes(node))
+
+
+def _stored(nodes: Iterable[ast.AST]) -> set[str]:
+    """Roots of what is assigned to by index or attribute."""
+    found = {root(n) for n in nodes if isinstance(n, IN_PLACE) and isinstance(n.ctx, ast.Store | ast.Del)}
+    return {name for name in found if name is not None}
+
+
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    """Roots of what has a method called."""
+    found = {root(n) for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+    return {name for name in found if name is not None}
+
+
+def root(node: ast.AST) -> str | None:
+    """The name that `a.b[c].d(...)` starts with; None where it starts with something else."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.Await | ast.Starred):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None

@@ -1,0 +1,138 @@
+"""A cell as Python: IPython's own lines are translated where they mean something in a script, else refused by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable
+
+from workbench.errors import BadInput
+from workbench.export.cells import Cell
+
+# They set up the notebook, look, or time; what they run, if anything, stays.
+SILENT = {
+    "alias", "autoawait", "autocall", "automagic", "autoreload", "colors", "config", "connect_info", "debug", "dhist",
+    "dirs", "doctest_mode", "gui", "hist", "history", "load_ext", "logoff", "logon", "logstart", "logstate", "logstop",
+    "ls", "lsmagic", "magic", "matplotlib", "notebook", "page", "pastebin", "pdb", "pdef", "pdoc", "pfile", "pinfo",
+    "pinfo2", "precision", "pprint", "psearch", "psource", "pwd", "pylab", "quickref", "recall", "reload_ext", "rep",
+    "tb", "unload_ext", "who", "who_ls", "whos", "xmode",
+}  # fmt: skip
+LOOKING_CELLS = {"html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG", "timeit", "mermaid"}
+BODIES = {"time", "capture", "prun"}  # cell magics whose body is what counts
+SHELL = "a shell command"
+ASIDE = "tag the cell `skip-export` if the script does not need it"
+
+
+def python_of(cell: Cell) -> str:
+    """The cell's text with IPython's syntax translated. `BadInput` names the cell and what cannot be in a script."""
+    text = cell.text
+    if text.lstrip().startswith("%%"):
+        text = _cell_magic(cell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        text = TransformerManager().transform_cell(text)
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f", line {line}" if line else ""
+            raise BadInput(f"{cell}{where}: {error}", "cells are Python", "mend it, or tag it `skip-export`") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
+    return _replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
+
+
+def _cell_magic(cell: Cell) -> str:
+    """The body of a cell magic that stands before Python; nothing of one that only looks."""
+    head, _, body = cell.text.lstrip().partition("\n")
+    name = re.split(r"[\s]", head[2:].strip() + " ")[0]
+    if name in BODIES:
+        statement = head[2:].strip()[len(name) :].strip()
+        return f"{statement}\n{body}" if name == "time" and statement else body
+    if name in LOOKING_CELLS:
+        return ""
+    remedy = f"write it in Python, or {ASIDE}"
+    raise BadInput(f"{cell}: %%{name}", "a script is Python alone", remedy)
+
+
+def _notebook_call(statement: ast.stmt) -> ast.Call | None:
+    """The `get_ipython().run_line_magic(...)` or the like that a simple statement is, or assigns."""
+    value = getattr(statement, "value", None)
+    if not isinstance(statement, ast.Expr | ast.Assign) or not isinstance(value, ast.Call):
+        return None
+    called = value.func
+    if not (isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call)):
+        return None
+    return value if isinstance(called.value.func, ast.Name) and called.value.func.id == "get_ipython" else None
+
+
+def _translated(cell: Cell, statement: ast.stmt) -> str:
+    call = _notebook_call(statement)
+    assert call is not None and isinstance(call.func, ast.Attribute)
+    given = [str(argument.value) for argument in call.args if isinstance(argument, ast.Constant)]
+    if len(given) != len(call.args) or not given:
+        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
+    if call.func.attr in ("system", "getoutput"):
+        what = "subprocess.run(..., check=True)" if call.func.attr == "system" else "subprocess.check_output(...)"
+        raise BadInput(f"{cell}: !{given[0]}", f"{SHELL} is not Python", f"write {what}, or {ASIDE}")
+    if call.func.attr != "run_line_magic":
+        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
+    name, line = given[0], given[1].strip() if len(given) > 1 else ""
+    target = f"{ast.unparse(statement.targets[0])} = " if isinstance(statement, ast.Assign) else ""
+    if name in SILENT and not target:
+        return "pass"
+    if name == "timeit" and not target:
+        return "pass"
+    if name == "time" and line:
+        return target + line
+    module, meaning = MEANINGS.get(name, ("", lambda line: None))
+    found = meaning(line)
+    if found is None:
+        rule = f"{SHELL} is not Python" if name in ("sx", "system", "sc", "bash", "sh") else "a script is Python alone"
+        remedy = "declare what the script needs where it is installed" if name in ("pip", "conda", "uv") else ""
+        remedy = f"{remedy}, and {ASIDE}" if remedy else f"write it in Python, or {ASIDE}"
+        raise BadInput(f"{cell}: %{name} {line}".rstrip(), rule, remedy)
+    return f"import {module}; {target}{found}"
+
+
+def _env(line: str) -> str | None:
+    if not line:
+        return None
+    name, equals, value = line.partition("=")
+    if not equals:
+        name, _, value = line.partition(" ")
+        if not value:
+            return f"os.environ.get({name.strip()!r})"
+    if "$" in value or "{" in value:  # IPython would fill in a variable
+        return None
+    return f"os.environ[{name.strip()!r}] = {value.strip()!r}"
+
+
+def _run(line: str) -> str | None:
+    words = line.split()
+    if not words or words[0].startswith("-") or not words[0].endswith(".py") or len(words) > 1:
+        return None
+    return f"globals().update(runpy.run_path({words[0]!r}, run_name='__main__'))"
+
+
+def _cd(line: str) -> str | None:
+    return f"os.chdir(os.path.expanduser({line!r}))" if line and not line.startswith("-") else None
+
+
+# Magic -> the module that its translation needs, and the translation of its line; None where it has no meaning.
+MEANINGS: dict[str, tuple[str, Callable[[str], str | None]]] = {
+    "env": ("os", _env), "set_env": ("os", _env), "run": ("runpy", _run), "cd": ("os", _cd),
+}  # fmt: skip
+
+
+def _replaced(text: str, changes: list[tuple[ast.stmt, str]]) -> str:
+    """The text with these statements exchanged, last first, so that places stay right."""
+    lines = text.split("\n")
+    for node, new in sorted(changes, key=lambda change: (-change[0].lineno, -change[0].col_offset)):
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        first, last = lines[node.lineno - 1].encode(), lines[node.end_lineno - 1].encode()
+        joined = first[: node.col_offset].decode() + new + last[node.end_col_offset :].decode()
+        lines[node.lineno - 1 : node.end_lineno] = [joined]
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""What one host held at one time, by whom and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+IN_HOST_MEMORY = "offloaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReading:
+    """The memory of one host, as it answered.
+
+    time_s: unix time. device: such as "cuda:0". held: bytes by role and use, on the device, except "offloaded", which
+    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that wait for who takes them: in host
+    memory. resident_bytes: of its process. used_bytes: of its GPU, by all processes; 0 on a CPU. capacity_bytes: of the
+    GPU, or of the machine, whose processes share it. error: why it did not answer; then all figures are 0.
+    """
+
+    time_s: float
+    iteration: int
+    host: str
+    device: str
+    machine: str = ""
+    process: int = 0
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    batch_bytes: int = 0
+    published_bytes: int = 0
+    resident_bytes: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    error: str = ""
+
+    @classmethod
+    def of(cls, seen: Mapping[str, Any], *, time_s: float, iteration: int) -> MemoryReading:
+        """From what `Host.describe` says."""
+        held = {
+            role: {use: n for use, n in held.items() if isinstance(n, int)}
+            for role, held in seen["roles"].items()
+            if role != "numeric"
+        }
+        return cls(
+            time_s=time_s, iteration=iteration, host=seen["host"], device=seen["device"], machine=seen["machine"],
+            process=seen["process"], held=held, batch_bytes=seen["batch_bytes"],
+            published_bytes=seen["published_bytes"], resident_bytes=seen["resident_bytes"],
+            used_bytes=seen["device_used_bytes"] or 0, capacity_bytes=seen["device_bytes"] or seen["machine_bytes"],
+        )  # fmt: skip
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device.startswith("cuda")
+
+    def shares(self) -> dict[tuple[str, str], int]:
+        """Bytes of the device's memory by owner and use; the last is what is left of all that is used.
+
+        On a GPU: of roles, and "other" of the device: contexts, allocators' caches, other processes. On a CPU: of
+        roles, batches and published weights, and "other" of the process: code, libraries, activations, allocators'
+        caches. So they sum to what the device, or the process, uses; to more where some of it was never touched.
+        """
+        found = {
+            (role, use): n
+            for role, held in self.held.items()
+            for use, n in held.items()
+            if not (self.on_gpu and use == IN_HOST_MEMORY)
+        }
+        if not self.on_gpu:
+            found |= {("batch", "batches"): self.batch_bytes, ("batch", "published weights"): self.published_bytes}
+        used = self.used_bytes if self.on_gpu else self.resident_bytes
+        return {
+            **found,
+            ("other", "on the device" if self.on_gpu else "of the process"): max(used - sum(found.values()), 0),
+        }
+
+    def row(self) -> dict[str, Any]:
+        """The reading as stored."""
+        return asdict(self)
