@@ -81,12 +81,20 @@ class Notebook:
         page.goto(address.format(name=file), wait_until="domcontentloaded")
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
         self._wait_until_idle()
-        deadline = time.monotonic() + 60
-        while not (files := set(self._runtime.glob("kernel-*.json")) - before) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        self._client = BlockingKernelClient(connection_file=str(files.pop()))
+        self._client = BlockingKernelClient(connection_file=str(self._connection_file(before)))
         self._client.load_connection_file()
         self._client.start_channels()
+
+    def _connection_file(self, before: set[Path], timeout_s: float = 60) -> Path:
+        """The file that was added to those before, once all of it is written."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for file in set(self._runtime.glob("kernel-*.json")) - before:
+                with suppress(json.JSONDecodeError):
+                    if json.loads(file.read_text()):
+                        return file
+            time.sleep(0.1)
+        raise TimeoutError(f"no kernel wrote its connection file into {self._runtime} in {timeout_s:.0f} s")
 
     def _wait_until_idle(self) -> None:
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+import workbench as wb
+from tests.cases import tiny_lab
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
@@ -130,9 +132,16 @@ def _read(page: Path, folder: Path) -> tuple[Notebook, Record]:
     notebook = read_notebook(page)
     assert find_record(notebook, page) == [folder]
     record = read_record([folder])
-    assert list(record.placements) == ["recorded"]
-    assert record.placements["recorded"].startswith("wb.Placement.of({")
+    assert record.placements == {}  # nothing was moved
     return notebook, record
+
+
+def test_a_record_says_where_a_move_has_left_the_models(tmp_path: Path) -> None:
+    with tiny_lab("moved", tmp_path, backend="inline") as lab:
+        lab.move(wb.Placement.split(2))
+        placement, folder = lab.placement, lab.run_dir
+    written = read_record([folder]).placements["moved"]
+    assert eval(written, {"wb": wb}) == placement
 
 
 def test_the_numbers_of_the_page_tell_what_they_can() -> None:
