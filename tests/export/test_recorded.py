@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-import workbench as wb
-from tests.cases import tiny_lab
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
@@ -134,14 +132,6 @@ def _read(page: Path, folder: Path) -> tuple[Notebook, Record]:
     record = read_record([folder])
     assert record.placements == {}  # nothing was moved
     return notebook, record
-
-
-def test_a_record_says_where_a_move_has_left_the_models(tmp_path: Path) -> None:
-    with tiny_lab("moved", tmp_path, backend="inline") as lab:
-        lab.move(wb.Placement.split(2))
-        placement, folder = lab.placement, lab.run_dir
-    written = read_record([folder]).placements["moved"]
-    assert eval(written, {"wb": wb}) == placement
 
 
 def test_the_numbers_of_the_page_tell_what_they_can() -> None:

@@ -14,6 +14,7 @@ import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, update_on, vowels
 from workbench import registry
 from workbench.errors import HostDied
+from workbench.export.recorded import read_record
 from workbench.placement import ROLES
 from workbench.placement.change import PlacementChange
 from workbench.workers.model_worker import digest
@@ -86,6 +87,7 @@ def moved(lab: wb.Workbench, placement: wb.Placement) -> PlacementChange:
     change = lab.move(placement)
     assert change.total_bytes == said.total_bytes
     assert lab.placement == said.new
+    assert eval(read_record([lab.run_folder]).placements[lab.name], {"wb": wb}) == said.new
     transfers = lab.transfers("move")
     mine = transfers[transfers["run"] == lab._run_number]
     pairs = mine.groupby(["source", "destination"])["moved_bytes"].sum()
