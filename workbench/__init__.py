@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from workbench.opening import attach as attach
     from workbench.opening import ls as ls
     from workbench.opening import open as open
+    from workbench.opening import restore as restore
     from workbench.opening import stop as stop
     from workbench.placement import Layout as Layout
     from workbench.placement import Placement as Placement
@@ -54,6 +55,7 @@ _PUBLIC = {
     "attach": "workbench.opening",
     "ls": "workbench.opening",
     "open": "workbench.opening",
+    "restore": "workbench.opening",
     "protocol": "workbench.workers.protocols",
     "register": "workbench.workers.operation",
     "script": "workbench",

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from workbench import registry
+from workbench.checkpoint.checkpoints import Checkpoints
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.branch import Comparison, compare, kept
 from workbench.dataflow.references import ShardCounts
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
 
 
-class Workbench(Stages):
+class Workbench(Stages, Checkpoints):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
@@ -361,7 +362,9 @@ class Workbench(Stages):
     def begin_iteration(self) -> None:
         """Count the next iteration: what a batch that starts one does."""
         self._check_alive(self.lead)
+        self.require_nothing_passed_over("the next iteration")
         self.iteration += 1
+        self.saved_algorithm = None
         self.last_metrics = {}
         self.telemetry.append_event("iteration", iteration=self.iteration)
         with suppress(Exception):  # a curve with a point less

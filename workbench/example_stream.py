@@ -36,13 +36,29 @@ class ExampleStream:
         options.setdefault("seed", lab.seed)
         self._lab, self.drawn = lab, 0
         self.examples = Examples(source, kind, tokenizer=lab._tokenizer, **options)
+        lab.add_stream(self)
 
     def next(self, n: int) -> Batch:
         """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
         lab = self._lab
+        lab.save_if_due()
         rows = self.examples.next(n)
         lab.begin_iteration()
         return self._put(rows, {"iteration": lab.iteration})
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where it stands, and of what, as plain values."""
+        return {"kind": self.examples.kind, "drawn": self.drawn, "examples": self.examples.state_dict()}
+
+    def take_up(self, state: Mapping[str, Any]) -> bool:
+        """Go on where a stream of the same rows stood; whether `state` is of one."""
+        now = {**self.examples.state_dict(), "position": state["examples"]["position"]}
+        if state["kind"] != self.examples.kind or state["examples"] != now:
+            return False
+        self.examples.load_state_dict(state["examples"])
+        self.drawn = state["drawn"]
+        return True
 
     @functools.cached_property
     def held_out(self) -> Batch:

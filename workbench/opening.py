@@ -14,10 +14,12 @@ import psutil
 
 from workbench import registry
 from workbench.cell_history import record_cells
+from workbench.checkpoint import find_checkpoint
+from workbench.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.controller import Workbench
 from workbench.description import Description
 from workbench.display.progress import Progress
-from workbench.engines.settings import Generation, ShareMemory, Training, one_of
+from workbench.engines.settings import Generation, ShareMemory, Training, one_of, whole
 from workbench.errors import BadInput, NameTaken, WorkbenchError
 from workbench.home import locked
 from workbench.machine import available_bytes, gpu_bytes
@@ -51,6 +53,8 @@ def open(
     if_exists: IfExists = "attach",
     runs: str | Path = "runs",
     track: str | Sequence[str] = (),
+    resume: str | Path | None = None,
+    save_every: int | None = None,
 ) -> Workbench:
     """Open a workbench: start its hosts, load its models, and return the controller.
 
@@ -73,6 +77,10 @@ def open(
     runs: folder under which the run folder (telemetry, logs) is made.
     track: where metrics go too, "tensorboard", "wandb", "mlflow", "trackio", each also as "NAME=PROJECT"; see
         `lab.track`.
+    resume: a checkpoint of `lab.save`, or a run folder, whose newest automatic one is taken: the models go on from it.
+        The program is taken to be the one that saved it, run again from its start: `algo.run(n)` and
+        `lab.iterations(n)` leave out the iterations that were made before. In a notebook, see `wb.restore`.
+    save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
 
     A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
     `workbench.overrides`.
@@ -91,6 +99,9 @@ def open(
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
         share_memory=share_memory,
     )  # fmt: skip
+    if save_every is not None:
+        whole("save_every", save_every, 1)
+    restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
 
@@ -99,15 +110,20 @@ def open(
             bar.update(0, 0)
 
         if description.backend == "inline":
-            return _open(description, run_folder, if_exists, trackers, note)
-        # the second of two notebooks that open the same name at once attaches to what the first opened
-        with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-            return _open(description, run_folder, if_exists, trackers, note)
+            lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+        else:
+            # the second of two notebooks that open the same name at once attaches to what the first opened
+            with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
+                lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+    if save_every is not None:
+        lab.autosave(save_every)
+    return lab
 
 
 def _open(
-    description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None]
-) -> Workbench:
+    description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None],
+    restoring: Restoring | None,
+) -> Workbench:  # fmt: skip
     name = description.name
     living = _living(name)
     another = living is not None and description.digest not in living
@@ -117,15 +133,24 @@ def _open(
             "if_exists='error'" if if_exists == "error" else "it was opened with another description",
             "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
         )
+    if living is not None and if_exists == "attach" and restoring is not None:
+        raise NameTaken(
+            f"a workbench named {name!r} lives", "what lives is not put back to a checkpoint",
+            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+        )  # fmt: skip
     if living is not None and if_exists == "attach":
         return _tracked(attach(name), trackers)
     lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    if restoring is not None:
+        restoring.check(lab)
     _check_memory(description, replaced=[] if living is None else _processes(name))
     if living is not None:
         stop(name)
     try:
         _tracked(lab, trackers)  # a tracker that does not start is heard of before models load
         lab._start(note)
+        if restoring is not None:
+            restoring.load(lab, note)
         if isinstance(lab._backend, RayBackend):
             record = registry.Record(
                 id=description.id,
@@ -145,6 +170,28 @@ def _open(
         raise
     registry.opened[name] = lab
     _record(lab, "opened")
+    return lab
+
+
+def restore(path: str | Path, **changes: Any) -> Workbench:
+    """Open the workbench that a checkpoint was saved of, as it was then: `wb.restore("runs/lab/20261122-101500")`.
+
+    path: what `lab.save` wrote, or a run folder, whose newest automatic checkpoint is taken.
+    changes: arguments of `wb.open` that are to differ, such as `placement=wb.Placement.split(4)`, `name=`, `backend=`.
+        Under the same placement the next iteration gives the numbers of a run that was never interrupted, to the last
+        bit on a CPU; under another, within rounding.
+
+    `lab.checkpoint` says what it was. An algorithm of the class that was saved, made anew in the notebook, goes on
+    where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked before
+    a process starts: files by their checksums, models by the shapes of their weights.
+    """
+    check_changes(changes, open, "wb.restore")
+    checkpoint = find_checkpoint(path)
+    arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
+    if changes.get("backend") == "inline" and "placement" not in changes:
+        arguments["placement"] = None
+    lab = open(**arguments, resume=checkpoint.folder)
+    lab._credit = 0  # the notebook goes on: nothing is done again
     return lab
 
 

@@ -50,6 +50,8 @@ class PromptStream:
             raise BadInput(
                 "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
             )
+        if begins:
+            lab.save_if_due()
         rows = self.source.next(n)
         if begins:
             lab.begin_iteration()

@@ -55,6 +55,7 @@ class Stages(StageNames, HeldBatches):
     _reusing: bool
     _keeping: int
     _algorithm: weakref.ref[Algorithm] | None = None
+    require_nothing_passed_over: Callable[[str], None]
     _driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
 
     @functools.cached_property
@@ -232,6 +233,8 @@ class Stages(StageNames, HeldBatches):
             kwargs.pop("samples", None)
         code = group.operations[operation.name].code(arguments, samples)
         operation = operation.given(arguments)
+        if operation.updates:
+            self.require_nothing_passed_over(where)
         if batch is not None:
             batch.need(operation.needed(arguments), where)
             group.operations[operation.name].check_columns(arguments, batch.names)

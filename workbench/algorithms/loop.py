@@ -34,6 +34,7 @@ class Algorithm(NamedFields, ABC):
     lab: Workbench
     _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
+    taken_up = False  # from a checkpoint
     _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
     _iteration = 0
 
@@ -139,6 +140,7 @@ class Algorithm(NamedFields, ABC):
 
         Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
         """
+        self.lab.take_up(self)
         graph = self.graph()
         stage = self._next(graph)
         self.lab.algorithm = self
@@ -162,9 +164,19 @@ class Algorithm(NamedFields, ABC):
     def _end(self) -> None:
         self._under_way = False
         self.finish(self.metrics())
+        self.lab.save_if_due(self)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
+
+    def state(self) -> dict[str, Any]:
+        """The fields that `finish` moves, as plain values: what a checkpoint keeps of the algorithm itself."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
@@ -174,21 +186,29 @@ class Algorithm(NamedFields, ABC):
         return self.metrics()
 
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
-        """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up.
+        """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up;
+        one that a checkpoint has is ended first.
 
         On a terminal a line says how far it is; in the log of a script that `wb.script` runs, a line an iteration.
 
         evaluate: called after each `every` of them, such as `lambda: lab.evaluate(held_out)` or
         `lambda: lab.check().raise_if_failed()`.
+
+        In a script that is resumed, iterations that were made before count, and are not made again.
         """
         import pandas as pd
 
         whole("iterations", iterations, 1)
         whole("every", every, 1)
         rows = []
+        self.lab.take_up(self)
+        resumed = self._under_way and self.taken_up and self.lab.saved_algorithm is not None
+        passed = self.lab.passed_over(iterations)
         with Iterations(type(self).__name__, iterations) as shown:
-            for number in range(1, iterations + 1):
-                self.restart()
+            for number in range(passed + 1, iterations + 1):
+                if not resumed:
+                    self.restart()
+                resumed = False
                 looping, self.lab.looping = self.lab.looping, True
                 try:
                     with self.lab.overlap():
@@ -204,7 +224,7 @@ class Algorithm(NamedFields, ABC):
                 if evaluate is not None and number % every == 0:
                     with shown.aside():
                         evaluate()
-        return pd.DataFrame(rows).set_index("iteration")
+        return pd.DataFrame(rows, columns=None if rows else ["iteration"]).set_index("iteration")
 
     def need(self, *roles: str) -> None:
         """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
@@ -238,6 +258,7 @@ class Algorithm(NamedFields, ABC):
                 "open one with these roles in models=",
             )
         self._check_rows()
+        self.lab.take_up(self)
 
     def _check_rows(self, known: Mapping[str, int] | None = None) -> None:
         """Raise `BadInput` for numbers of prompts, samples and rows that ranks and minibatches cannot take."""

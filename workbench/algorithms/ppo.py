@@ -89,6 +89,9 @@ class PPO(Algorithm):
         if self.kl_target is not None:
             self.kl_coefficient = self._adapted(metrics["compute_advantages/reference_kl_per_response"])
 
+    def state(self) -> dict[str, Any]:
+        return {"kl_coefficient": self.kl_coefficient} if self.kl_target is not None else {}
+
     def _check_target(self, target: float) -> None:
         """Raise `BadInput` for settings that the step of the coefficient would refuse."""
         at_least("PPO.kl_target", target, 0, strictly=True)

@@ -116,3 +116,6 @@ class SafeRLHF(Algorithm):
         self.multiplier = dual_step(
             self.multiplier, mean_cost, self.limit, self.multiplier_rate, self.multiplier_bounds
         )
+
+    def state(self) -> dict[str, Any]:
+        return {"multiplier": self.multiplier}

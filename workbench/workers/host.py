@@ -19,10 +19,12 @@ from workbench.errors import BadInput
 from workbench.machine import available_bytes, total_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.placement.state import Part
 from workbench.telemetry import Recorder, Transfer
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
 from workbench.workers.model_worker import set_random_state
+from workbench.workers.role_files import RoleFiles, read_role, write_role
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
@@ -221,6 +223,19 @@ class Host(Shards):
                 yield
         finally:
             self._busy = ""
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_role(self, files: RoleFiles, rank: int) -> Carried:
+        """Write this rank's part of a role's state; rank: this host's in its layout."""
+        self._device.turn_to(files.role)
+        return write_role(self.workers[files.role], files, rank)
+
+    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, carried: Carried) -> None:
+        """Take a role's state from files; see `role_files.read_role`."""
+        self._device.turn_to(files.role)
+        with torch.random.fork_rng():
+            read_role(self.workers[files.role], files, parts, rank, carried)
 
     def continue_random(self, state: dict[str, Any]) -> None:
         """Let this process's generators of random numbers go on where those of another stand."""

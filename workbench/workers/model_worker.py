@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,12 +76,19 @@ def digest(tensor: Tensor) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """Where torch's global generators of this process stand."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    """Where the global generators of this process stand: those of Python, numpy and torch."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (the state of the old generator, which users call)
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Go back to what `random_state` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["cpu"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -10,14 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import Tensor
+
 from workbench.engines.training import TrainingEngine
 from workbench.engines.training.base import MOMENTS, StateKind
 from workbench.errors import StageError
 from workbench.placement import Layout
 from workbench.placement.state import Part
 from workbench.resharding import boxes
+from workbench.resharding.distribution import WeightShard
+from workbench.resharding.plan import Reshard
 from workbench.workers.model_worker import random_state
-from workbench.workers.weight_exchange import Published, Snapshot, WeightExchange, WeightIntake, bit_sum
+from workbench.workers.weight_exchange import (
+    Published,
+    Snapshot,
+    WeightExchange,
+    WeightIntake,
+    WeightSource,
+    bit_sum,
+)
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {
@@ -72,15 +83,10 @@ class Carried:
 
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> Carried:
     """Let others take what this rank holds, without a copy: until it is released, it must not change."""
-    engine = _engine(worker)
+    engine = engine_of(worker)
     if engine is not None:
         engine.load()
-    carried = Carried(
-        steps=0 if engine is None else getattr(engine, "steps", 0),
-        moments=engine is not None and engine.has_moments,
-        random=random_state(),
-        more=worker.carried(),
-    )
+    carried = carried_of(worker)
     if carried.moments and "moments" not in {part.what for part in move.parts}:
         raise StageError(
             f"{move.role} has moments after {carried.steps} optimizer steps",
@@ -89,45 +95,69 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
         )
     for part, kind, published in move.of_kinds(moments=carried.moments):
         assert engine is not None
-        distribution = part.distribution(*move.source)
-        shards = {w.name: distribution.shard(w, move.source[1][rank]) for w in part.weights}
-        slices = {}
-        for name, tensor in engine.held_state(kind):
-            shard = shards.get(name)
-            if shard is None or tensor.numel() != boxes.size(shard.boxes):
-                raise StageError(
-                    f"{move.role} holds {tensor.numel()} elements of {name} ({kind}) on rank {rank}",
-                    f"{0 if shard is None else boxes.size(shard.boxes)} were expected of {type(engine).__name__}",
-                )
-            slices[name] = tensor.view(shard.shape), shard
+        slices = dict(held_slices(engine, move.role, part, move.source, rank, kind))
         exchange.publish(published.key, Snapshot(contents=None, slices=slices))
     return carried
 
 
+def carried_of(worker: Worker, *, moving: bool = True) -> Carried:
+    """What of a rank goes by the controller. moving: whether the worker is asked for what it adds."""
+    engine = engine_of(worker)
+    return Carried(
+        steps=0 if engine is None else getattr(engine, "steps", 0),
+        moments=engine is not None and engine.has_moments,
+        random=random_state(),
+        more=worker.carried() if moving else {},
+    )
+
+
+def held_slices(
+    engine: TrainingEngine, role: str, part: Part, standing: Standing, rank: int, kind: StateKind
+) -> Iterator[tuple[str, tuple[Tensor, WeightShard]]]:
+    """What this rank holds of a part, live: by name a tensor, and which elements of the weight it is. `StageError`
+    where the engine holds something else than the part says."""
+    distribution = part.distribution(*standing)
+    shards = {w.name: distribution.shard(w, standing[1][rank]) for w in part.weights}
+    for name, tensor in engine.held_state(kind):
+        shard = shards.get(name)
+        if shard is None or tensor.numel() != boxes.size(shard.boxes):
+            raise StageError(
+                f"{role} holds {tensor.numel()} elements of {name} ({kind}) on rank {rank}",
+                f"{0 if shard is None else boxes.size(shard.boxes)} were expected of {type(engine).__name__}",
+            )
+        yield name, (tensor.view(shard.shape), shard)
+
+
 def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, carried: Carried) -> None:
     """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
-    engine = _engine(worker)
+    engine = engine_of(worker)
     if engine is not None:
         engine.load()
         engine.begin_state(carried.moments)
         for part, kind, published in move.of_kinds(moments=carried.moments):
-            intake = WeightIntake(part.reshard(move.source, move.destination), rank, exchange)
-            for name, tensor in intake.shards(published):
-                engine.load_part(kind, name, tensor)
-            _verify(move, kind, intake.bit_sums(published), engine)
+            plan = part.reshard(move.source, move.destination)
+            take_kind(engine, move.role, plan, rank, exchange, published, kind)
         engine.end_state(carried.steps)
     worker.carry_on(carried.more)
 
 
-def _verify(move: RoleMove, kind: StateKind, sent: dict[str, int], engine: TrainingEngine) -> None:
+def take_kind(
+    engine: TrainingEngine, role: str, plan: Reshard, rank: int, source: WeightSource, published: Published,
+    kind: StateKind,
+) -> None:  # fmt: skip
+    """Put in place what `rank` of the plan's destination is to hold of one kind of state, and verify it."""
+    intake = WeightIntake(plan, rank, source)
+    for name, tensor in intake.shards(published):
+        engine.load_part(kind, name, tensor)
+    sent = intake.bit_sums(published)
     arrived = {name: bit_sum(tensor) for name, tensor in engine.held_state(kind)}
     for name in arrived.keys() | sent.keys():
         if arrived.get(name, 0) != sent.get(name, 0):
             raise StageError(
-                f"{kind} of {move.role}: {name} is not what was sent", "the sums of their bits differ", "move again"
+                f"{kind} of {role}: {name} is not what was sent", "the sums of their bits differ", "try it again"
             )
 
 
-def _engine(worker: Worker) -> TrainingEngine | None:
+def engine_of(worker: Worker) -> TrainingEngine | None:
     """Of a worker that has a model of its own."""
     return cast("TrainingEngine | None", getattr(worker, "engine", None))

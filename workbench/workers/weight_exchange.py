@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -164,6 +164,19 @@ class Pulled(NamedTuple):
     end_s: float
 
 
+class WeightSource(Protocol):
+    """Where slices come from: other hosts, or files."""
+
+    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
+        """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
+
+    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
+        """Note what came, under a name; its bytes."""
+
+    def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
+        """`bit_sum` of each of these slices, where they are kept."""
+
+
 class WeightExchange:
     """One host's side: what its roles have published, and the way to what others have.
 
@@ -254,7 +267,7 @@ class WeightIntake:
     of a layer, memory is needed for what one host sends of it, and for what is on its way while that is used.
     """
 
-    def __init__(self, plan: Reshard, rank: int, exchange: WeightExchange, *, checksums: bool = False) -> None:
+    def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
         self._exchange, self._rank, self.received_bytes = exchange, rank, 0
         self._checksums, self.arrival = checksums, Arrival()
         self._layers: list[_Layer] = []

@@ -1,0 +1,181 @@
+"""A role's state in files: what each of its ranks writes, and what a rank of any layout reads of it.
+
+A checkpoint is a move to disk: the same parts as in `role_state`, cut alike, but each element once. Replicas write a
+stretch of rows each, so that all of them write at the same time.
+
+    <folder>/parameters-00000.safetensors     fp32 weights that the rank keeps, by transformers' names
+    <folder>/exp_avg-00000.safetensors        moments of Adam
+    <folder>/state-00000.pt                   of a worker of another kind: what its `state()` gives
+    <folder>/model/                           the model, as transformers and vLLM load it
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from workbench.engines.training.base import MOMENTS, StateKind
+from workbench.placement import Layout
+from workbench.placement.state import FlatReshard, Part
+from workbench.resharding.distribution import Distribution, WeightShard
+from workbench.resharding.plan import Reshard
+from workbench.resharding.views import fill, view_of
+from workbench.workers.role_state import KINDS, Carried, carried_of, engine_of, held_slices, take_kind
+from workbench.workers.weight_exchange import Published, Pulled, Slice, bit_sum
+from workbench.workers.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFiles:
+    """Where a role's state is, and how it lies there.
+
+    folder: absolute, one that all hosts see. parts: of it, empty for a worker of another kind. layout: of the ranks
+    that wrote it. model: whether the model is written for others as well.
+    """
+
+    role: str
+    folder: str
+    parts: tuple[Part, ...]
+    layout: Layout
+    model: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of who wrote it, in a plan."""
+        return tuple(range(self.layout.size))
+
+    def distribution(self, part: Part) -> Distribution:
+        """Which elements are in which rank's file."""
+        once = replace(part, sharding="fsdp") if part.sharding == "replicas" else part
+        return once.distribution(self.layout, self.ranks)
+
+    def part(self, what: str) -> Part | None:
+        """The part of that name, if it was saved."""
+        return next((part for part in self.parts if part.what == what), None)
+
+    def plan(self, saved: Part, part: Part, layout: Layout) -> Reshard:
+        """What each rank of a layout, numbered after those who wrote, reads from which file."""
+        readers = tuple(range(self.layout.size, self.layout.size + layout.size))
+        kind = FlatReshard if "flat" in (saved.sharding, part.sharding) else Reshard
+        return kind(self.distribution(saved), part.distribution(layout, readers))
+
+    def file(self, what: str, rank: int) -> Path:
+        """What a rank wrote of one kind."""
+        return Path(self.folder, f"{what}-{rank:05d}.{'pt' if what == 'state' else 'safetensors'}")
+
+
+def write_role(worker: Worker, files: RoleFiles, rank: int) -> Carried:
+    """Write what this rank is to write of its role's state. All ranks of the role do it."""
+    engine, state = engine_of(worker), {} if files.parts else worker.state()
+    if files.parts or state:
+        Path(files.folder).mkdir(parents=True, exist_ok=True)
+    if not files.parts:
+        if state:
+            with files.file("state", rank).open("wb") as file:
+                torch.save(state, file)
+                _to_disk(file.fileno())
+    elif engine is not None:
+        engine.load()
+        for part in files.parts:
+            mine = files.distribution(part)
+            by_name = {weight.name: weight for weight in part.weights}
+            for kind in KINDS[part.what]:
+                if kind in MOMENTS and not engine.has_moments:
+                    continue
+                tensors = {}
+                for name, (tensor, held) in held_slices(
+                    engine, files.role, part, (files.layout, files.ranks), rank, kind
+                ):
+                    kept = mine.shard(by_name[name], rank)
+                    if kept is not None and kept.boxes:
+                        tensors[name] = _cut(tensor, held, kept)
+                path = files.file(kind, rank)
+                save_file(tensors, path)
+                with path.open("rb") as written:
+                    _to_disk(written.fileno())
+    if files.model:
+        worker.save_model(Path(files.folder, "model"))  # type: ignore[attr-defined]
+    return carried_of(worker, moving=bool(files.parts))
+
+
+def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, carried: Carried) -> None:
+    """Take over what `rank` of the role is to hold, in the layout that its worker has. All ranks of the role do it.
+
+    parts: how it holds its state. Raises `StageError` where what it holds in the end is not what the files have.
+    """
+    engine = engine_of(worker)
+    if not files.parts:
+        path = files.file("state", rank)
+        if path.exists():
+            worker.load_state(torch.load(path, weights_only=False))
+        return
+    if engine is not None:
+        engine.load()
+        engine.begin_state(carried.moments)
+        for part in parts:
+            saved = files.part(part.what)
+            if saved is None:
+                continue
+            plan = files.plan(saved, part, worker.layout)
+            for kind in KINDS[part.what]:
+                if carried.moments or kind not in MOMENTS:
+                    source = Published(key=kind, hosts=tuple(map(str, files.ranks)), layout=files.layout, kind="move")
+                    take_kind(
+                        engine, files.role, plan, rank, _Files(files, files.distribution(saved), kind), source, kind
+                    )
+        engine.end_state(carried.steps)
+    worker.carry_on(carried.more)
+
+
+@torch.no_grad()
+def _cut(tensor: Tensor, held: WeightShard, kept: WeightShard) -> Tensor:
+    if kept == held:
+        return tensor.detach().cpu().contiguous()
+    part = torch.empty(kept.shape, dtype=tensor.dtype)
+    fill(part, kept, tensor, held)
+    return part
+
+
+def _to_disk(file: int) -> None:
+    """A rename is to be seen only after what it makes visible."""
+    os.fsync(file)
+
+
+@dataclass
+class _Files:
+    """The files of one kind, in the place of the hosts that would send it."""
+
+    files: RoleFiles
+    distribution: Distribution
+    kind: StateKind
+    _open: dict[int, Any] = field(default_factory=dict)
+    _sums: dict[tuple[int, Slice], int] = field(default_factory=dict)
+
+    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
+        began = time.perf_counter()
+        if rank not in self._open:
+            self._open[rank] = safe_open(self.files.file(self.kind, rank), framework="pt")
+        weights = {weight.name: weight for weight in self.distribution.weights}
+        found = []
+        for name, box in wanted:
+            shard = self.distribution.shard(weights[name], rank)
+            assert shard is not None
+            view = view_of(self._open[rank].get_tensor(name), shard, box)
+            self._sums[rank, (name, box)] = bit_sum(view)
+            found.append(view.reshape(-1))
+        return Pulled(torch.cat(found), [], began, time.perf_counter())
+
+    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
+        return pulled.flat.nbytes  # no host sent it
+
+    def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
+        return [self._sums[rank, one] for one in wanted]
