@@ -182,8 +182,8 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
         bit on a CPU; under another, within rounding.
 
     `lab.checkpoint` says what it was. An algorithm of the class that was saved, made anew in the notebook, goes on
-    where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked before
-    a process starts: files by their checksums, models by the shapes of their weights.
+    where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked
+    before a process starts: files by their checksums, models by the shapes of their weights.
     """
     check_changes(changes, open, "wb.restore")
     checkpoint = find_checkpoint(path)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from workbench import registry
+from workbench.checkpoint import find_checkpoint
 from workbench.display import progress
 from workbench.engines.settings import DTYPES, SHARE_MEMORY, one_of, whole
 from workbench.errors import BadInput, WorkbenchError
@@ -72,6 +73,11 @@ def _trackers(name: str, value: Any) -> None:
         check_tracker(tracker)
 
 
+def _checkpoint(name: str, value: Any) -> None:
+    _text(name, value)
+    find_checkpoint(value)
+
+
 # argument of `wb.open` -> the check of its value; where and how a workbench runs, not what it is made of
 CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "name": _name,
@@ -85,6 +91,8 @@ CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "if_exists": lambda name, value: one_of(name, value, ("attach", "replace", "error")),
     "runs": _text,
     "track": _trackers,
+    "resume": _checkpoint,
+    "save_every": lambda name, value: whole(name, value, 1),
 }
 
 

@@ -49,6 +49,14 @@ OPENING: dict[str, tuple[str, dict[str, Any]]] = {
         "track",
         {"metavar": "TRACKER[=PROJECT]", "action": "append", "help": "metrics go to it too: see lab.track; repeatable"},
     ),
+    "--resume": (
+        "resume",
+        {"metavar": "PATH", "help": "go on from a checkpoint, or from the newest one of a run folder"},
+    ),
+    "--save-every": (
+        "save_every",
+        {"metavar": "N", "type": int, "help": "a checkpoint after each N iterations, in the run folder"},
+    ),
 }
 FLAGS = {
     "--keep": "leave the workbench living, for wb.attach, also where the script closes it",

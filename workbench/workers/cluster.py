@@ -6,6 +6,7 @@ last workbench closes. Ray's control store listens on every interface whatever i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -27,6 +28,7 @@ from workbench.home import home, locked
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
+ATTEMPTS = 3
 Note = Callable[[str], None]
 
 
@@ -89,10 +91,10 @@ def _free_port() -> int:
 
 
 def _start_head(note: Note) -> dict[str, Any]:
-    try:
-        return _try_start_head(note)
-    except HostDied:
-        return _try_start_head(note)  # Ray gives its processes 30 s, too little on a machine that is busy just then
+    for _ in range(ATTEMPTS - 1):  # Ray gives its processes 30 s, too little on a machine that is busy just then
+        with contextlib.suppress(HostDied):
+            return _try_start_head(note)
+    return _try_start_head(note)
 
 
 def _try_start_head(note: Note) -> dict[str, Any]:
@@ -102,6 +104,7 @@ def _try_start_head(note: Note) -> dict[str, Any]:
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
         *(f"--ray-client-server-port={_free_port()}", "--include-log-monitor=false"),
+        "--no-monitor",  # of the autoscaler: there is one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
     ]
     # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.

@@ -1,0 +1,69 @@
+"""Checkpoints of ranks that hold slices: read by the same ranks to the last bit, and by others within rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, stored, tiny_lab, update_on, vowels
+from workbench.placement import ROLES
+
+TORCH: dict[str, Any] = {"learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
+
+
+def trained(**training: Any) -> wb.Model:
+    return wb.Model(TINY, training=wb.Training(**TORCH, **training))
+
+
+# models, placement to save under, placement to go on under
+CASES = {
+    "tensor parallel, and ZeRO-1": (
+        {"actor": trained(engine="torch"), "critic": trained(engine="deepspeed", zero_stage=1)},
+        wb.Placement.of({"all": (2, ROLES)}, layouts={"actor": (1, 2, 1)}),
+        wb.Placement.of({"policy": (1, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])}),
+    ),
+    "ZeRO-3, and replicas": (
+        {"actor": trained(engine="deepspeed", zero_stage=3), "critic": trained(engine="torch")},
+        wb.Placement.of({"all": (2, ROLES)}),
+        wb.Placement.colocate(1),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_another_process_goes_on(case: str, tmp_path: Path) -> None:
+    models, placement, other = CASES[case]
+    table, all_models = stored(), {**models, "reference": TINY, "reward": vowels}
+    with tiny_lab("saved", tmp_path, models=all_models, placement=placement, devices=2) as lab:
+        update_on(lab, table)
+        lab.refresh_reference()
+        reference = lab.reference.weight_digests()[0]
+        checkpoint = lab.save(tmp_path / "one")
+        roles = {role: sum(f.stat().st_size for f in (checkpoint.folder / "roles" / role).glob("*.safetensors"))
+                 for role in ("actor", "critic")}  # fmt: skip
+        weights = {role: sum(w.numel for w in lab_weights(lab, role)) for role in roles}
+        # fp32 weights and two moments, each element once however many ranks hold it; and a header a file
+        for role, nbytes in roles.items():
+            assert 12 * weights[role] <= nbytes < 12 * weights[role] + 6 * 8192
+        expected = update_on(lab, table)
+    with wb.restore(tmp_path / "one", name="same", runs=tmp_path) as lab:
+        assert lab.reference.weight_digests()[0] == reference
+        assert update_on(lab, table) == expected
+        assert lab.actor.check_sync()[0] < 1e-3
+    with wb.restore(tmp_path / "one", name="other", runs=tmp_path, placement=other) as lab:
+        assert lab.reference.weight_digests()[0] == reference
+        found = update_on(lab, table)
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-5)
+        assert lab.actor.check_sync()[0] < 1e-3
+
+
+def lab_weights(lab: wb.Workbench, role: str) -> Any:
+    from workbench.placement.state import state_of
+
+    model = lab.description.role_models()[role]
+    assert model is not None
+    return next(part.weights for part in state_of(model) if part.what == "parameters")
