@@ -33,7 +33,9 @@ CPU = torch.device("cpu")
 
 
 def process_state():
-    quiet = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TORCHINDUCTOR_CACHE"))}
+    # DeepSpeed leaves PYTORCH_NVML_... where it is imported, whoever does it
+    own = ("VLLM_", "TORCHINDUCTOR_CACHE", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    quiet = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return (
         quiet,
         torch.get_num_threads(),
