@@ -30,7 +30,9 @@ class Frame:
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
         """Two lines of text. cells: what to call files that are cells of this notebook."""
-        where = f"{cells[self.file]}, line {self.line}" if self.file in cells else f'File "{self.file}", line {self.line}'
+        where = (
+            f"{cells[self.file]}, line {self.line}" if self.file in cells else f'File "{self.file}", line {self.line}'
+        )
         text = self.text or linecache.getline(self.file, self.line).strip()
         return [f"  {where}, in {self.function}", *([f"    {text}"] if text else [])]
 
@@ -47,7 +49,9 @@ class Left:
         """One line of text."""
         name = self.last.file.rpartition("-packages/")[2]
         frames = "a frame" if self.count == 1 else f"{self.count} frames, the last"
-        return [f"  ... {frames} in {', '.join(self.libraries)}: {name}, line {self.last.line}, in {self.last.function}"]
+        return [
+            f"  ... {frames} in {', '.join(self.libraries)}: {name}, line {self.last.line}, in {self.last.function}"
+        ]
 
 
 @dataclass(frozen=True)

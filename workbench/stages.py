@@ -380,6 +380,8 @@ class Stages(StageNames, Failing, HeldBatches):
     def _result(self, operation: Operation, batch: Batch | None, run: Run) -> Any:
         calls, replies, group = run.calls, run.replies, run.group
         self._record(run)
+        for note in dict.fromkeys(note for reply in replies for note in reply.notes):
+            print(f"{run.name}: {note}")
         ranks = operation.protocol.collect(group.layout)
         metrics: Metrics = {}
         for rank in ranks:

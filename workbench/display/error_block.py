@@ -24,7 +24,9 @@ def block(error: WorkbenchError, cells: Mapping[str, str] | None = None) -> str:
         return str(error)
     cells = cell_names() if cells is None else cells
     parts = [f"{error.value.rstrip('.')}.", "\n".join(failure.lines(cells))]
-    parts.append("\n".join(part.rstrip(".") + "." for part in (error.rule, error.remedy and _headed(error.remedy)) if part))
+    parts.append(
+        "\n".join(part.rstrip(".") + "." for part in (error.rule, error.remedy and _headed(error.remedy)) if part)
+    )
     return "\n\n".join(part for part in (*parts, HINT) if part)
 
 

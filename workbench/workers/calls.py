@@ -233,12 +233,14 @@ def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
 class Output:
     """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
 
-    metrics: by name; a plain number is a `Mean` that counts once for each rank.
+    metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: what is to be said in the cell,
+    such as why an optimizer step was skipped.
     """
 
     columns: Table = field(default_factory=dict)
     metrics: Mapping[str, Metric | float] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     value: Any = None
 
 
@@ -266,6 +268,7 @@ class Reply:
     spans: list[Any]
     transfers: list[Any]
     syncs: list[Any]
+    notes: tuple[str, ...] = ()
     failure: Failure | None = None
 
 
@@ -301,7 +304,9 @@ class Failure:
     @property
     def traceback(self) -> str:
         """Its frames as text."""
-        return "\n".join(RankFailure(ranks=(0,), kind=self.kind, message="", chain=self.chain).lines({}, alone=True)[1:])
+        return "\n".join(
+            RankFailure(ranks=(0,), kind=self.kind, message="", chain=self.chain).lines({}, alone=True)[1:]
+        )
 
     @property
     def likeness(self) -> tuple[Any, ...]:

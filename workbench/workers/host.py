@@ -22,6 +22,7 @@ from workbench.placement import Layout
 from workbench.telemetry import Recorder, Transfer
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
+from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
@@ -141,6 +142,7 @@ class Host(Shards):
             columns={name: column_summary(column) for name, column in columns.items()},
             metrics=metrics,
             meta=output.meta,
+            notes=output.notes,
             value=output.value,
             spans=spans,
             transfers=transfers,
@@ -149,7 +151,7 @@ class Host(Shards):
         )
 
     def _carry_out(self, call: Call) -> Output:
-        recorder, arguments = self.recorder, call.args
+        recorder, arguments, shard = self.recorder, call.args, None
         if call.rows is not None:
             with recorder.span("transfer") as counted:
                 columns_in = self._pull(call, counted)
@@ -165,7 +167,9 @@ class Host(Shards):
             self._device.turn_to(call.role, call.method)
             # looked up by name at call time, so that reloaded code takes effect with state kept
             result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
-        return result if isinstance(result, Output) else Output(value=result)
+        output = result if isinstance(result, Output) else Output(value=result)
+        require_finite(output, call, shard, self.workers[call.role])
+        return output
 
     def replay(self, call: Call) -> Output:
         """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""

@@ -247,7 +247,12 @@ class RewardWorker(ModelWorker):
         check_columns=_check_row,
     )
     def compute_reward(
-        self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, call_timeout_s: float = 30.0
+        self,
+        batch: Shard,
+        *,
+        function: RewardFunction | None = None,
+        concurrency: int = 8,
+        call_timeout_s: float = 30.0,
     ) -> Output:
         """Column `rewards`: one score a row [rows], or one a response token where the function returns lists; 0 on the
         tokens that the policy did not choose (outside `response_mask`).
@@ -266,7 +271,9 @@ class RewardWorker(ModelWorker):
         self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, call_timeout_s: float
     ) -> Output:
         function = function or self.spec.function
-        scores = self._scores(batch) if function is None else self._by_function(batch, function, concurrency, call_timeout_s)
+        scores = (
+            self._scores(batch) if function is None else self._by_function(batch, function, concurrency, call_timeout_s)
+        )
         if isinstance(scores, Ragged) and "response_mask" in batch.columns:
             scores = scores.like(torch.where(batch.ragged("response_mask").values.bool(), scores.values, 0.0))
         values = scores.values if isinstance(scores, Ragged) else scores
@@ -330,7 +337,12 @@ class CostWorker(RewardWorker):
         check_columns=_check_row,
     )
     def compute_cost(
-        self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, call_timeout_s: float = 30.0
+        self,
+        batch: Shard,
+        *,
+        function: RewardFunction | None = None,
+        concurrency: int = 8,
+        call_timeout_s: float = 30.0,
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
         return self._score(batch, "costs", function, concurrency, call_timeout_s)
