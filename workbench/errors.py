@@ -17,8 +17,8 @@
     ├── CheckFailed         (RuntimeError)  a check of the live system failed
     └── HostDied            (RuntimeError)  a host process is gone
 
-Each message says the value, the rule and the remedy. In a notebook an error is shown as one block: the user's lines, the
-frames on the ranks, the message.
+Each message says the value, the rule and the remedy. In a notebook an error is shown as one block: the user's lines,
+the message, the frames on the ranks.
 """
 
 from __future__ import annotations

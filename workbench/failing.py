@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import TYPE_CHECKING, Any, cast
 
-from workbench.display.error_block import block
+from workbench.display.error_block import block, cell_names
 from workbench.display.html import table
-from workbench.errors import NotFound, StageInterrupted, UpstreamError
+from workbench.errors import NotFound, StageInterrupted, UpstreamError, WorkbenchError
 from workbench.failures import StageFailure
 from workbench.workers.calls import Call
 from workbench.workers.operation import Operation
@@ -39,13 +40,16 @@ class FailedStage:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        failure: StageFailure | None = getattr(self.error, "failure", None)
-        return () if failure is None else failure.ranks
+        return () if self._failure is None else self._failure.ranks
+
+    @property
+    def _failure(self) -> StageFailure | None:
+        return self.error.failure if isinstance(self.error, WorkbenchError) else None
 
     @property
     def text(self) -> str:
         """What the cell showed, without the cell's own lines."""
-        said = block(self.error) if hasattr(self.error, "failure") else str(self.error)
+        said = block(self.error) if isinstance(self.error, WorkbenchError) else str(self.error)
         return f"{type(self.error).__name__}: {said}"
 
     def __repr__(self) -> str:
@@ -61,15 +65,9 @@ class FailedStage:
             {"": "batch", "value": "" if self.batch is None else f"{self.batch.id}, {self.batch.rows} rows"},
             *({"": name, "value": f"{value!r:.80}"} for name, value in self.arguments.items()),
         ]
-        frames = "\n".join(self.error.failure.lines()) if getattr(self.error, "failure", None) else ""
-        shown = f"<pre>{_escaped(frames)}</pre>" if frames else ""
+        frames = "\n".join(self._failure.lines(cell_names())) if self._failure else ""
+        shown = f"<pre>{escape(frames)}</pre>" if frames else ""
         return table(rows, caption=repr(self).strip("<>"), max_rows=40) + shown
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)
 
 
 class Failing:
@@ -109,10 +107,7 @@ class Failing:
         """Let go of the last failure, and of the batch that is kept with it."""
         self._failed = None
 
-    def debug(
-        self: Workbench,  # type: ignore[misc]
-        *, rank: int | None = None, device: str | None = None, post_mortem: bool = False,
-    ) -> Any:  # fmt: skip
+    def debug(self, *, rank: int | None = None, device: str | None = None, post_mortem: bool = False) -> Any:
         """Run the last stage that failed again, in this kernel, where `breakpoint()`, `%debug` and pdb work.
 
         A worker of the role is made here, takes the state of the live one (weights, moments, step count, random state;
@@ -131,4 +126,4 @@ class Failing:
         """
         from workbench.replay import replay
 
-        return replay(self, self.last_error(), rank=rank, device=device, post_mortem=post_mortem)
+        return replay(cast("Workbench", self), self.last_error(), rank=rank, device=device, post_mortem=post_mortem)

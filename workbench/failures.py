@@ -30,11 +30,9 @@ class Frame:
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
         """Two lines of text. cells: what to call files that are cells of this notebook."""
-        where = (
-            f"{cells[self.file]}, line {self.line}" if self.file in cells else f'File "{self.file}", line {self.line}'
-        )
+        file = cells.get(self.file) or f'File "{self.file}"'
         text = self.text or linecache.getline(self.file, self.line).strip()
-        return [f"  {where}, in {self.function}", *([f"    {text}"] if text else [])]
+        return [f"  {file}, line {self.line}, in {self.function}", *([f"    {text}"] if text else [])]
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,9 @@ class Left:
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
         """One line of text."""
-        name = self.last.file.rpartition("-packages/")[2]
+        name, libraries = self.last.file.rpartition("-packages/")[2], ", ".join(self.libraries)
         frames = "a frame" if self.count == 1 else f"{self.count} frames, the last"
-        return [
-            f"  ... {frames} in {', '.join(self.libraries)}: {name}, line {self.last.line}, in {self.last.function}"
-        ]
+        return [f"  ... {frames} in {libraries}: {name}, line {self.last.line}, in {self.last.function}"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class StageFailure:
         """All ranks that failed."""
         return tuple(sorted(rank for failure in self.failures for rank in failure.ranks))
 
-    def lines(self, cells: Mapping[str, str] = {}) -> list[str]:  # noqa: B006 (read only)
+    def lines(self, cells: Mapping[str, str] = {}) -> list[str]:
         """The frames on the ranks, equal failures as one."""
         alone = len(self.failures) == 1
         return [line for failure in self.failures for line in failure.lines(cells, alone=alone)]

@@ -11,7 +11,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.errors import RewardError, StageError, StageTimeout
+from workbench.errors import RewardError, RolloutError, StageError, StageTimeout
 from workbench.workers.calls import Output, Shard
 from workbench.workers.roles.critic import CriticWorker
 
@@ -26,6 +26,23 @@ class Fragile(CriticWorker):
         if self.context.host.rank in ranks:
             raise FloatingPointError(f"rank {self.context.host.rank}: {totals.tolist()}")
         return Output(columns={"total": totals})
+
+    @wb.register(
+        "DP_PROTO",
+        reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
+        minibatched=True,
+        updates=True,
+    )
+    def learn(self, batch: Shard) -> Output:
+        self.update_critic(batch)
+        raise FloatingPointError(f"learned, after {self.engine.steps} steps")
+
+
+class Breaks:
+    """An environment that does not answer."""
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        raise LookupError(f"after {response!r}")
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +104,14 @@ def test_a_rank_is_replayed_here_with_the_live_weights_and_the_live_ones_stay(
     assert seen["published_bytes"] == 0
 
 
-def test_a_function_and_an_update_and_generation_are_replayed(
-    lab: wb.Workbench, batch: wb.Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = batch.fetch(["prompt"], rows=[3])["prompt"][0]
+def test_a_function_an_environment_and_an_update_are_replayed(lab: wb.Workbench, batch: wb.Batch) -> None:
+    prompts = batch.fetch(["prompt"])["prompt"]
+    assert isinstance(prompts, list)
 
     def broken(prompt: str, response: str, **row: Any) -> float:
-        return 1 / 0 if prompt == first else 1.0
+        return 1 / 0 if prompt == prompts[3] else 1.0
 
-    with pytest.raises(RewardError, match="failed on rank 1: .*ZeroDivisionError"):
+    with pytest.raises(RewardError, match=r"failed on rank 1: .*ZeroDivisionError"):
         lab.reward.compute_reward(batch, function=broken)
     with pytest.raises(ZeroDivisionError) as caught:
         lab.debug()
@@ -105,6 +121,18 @@ def test_a_function_and_an_update_and_generation_are_replayed(
         frames.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
     assert frames[-1] == "broken"
+    with pytest.raises(RolloutError, match="step of environment Breaks"):
+        lab.actor.generate_sequences(batch, environment=Breaks, max_new_tokens=4, seed=3)
+    with pytest.raises(LookupError, match="after"):
+        lab.debug()
+    digests = lab.critic.weight_digests()
+    with pytest.raises(StageError, match="FloatingPointError: learned") as learned:
+        lab.critic.learn(batch)
+    assert lab.critic.weight_digests() != digests
+    with pytest.raises(FloatingPointError, match="learned") as again:
+        lab.debug()
+    steps = [str(error.value).partition("after ")[2].partition(" steps")[0] for error in (learned, again)]
+    assert int(steps[1]) == int(steps[0]) + 2  # from the state as it is now, optimizer and all
     lab.forget_error()
     with pytest.raises(wb.errors.NotFound, match="no stage of 'errors' has failed"):
         lab.debug()
@@ -125,8 +153,8 @@ def test_a_stage_past_its_time_is_given_up_and_the_pool_goes_on(lab: wb.Workbenc
     assert time.monotonic() - began > 3.5
     late = lab.reward.compute_reward.submit(batch, function=slow, concurrency=1, timeout_s=0.5)
     behind = lab.reward.compute_reward.submit(batch, timeout_s=1)
-    with pytest.raises(StageTimeout, match="timeout_s=0.5"):
+    with pytest.raises(StageTimeout, match=r"timeout_s=0\.5"):
         late.result()
-    with pytest.raises(StageTimeout, match="it waited for pool .* given up"):
+    with pytest.raises(StageTimeout, match=r"it waited for pool .* given up"):
         behind.result()
     assert lab.reward.compute_reward(batch).rows == 4

@@ -24,20 +24,20 @@ def one_error(
     for rank, failure in failures.items():
         alike.setdefault(failure.likeness, []).append(rank)
     groups = [_rank_failure(ranks, failures) for ranks in alike.values()]
-    first, rank = groups[0], failures[groups[0].ranks[0]]
+    first, raised = groups[0], failures[groups[0].ranks[0]]
     where = f"{group.role}.{stage} failed on rank {', '.join(map(str, first.ranks))}"
     others = len(failures) - len(first.ranks)
     rule = f"{others} other rank(s) failed otherwise" if others else ""
-    remedy = STUCK if stuck else rank.remedy
-    if isinstance(rank.error, WorkbenchError):
-        cause = rank.error
+    remedy = STUCK if stuck else raised.remedy
+    if isinstance(raised.error, WorkbenchError):
+        cause = raised.error
         error: WorkbenchError = type(cause)(f"{where}: {cause.value}", cause.rule or rule, cause.remedy or remedy)
     else:
-        error = StageError(f"{where}: {rank.kind}: {rank.message}", rule, remedy)
+        error = StageError(f"{where}: {raised.kind}: {raised.message}", rule, remedy)
     error.failure = StageFailure(role=group.role, stage=stage, pool=group.pool.name, run=run, failures=tuple(groups))
     if note := "\n".join(error.failure.lines()):
         error.add_note(note)
-    error.__cause__ = rank.error
+    error.__cause__ = raised.error
     return error
 
 

@@ -23,15 +23,10 @@ def block(error: WorkbenchError, cells: Mapping[str, str] | None = None) -> str:
     if failure is None:
         return str(error)
     cells = cell_names() if cells is None else cells
-    parts = [f"{error.value.rstrip('.')}.", "\n".join(failure.lines(cells))]
-    parts.append(
-        "\n".join(part.rstrip(".") + "." for part in (error.rule, error.remedy and _headed(error.remedy)) if part)
-    )
+    help = (error.rule, f"Remedy: {error.remedy}" if error.remedy else "")
+    said = "\n".join(f"{part.rstrip('.')}." for part in help if part)
+    parts = (f"{error.value.rstrip('.')}.", "\n".join(failure.lines(cells)), said)
     return "\n\n".join(part for part in (*parts, HINT) if part)
-
-
-def _headed(remedy: str) -> str:
-    return f"Remedy: {remedy}"
 
 
 def rendered(error: WorkbenchError) -> list[str]:

@@ -17,7 +17,7 @@ from workbench.dataflow.location import Pull
 from workbench.dataflow.row_numbers import pack
 from workbench.engines.settings import ShareMemory
 from workbench.errors import BadInput, StageError, WorkbenchError
-from workbench.failures import Frame, Raised, RankFailure, chain_of, is_users
+from workbench.failures import Frame, Raised, chain_of, is_users
 from workbench.placement import host_name
 
 
@@ -304,9 +304,7 @@ class Failure:
     @property
     def traceback(self) -> str:
         """Its frames as text."""
-        return "\n".join(
-            RankFailure(ranks=(0,), kind=self.kind, message="", chain=self.chain).lines({}, alone=True)[1:]
-        )
+        return "\n".join(line for raised in self.chain for line in raised.lines({}))
 
     @property
     def likeness(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Numbers that are none: in which column and row a stage's output first holds NaN or infinity, and where it came from."""
+"""Numbers that are none: where a stage's output first holds NaN or infinity, and where that came from."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
         number = row if call.rows is None else int(call.rows[row])
         place = f"row {number}" + ("" if token is None else f", response token {token}")
         why, remedy = _cause(call, shard, worker, row)
-        raise StageError(
-            f"column {name!r} holds {value} in {place}, the first of {_bad_rows(column)} rows", why, remedy
-        )
+        rows = _bad_rows(column)
+        more = f", the first of {rows} such rows" if rows > 1 else ""
+        raise StageError(f"column {name!r} holds {value} in {place}{more}", why, remedy)
 
 
 def first_not_finite(column: Column) -> tuple[int, int | None, str] | None:
@@ -86,7 +86,7 @@ def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[s
     if weight:
         return (
             f"so does the {call.role}'s weight {weight}",
-            "go back to weights from before: a lower learning_rate, a max_grad_norm or more warmup_steps keep them finite",
+            "go back to weights from before; a lower learning_rate, a max_grad_norm or warmup_steps keep them finite",
         )
     module = "" if shard is None else _first_module(call, shard, worker, row)
     remedy = "where only bfloat16 overflows, dtype='float32'; else leave the row out"
@@ -99,8 +99,8 @@ def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[s
 
 
 def _first_module(call: Call, shard: Shard, worker: Worker, row: int) -> str:
-    """The first module whose output is not finite when the stage is run on that row alone. Only a rank that is alone can
-    tell: others would have to compute with it."""
+    """The first module whose output is not finite when the stage is run on that row alone. Only a rank that is alone
+    can tell: others would have to compute with it."""
     operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)
     if worker.context.communicator.world_size > 1 or operation is None or operation.updates or operation.generates:
         return ""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.machine import available_bytes
 from workbench.display.html import bytes_text
+from workbench.machine import available_bytes
 from workbench.workers.calls import Call
 
 if TYPE_CHECKING:

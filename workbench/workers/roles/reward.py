@@ -262,8 +262,8 @@ class RewardWorker(ModelWorker):
         passed by name, those that the function takes, and after rollouts in an environment `environment_rewards`, a
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
-        concurrency, call_timeout_s: calls of the function under way at once, and the time limit of one. A call past it fails
-        the stage, but Python cannot end it: it goes on in its host until it returns.
+        concurrency, call_timeout_s: calls of the function under way at once, and the time limit of one. A call past it
+        fails the stage, but Python cannot end it: it goes on in its host until it returns.
         """
         return self._score(batch, "rewards", function, concurrency, call_timeout_s)
 
