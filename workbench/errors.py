@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.failures import StageFailure
+    from workbench import failures
 
 
 class WorkbenchError(Exception):
@@ -35,7 +35,7 @@ class WorkbenchError(Exception):
     failure: where a stage failed: role, stage, ranks, and the frames on them.
     """
 
-    failure: StageFailure | None = None
+    failure: failures.StageFailure | None = None
 
     def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
         super().__init__(value, rule, remedy)
