@@ -12,18 +12,30 @@
     │   ├── RolloutError                    the user's environment raised or gave a wrong value
     │   ├── SyncError                       the generation engine does not hold the trainer's weights
     │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
+    │   ├── StageTimeout                    a stage took longer than its `timeout_s`
     │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
     ├── CheckFailed         (RuntimeError)  a check of the live system failed
     └── HostDied            (RuntimeError)  a host process is gone
 
-Each message says the value, the rule and the remedy.
+Each message says the value, the rule and the remedy. In a notebook an error is shown as one block: the user's lines,
+the message, the frames on the ranks.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench import failures
+
 
 class WorkbenchError(Exception):
-    """Base of the tree. `value`, `rule` and `remedy` make up the message and stay readable as attributes."""
+    """Base of the tree. `value`, `rule` and `remedy` make up the message and stay readable as attributes.
+
+    failure: where a stage failed: role, stage, ranks, and the frames on them.
+    """
+
+    failure: failures.StageFailure | None = None
 
     def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
         super().__init__(value, rule, remedy)
@@ -31,6 +43,12 @@ class WorkbenchError(Exception):
 
     def __str__(self) -> str:
         return " ".join(part.rstrip(".") + "." for part in (self.value, self.rule, self.remedy) if part)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it, in place of a traceback through our code."""
+        from workbench.display.error_block import rendered
+
+        return rendered(self)
 
 
 class BadInput(WorkbenchError, ValueError):
@@ -75,6 +93,10 @@ class SyncError(StageError):
 
 class StageInterrupted(StageError):
     """The user stopped a stage; the message says in which state things are."""
+
+
+class StageTimeout(StageError):
+    """A stage took longer than its `timeout_s`; the message says what each rank was at."""
 
 
 class UpstreamError(StageError):

@@ -26,7 +26,9 @@ from workbench.dataflow.run_log import RunLog
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.stage_names import StageNames
 from workbench.dataflow.store import Origin, Weights
+from workbench.engines.settings import at_least
 from workbench.errors import BadInput, StageInterrupted
+from workbench.failing import Failing
 from workbench.held_batches import HeldBatches
 from workbench.notebook_cell import running_cell
 from workbench.placement import ROLLOUT
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from workbench.prompt_stream import PromptStream
 
 
-class Stages(StageNames, HeldBatches):
+class Stages(StageNames, Failing, HeldBatches):
     """The methods of a `Workbench` that run stages, and the counters that they move."""
 
     prompts: PromptStream
@@ -227,6 +229,9 @@ class Stages(StageNames, HeldBatches):
         self._check_alive(group)
         self.check_driver()
         where = f"{group.role}.{operation.name}"
+        timeout_s = kwargs.pop("timeout_s", None)
+        if timeout_s is not None:
+            at_least("timeout_s", timeout_s, 0, strictly=True)
         batch, args = self._batch_argument(where, operation, args, kwargs)
         arguments, samples = group.operations[operation.name].arguments(args, kwargs)
         if operation.samples:
@@ -241,7 +246,8 @@ class Stages(StageNames, HeldBatches):
         before = first()
 
         # a role's stages come after its updates, and are not run when one of these failed
-        updates = [r for r in (*self.scheduler.open_runs(), *self._overlapped) if r.updates and r.group is group]
+        called = (*self.scheduler.open_runs(), *self._overlapped)
+        updates = [r for r in called if r.updates and r.group is group and not (r.done and r.given_up)]
         reads = operation.needed(arguments) if operation.takes_batch else ()
         awaited = [] if batch is None else batch.makers(operation.awaited(reads, batch))
         metrics, reported_as = self.last_metrics, self._stage_name or operation.name
@@ -277,6 +283,8 @@ class Stages(StageNames, HeldBatches):
             plan=plan,
             finish=finish,
             clean=self._clean_up,
+            noted=lambda run, error: self._note_failure(run, error, operation, batch, arguments),
+            timeout_s=timeout_s,
         )
         run.updates, run.writes = operation.updates, operation.written(arguments)
         run.code, run.by_loop = code, self.looping
@@ -375,6 +383,8 @@ class Stages(StageNames, HeldBatches):
     def _result(self, operation: Operation, batch: Batch | None, run: Run) -> Any:
         calls, replies, group = run.calls, run.replies, run.group
         self._record(run)
+        for note in dict.fromkeys(note for reply in replies for note in reply.notes):
+            print(f"{run.name}: {note}")
         ranks = operation.protocol.collect(group.layout)
         metrics: Metrics = {}
         for rank in ranks:

@@ -16,7 +16,7 @@ from workbench.workers.calls import Failure, Reply
 
 FAILED = Reply(
     rank=0, columns={}, metrics={}, meta={}, value=None, spans=[], transfers=[], syncs=[],
-    failure=Failure(kind="ValueError", message="bad row", traceback="", error=None),
+    failure=Failure(kind="ValueError", message="bad row", chain=(), error=None),
 )  # fmt: skip
 
 

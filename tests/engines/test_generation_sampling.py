@@ -71,7 +71,7 @@ def test_a_stop_string_is_found_where_tokens_cut_through_it():
         ({"stop_token_ids": 2}, "stop_token_ids=2"),
         ({"environment": "calculator"}, "environment='calculator'.*must make an environment"),
         ({"max_turns": 0}, "max_turns=0"),
-        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"call_timeout_s": 0}, "call_timeout_s=0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):

@@ -250,7 +250,7 @@ def test_coroutines_share_one_loop_and_environments_are_closed(lab: wb.Workbench
         async def close(self) -> None:
             closed.append(self)
 
-    lab.actor.generate_sequences(lab.prompts.next(3), **sums(environment=Remote, timeout_s=5, max_turns=2))
+    lab.actor.generate_sequences(lab.prompts.next(3), **sums(environment=Remote, call_timeout_s=5, max_turns=2))
     assert len(loops) == 1
     assert len(closed) == 3
 
@@ -298,7 +298,7 @@ def test_an_environment_that_raises_or_hangs_ends_the_stage_and_leaves_the_engin
         lab.actor.generate_sequences(prompts, **sums(environment=functools.partial(Base, "raise")))
     begun_s = time.monotonic()
     with pytest.raises(RolloutError, match=r"took more than 0.2 s for row"):
-        lab.actor.generate_sequences(prompts, **sums(environment=functools.partial(Base, "hang"), timeout_s=0.2))
+        lab.actor.generate_sequences(prompts, **sums(environment=functools.partial(Base, "hang"), call_timeout_s=0.2))
     assert time.monotonic() - begun_s < 10
     release.set()
     assert closed == ["raise"] * 2 + ["hang"] * 2

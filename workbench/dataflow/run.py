@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.dataflow.rank_errors import one_error
 from workbench.display.progress import Progress
-from workbench.errors import HostDied, StageError, StageInterrupted, UpstreamError, WorkbenchError
+from workbench.errors import HostDied, StageInterrupted, StageTimeout, UpstreamError, WorkbenchError
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, Failure, Reply
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 # after a failure are taken to be stuck there; those that get on are waited for.
 GRACE_S = 60.0
 SHOW_S = 0.2
+STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -38,8 +41,9 @@ class Run:
     code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
     given to the next stage at once, as the run itself can. made, meta: the columns that it made, and what is to travel
     along, once it is done. metrics: what its ranks reported. dependents: batches that wait for it.
+    timeout_s: how long it may take, from when its ranks begin or, behind a run that was given up, from when it waits.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
-    forget what a run left that came to nothing.
+    forget what a run left that came to nothing. noted: hears of an error of its own, before who waits for it does.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Run:
         plan: Callable[[], list[Call]],
         finish: Callable[[Run], Any],
         clean: Callable[[Run], None],
+        noted: Callable[[Run, Exception], None] = lambda run, error: None,
+        timeout_s: float | None = None,
     ) -> None:
         self.number, self.stage, self.group = number, stage, group
         self.name = f"{group.role}.{stage}"
@@ -69,7 +75,10 @@ class Run:
         self.metrics = MetricValues()
         self.dependents: list[weakref.ref[Batch]] = []
         self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
+        self._noted, self.timeout_s = noted, timeout_s
         self._future: Future[Any] = Future()
+        self._over = threading.Event()  # its ranks are at it no more: that may be after who waits has been told
+        self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
         self._pending: list[Pending] = []
         self._waiting_ranks: list[int] = []
         self._quiet_since = 0.0  # monotonic, from `send` on
@@ -96,6 +105,16 @@ class Run:
     def done(self) -> bool:
         """Whether `result` returns, or raises, at once."""
         return self._future.done()
+
+    @property
+    def over(self) -> bool:
+        """Whether its ranks are done with it, or lost: a run that was given up, or is late, is `done` before."""
+        return self._over.is_set()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for what its ranks are still at."""
+        return bool(self._abandoned) and not self.over
 
     @property
     def counted(self) -> tuple[int, int]:
@@ -139,18 +158,20 @@ class Run:
         except KeyboardInterrupt:
             self.cancel()
             raise self._interrupted() from None
-        try:
-            return self._future.result()
-        except CancelledError:
-            raise self._not_run() from None
+        if self._future.cancelled():
+            raise self._not_run()
+        error = self._future.exception()
+        if error is not None:
+            raise error.with_traceback(None)  # it may be raised again, elsewhere
+        return self._future.result()
 
     def when_over(self, act: Callable[[], object]) -> None:
         """Call `act` once it has ended, however; now, if it has."""
         self._future.add_done_callback(lambda _: act())
 
     def join(self) -> None:
-        """Wait until it has ended, however."""
-        wait([self._future])
+        """Wait until it is over, however."""
+        self._over.wait()
 
     def cancel(self) -> bool:
         """Give it up: what has not begun is not begun, and what is under way ends with its result dropped.
@@ -164,6 +185,7 @@ class Run:
             if self._future.cancel():
                 self.ended_s = time.time()
                 self._future.set_running_or_notify_cancel()  # wakes those who wait
+                self._over.set()
                 self._forget()
         return True
 
@@ -173,7 +195,10 @@ class Run:
     async def _awaited(self) -> Any:
         # shielded: a task that is given up, or runs out of time, leaves the stage alone
         with contextlib.suppress(CancelledError, asyncio.CancelledError):
-            return await asyncio.shield(asyncio.wrap_future(self._future))
+            try:
+                return await asyncio.shield(asyncio.wrap_future(self._future))
+            except Exception as error:
+                raise error.with_traceback(None) from error.__cause__
         if self._future.cancelled():
             raise self._not_run()
         raise asyncio.CancelledError
@@ -238,6 +263,9 @@ class Run:
             return
         try:
             self.calls, self.started_s = self.plan(), time.time()
+            self.begin_clock()
+            if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
+                self._counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
             for host, call in zip(self.group.hosts, self.calls, strict=True):
                 self._pending.append(backend.execute(host, call, self._counts.hear))
             self._waiting_ranks = list(range(len(self.calls)))
@@ -252,6 +280,51 @@ class Run:
             if not isinstance(error, Exception):
                 raise
             self.fail(error)
+
+    def begin_clock(self) -> None:
+        """Count its time from now, if it does not count yet."""
+        self._clock_s = self._clock_s or time.monotonic()
+
+    def check_time(self, backend: Backend) -> None:
+        """Fail it if it is late. What its ranks are at ends as after an interrupt: with its result dropped."""
+        if self.timeout_s is None or not self._clock_s or self.done:
+            return
+        if time.monotonic() - self._clock_s <= self.timeout_s:
+            return
+        error = StageTimeout(
+            f"{self.name} took longer than timeout_s={self.timeout_s:g}",
+            self._at(backend),
+            "its ranks finish what they began, and the result is dropped; the next call waits for them"
+            if self.calls
+            else "wait for it, or where it never ends open the workbench again with if_exists='replace'",
+        )
+        if not self.calls:
+            self.fail(error)
+            return
+        self._abandoned = f"its timeout_s={self.timeout_s:g} had passed"
+        self.ended_s = time.time()
+        self._noted(self, error)
+        with contextlib.suppress(InvalidStateError):
+            self._future.set_exception(error)
+
+    def _at(self, backend: Backend) -> str:
+        """What each rank is at, in words."""
+        if not self.calls:
+            return f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up"
+        asked = {rank: backend.ask(self.group.hosts[rank], "status") for rank in self._waiting_ranks}
+        backend.wait(list(asked.values()), STATUS_S)
+        said = []
+        for rank in range(len(self.calls)):
+            text = "had finished"
+            if rank in asked:
+                text = f"did not answer in {STATUS_S:g} s"
+                with contextlib.suppress(Exception):  # of one rank: the others' answers stand
+                    if asked[rank].done():
+                        busy, done, total, _ = asked[rank].result()
+                        unit = "rows" if self.stage in COUNT_ROWS else "micro-batches"
+                        text = f"was at {busy or 'the end'}" + (f", {done} of {total} {unit} done" if total else "")
+            said.append(f"rank {rank} {text}")
+        return "; ".join(said)
 
     def outstanding(self) -> list[Pending]:
         """Answers that are still to come."""
@@ -302,6 +375,7 @@ class Run:
         """End the run with a result."""
         self._forget()
         self.ended_s = time.time()
+        self._over.set()
         self._future.set_result(result)
         for dependent in self.dependents:
             batch = dependent()
@@ -317,14 +391,18 @@ class Run:
                 clean(self)
         except Exception as second:
             error.add_note(f"and while cleaning up: {second!r}")
+        if self.calls and not self.done:
+            self._noted(self, error)
         self._forget()
         self.ended_s = time.time()
+        self._over.set()
         with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
 
     def _forget(self) -> None:
         """Let go of inputs, so that batches which nobody else holds are released."""
         self._inputs, self._plan, self._finish, self._clean = [], list, lambda run: None, lambda run: None
+        self._noted = lambda run, error: None
 
     def _collect(self) -> None:
         failures: dict[int, Failure] = {}
@@ -345,31 +423,7 @@ class Run:
             self.stuck = True
             raise dead
         if failures:
-            raise self._error(failures)
-
-    def _error(self, failures: dict[int, Failure]) -> WorkbenchError:
-        """One error for all ranks: of the first cause's own class where it is ours, equal causes grouped."""
-        first = next(iter(failures.values()))
-        ranks = ", ".join(
-            str(rank) for rank, f in failures.items() if (f.kind, f.message) == (first.kind, first.message)
-        )
-        where = f"{self.name} failed on rank {ranks}"
-        others = sum((f.kind, f.message) != (first.kind, first.message) for f in failures.values())
-        rule = f"{others} other rank(s) failed otherwise" if others else ""
-        remedy = (
-            "other ranks wait in a collective for a rank that failed: open the workbench again with if_exists='replace'"
-            if self.stuck
-            else ""
-        )
-        if isinstance(first.error, WorkbenchError):
-            error: WorkbenchError = type(first.error)(
-                f"{where}: {first.error.value}", first.error.rule or rule, first.error.remedy or remedy
-            )
-        else:
-            error = StageError(f"{where}: {first.kind}: {first.message}", rule, remedy)
-            error.add_note(f"on rank {ranks}:\n{first.traceback}")
-        error.__cause__ = first.error
-        return error
+            raise one_error(self.group, self.stage, self.number, failures, stuck=self.stuck)
 
 
 class _Counts:
@@ -378,10 +432,17 @@ class _Counts:
     def __init__(self) -> None:
         self.seen = (0, 0)
         self.report: Callable[[int, int, int], None] = lambda done, total, tokens: None
+        self._until, self._timeout_s = float("inf"), 0.0
+
+    def limit(self, until: float, timeout_s: float) -> None:
+        self._until, self._timeout_s = until, timeout_s
 
     def hear(self, done: int, total: int, tokens: int) -> None:
         self.seen = (done, total)
         self.report(done, total, tokens)
+        if time.monotonic() > self._until:  # here a stage can be left: between micro-batches, between rows
+            self._until = float("inf")
+            raise StageTimeout(f"it took longer than timeout_s={self._timeout_s:g}", f"it had done {done} of {total}")
 
 
 def _failed(pending: Pending) -> bool:

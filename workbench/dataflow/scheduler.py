@@ -35,7 +35,7 @@ class Scheduler:
             try:
                 self._advance()
             finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
-                self._open = [run for run in self._open if not run.done]
+                self._open = [run for run in self._open if not run.over]
                 if self._open and self._thread is None:
                     self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
                     self._thread.start()
@@ -86,20 +86,23 @@ class Scheduler:
         changed = True
         while changed:
             changed = False
-            busy: set[str] = set()
+            busy: dict[str, Run] = {}
             for run in list(self._open):
                 pool = run.group.pool.name
                 try:
                     if run.state == "waiting" and pool not in busy and not run.blocked():
                         run.send(self._backend)
                         changed = True
-                    if run.state == "running":
+                    elif run.state == "waiting" and pool in busy and busy[pool].given_up:
+                        run.begin_clock()
+                    if run.outstanding():
                         run.poll(self._backend)
+                    run.check_time(self._backend)
                 except Exception as error:  # whatever it was, it ends this run and no other
                     run.fail(error)
-                if run.done:
+                if run.over:
                     if run in self._open:
                         self._open.remove(run)
                     changed = True
                 else:
-                    busy.add(pool)
+                    busy.setdefault(pool, run)

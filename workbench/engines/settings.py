@@ -180,8 +180,8 @@ class Sampling(NamedFields):
         ends nothing: responses of forced length, for benchmarks. Whatever ended a response is its last part: EOS, stop
         token, and the tokens up to the one that completed the stop string.
     environment: makes the responses conversations, see `workbench.workers.environment`: a class, or a function without
-        arguments that makes one, called once a sample. max_turns: most turns of the policy. concurrency, timeout_s:
-        calls of environments under way at once on a rank, and the time limit of one.
+        arguments that makes one, called once a sample. max_turns: most turns of the policy. concurrency,
+        call_timeout_s: calls of environments under way at once on a rank, and the time limit of one.
 
     `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
     bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
@@ -205,7 +205,7 @@ class Sampling(NamedFields):
     environment: Callable[[], Any] | None = None
     max_turns: int = 8
     concurrency: int = 8
-    timeout_s: float = 30.0
+    call_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         at_least("temperature", self.temperature, 0)
@@ -245,7 +245,7 @@ class Sampling(NamedFields):
             _check_environment(self.environment)
         whole("max_turns", self.max_turns, 1)
         whole("concurrency", self.concurrency, 1)
-        at_least("timeout_s", self.timeout_s, 0, strictly=True)
+        at_least("call_timeout_s", self.call_timeout_s, 0, strictly=True)
 
     @property
     def token_ids(self) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import pickle
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,8 @@ from workbench.dataflow.columns import Column, Ragged, Table
 from workbench.dataflow.location import Pull
 from workbench.dataflow.row_numbers import pack
 from workbench.engines.settings import ShareMemory
-from workbench.errors import BadInput, StageError
+from workbench.errors import BadInput, StageError, WorkbenchError
+from workbench.failures import Frame, Raised, chain_of, is_users
 from workbench.placement import host_name
 
 
@@ -233,12 +233,14 @@ def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
 class Output:
     """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
 
-    metrics: by name; a plain number is a `Mean` that counts once for each rank.
+    metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: what is to be said in the cell,
+    such as why an optimizer step was skipped.
     """
 
     columns: Table = field(default_factory=dict)
     metrics: Mapping[str, Metric | float] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     value: Any = None
 
 
@@ -266,29 +268,51 @@ class Reply:
     spans: list[Any]
     transfers: list[Any]
     syncs: list[Any]
+    notes: tuple[str, ...] = ()
     failure: Failure | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank's error: its class's name, message, formatted traceback, and the exception itself.
+    """A rank's error: its class's name, message, frames (see `chain_of`), and the exception itself.
 
-    Inline the exception keeps its traceback, so that a notebook shows the frames of the worker and of the user's own
-    functions, and `%debug` enters them (`exceptions` lists the chain there). Sent from another process it arrives
-    without, or not at all where it does not pickle.
+    remedy: what the host knows that would help. says_all: it is an error of ours, and none of the user's code led to
+    it: its message needs no frames.
+    Inline the exception keeps its traceback, so that `%debug` enters the frames of the worker and of the user's own
+    functions (`exceptions` lists the chain there). Sent from another process it arrives without, or not at all where it
+    does not pickle.
     """
 
     kind: str
     message: str
-    traceback: str
+    chain: tuple[Raised, ...]
     error: BaseException | None
+    remedy: str = ""
+    says_all: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """From an exception that was just caught; our own frames of dispatch are left out."""
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-        return cls(kind=type(error).__name__, message=str(error), traceback=text, error=error)
+    def of(cls, error: BaseException, remedy: str = "") -> Failure:
+        """From an exception that was just caught."""
+        chain = chain_of(error)
+        if isinstance(error, WorkbenchError) and len(chain) > 1 and not _of_user(chain[-1]):
+            chain = chain[:-1]  # its message is the whole error's, and how a function was called is no news
+        says_all = isinstance(error, WorkbenchError) and not any(map(_of_user, chain))
+        return cls(
+            kind=type(error).__name__, message=str(error), chain=chain, error=error, remedy=remedy, says_all=says_all
+        )
+
+    @property
+    def traceback(self) -> str:
+        """Its frames as text."""
+        return "\n".join(line for raised in self.chain for line in raised.lines({}))
+
+    @property
+    def likeness(self) -> tuple[Any, ...]:
+        """Equal for failures of ranks that are told as one: raised at the same lines, or where none is known in the
+        same words."""
+        if not self.chain:
+            return self.kind, self.message
+        return self.kind, tuple((raised.kind, raised.frames) for raised in self.chain)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -299,6 +323,10 @@ class Failure:
         if self.error is not None:  # its frames hold on to this process's tensors
             self.error.__traceback__ = None
         return state
+
+
+def _of_user(raised: Raised) -> bool:
+    return any(isinstance(frame, Frame) and is_users(frame.file) for frame in raised.frames)
 
 
 def column_summary(column: Column) -> ColumnSummary:

@@ -186,7 +186,7 @@ class Environments:
         call_each(
             calls,
             concurrency=self._sampling.concurrency,
-            timeout_s=self._sampling.timeout_s,
+            timeout_s=self._sampling.call_timeout_s,
             done=answers.__setitem__,
             fail=fail,
             loop=self._loop,

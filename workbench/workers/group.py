@@ -60,10 +60,17 @@ class GroupOperation:
             parameters.insert(
                 1, inspect.Parameter("samples", inspect.Parameter.KEYWORD_ONLY, default=1, annotation=int)
             )
+        keyword, last = inspect.Parameter.KEYWORD_ONLY, parameters[-1:]
+        place = -1 if last and last[0].kind is inspect.Parameter.VAR_KEYWORD else len(parameters)
+        limit = inspect.Parameter("timeout_s", keyword, default=None, annotation=float | None)
+        parameters[place:place] = [limit]
         return inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises."""
+        """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises.
+
+        timeout_s: `StageTimeout` when its ranks take longer; they end what they began, and the result is dropped.
+        """
         now = self.now
         return now._caller.call(now.group, now.operation, args, kwargs)
 
@@ -78,8 +85,10 @@ class GroupOperation:
         return self._asked.operations.get(self.operation.name, self)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """All arguments by name, checked, and how many samples a row are asked for; the batch is not among them."""
+        """All arguments by name, checked, and how many samples a row are asked for; neither the batch nor `timeout_s`,
+        which every operation takes, is among them."""
         own = dict(kwargs)
+        own.pop("timeout_s", None)
         samples = own.pop("samples", 1) if self.operation.samples else 1
         whole("samples", samples, 1)
         arguments = checked_arguments(self.operation, self.group.role, args, own)

@@ -23,7 +23,9 @@ from workbench.placement.state import Part
 from workbench.telemetry import Recorder, Transfer
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
+from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
+from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
@@ -129,27 +131,11 @@ class Host(Shards):
         try:
             with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
                 recorder.add("queue", call.submitted_s, time.time())
-                arguments: tuple[Any, ...] = call.args
-                if call.rows is not None:
-                    with recorder.span("transfer") as counted:
-                        columns_in = self._pull(call, counted)
-                    shard = Shard(
-                        columns=columns_in,
-                        rows=call.rows,
-                        minibatch_sizes=call.minibatch_sizes,
-                        sample=call.sample,
-                        meta=call.meta,
-                    )
-                    arguments = (shard, *arguments)
-                with recorder.span("compute"):
-                    self._device.turn_to(call.role, call.method)
-                    # looked up by name at call time, so that reloaded code takes effect with state kept
-                    result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
-                output = result if isinstance(result, Output) else Output(value=result)
+                output = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
                 columns = self._keep(output.columns, call)
         except Exception as error:  # an interrupt of the kernel ends an inline stage as it ends any code
-            failure = Failure.of(error)
+            failure = Failure.of(error, remedy_for(error, self, call))
         finally:
             self._busy = ""
         spans, transfers, syncs = recorder.drain()
@@ -158,12 +144,50 @@ class Host(Shards):
             columns={name: column_summary(column) for name, column in columns.items()},
             metrics=metrics,
             meta=output.meta,
+            notes=output.notes,
             value=output.value,
             spans=spans,
             transfers=transfers,
             syncs=syncs,
             failure=failure,
         )
+
+    def _carry_out(self, call: Call) -> Output:
+        recorder, arguments, shard = self.recorder, call.args, None
+        if call.rows is not None:
+            with recorder.span("transfer") as counted:
+                columns_in = self._pull(call, counted)
+            shard = Shard(
+                columns=columns_in,
+                rows=call.rows,
+                minibatch_sizes=call.minibatch_sizes,
+                sample=call.sample,
+                meta=call.meta,
+            )
+            arguments = (shard, *arguments)
+        with recorder.span("compute"):
+            self._device.turn_to(call.role, call.method)
+            # looked up by name at call time, so that reloaded code takes effect with state kept
+            result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
+        output = result if isinstance(result, Output) else Output(value=result)
+        require_finite(output, call, shard, self.workers[call.role])
+        return output
+
+    def replay(self, call: Call) -> Output:
+        """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""
+        info, heard = self.info, self.on_progress
+        self.on_progress = None
+        try:
+            with self.recorder.bind(
+                stage=call.stage, run=call.run, role=call.role, pool=info.pool, rank=info.rank, device=info.device
+            ):
+                output = self._carry_out(call)
+                as_metrics(output.metrics)
+                self._keep(output.columns, replace(call, keep=False))
+            return output
+        finally:
+            self.on_progress = heard
+            self.recorder.drain()
 
     def _note_progress(self, done: int, total: int, tokens: int) -> None:
         self._progress = (done, total, tokens)
@@ -197,6 +221,7 @@ class Host(Shards):
 
     def publish_role(self, move: RoleMove, rank: int) -> Carried:
         """Let others take the state of a role; rank: this host's in its layout."""
+        self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
     def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int) -> list[Transfer]:

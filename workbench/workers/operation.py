@@ -122,7 +122,8 @@ def register(
     """Bind a protocol, itself or by name, to a worker's method.
 
     A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
-    `Operation`. Arguments annotated with a Literal are held to its values.
+    `Operation`. Arguments annotated with a Literal are held to its values. `timeout_s` and, where the operation draws
+    samples, `samples` are the controller's.
     """
 
     if isinstance(protocol, str):
@@ -133,6 +134,12 @@ def register(
         signature = inspect.signature(method)
         parameters = list(signature.parameters.values())
         parameters = [p for p in parameters if p.name != "self"]
+        if "timeout_s" in signature.parameters:
+            raise BadInput(
+                f"{method.__qualname__} takes timeout_s",
+                "every operation has it: it is how long the whole stage may take, and the worker does not see it",
+                "name the argument otherwise, such as call_timeout_s",
+            )
         method.__operation__ = Operation(  # type: ignore[attr-defined]
             name=method.__name__,
             protocol=protocol,

@@ -76,7 +76,10 @@ def score_rows(
 
     calls = [partial(function, **accepted(function, row)) for row in rows]
     with event_loop() as loop:
-        call_each(calls, concurrency=concurrency, timeout_s=timeout_s, done=done, fail=fail, loop=loop)
+        call_each(
+            calls, concurrency=concurrency, timeout_s=timeout_s, done=done, fail=fail, loop=loop,
+            tick=lambda: progress(len(scores), len(rows), 0),
+        )  # fmt: skip
     for i, score in sorted(scores.items()):
         if isinstance(score, list) != isinstance(scores[0], list):
             raise fail(i, f"returned {score!r:.60}, but {scores[0]!r:.60} for row {row_numbers[0]},", ALIKE)

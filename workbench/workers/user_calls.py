@@ -9,7 +9,6 @@ import math
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,6 +36,21 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         thread.join(timeout=1)
 
 
+_in_place = False
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """Inside, `call_each` calls functions in its own thread, one after the other, without a time limit, and what they
+    raise is raised as it is: so that a debugger can stop in them."""
+    global _in_place
+    _in_place, before = True, _in_place
+    try:
+        yield
+    finally:
+        _in_place = before
+
+
 class Fail(Protocol):
     """Makes the error for call number i: what it did, the rule, the remedy."""
 
@@ -51,16 +65,22 @@ def call_each(
     done: Callable[[int, Any], None],
     fail: Fail,
     loop: asyncio.AbstractEventLoop,
+    tick: Callable[[], None] = lambda: None,
 ) -> None:
     """`calls[i]()` for each i, and `done(i, value)` in this thread as they finish, in whatever order.
 
     concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
     timeout_s: for one call; a call past it is abandoned, as Python cannot end a thread.
-    loop: where coroutines that calls return are run, all in one, see `event_loop`.
+    loop: where coroutines that calls return are run, all in one, see `event_loop`. tick: called while none finishes.
     Raises `fail(i, ...)` for the first call that raises or runs out of time; no further one is begun.
     """
+    if _in_place:
+        for i, call in enumerate(calls):
+            value = call()
+            done(i, asyncio.run_coroutine_threadsafe(value, loop).result() if inspect.iscoroutine(value) else value)
+        return
     work: queue.SimpleQueue[int] = queue.SimpleQueue()
-    finished: queue.SimpleQueue[tuple[int, Any, BaseException | None, str]] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
     open_since_s: dict[int, float] = {}
     stop = threading.Event()
     for i in range(len(calls)):
@@ -77,9 +97,9 @@ def call_each(
                 value = calls[i]()
                 if inspect.iscoroutine(value):
                     value = asyncio.run_coroutine_threadsafe(value, loop).result()
-                result: tuple[int, Any, BaseException | None, str] = (i, value, None, "")
+                result: tuple[int, Any, BaseException | None] = (i, value, None)
             except BaseException as error:
-                result = (i, None, error, traceback.format_exc(limit=-4))
+                result = (i, None, error)
             del open_since_s[i]
             finished.put(result)
 
@@ -94,15 +114,16 @@ def call_each(
                 raise fail(
                     late,
                     f"took more than {timeout_s} s",
-                    "timeout_s is the limit of one call",
-                    "raise timeout_s, or mend the function: until it returns it goes on taking a core of its host",
+                    "call_timeout_s is the limit of one call",
+                    "raise call_timeout_s, or mend the function: until it returns it goes on taking a core of its host",
                 )
             try:
-                i, value, error, trace = finished.get(timeout=0.05)
+                i, value, error = finished.get(timeout=0.05)
             except queue.Empty:
+                tick()
                 continue
             if error is not None:
-                raise fail(i, f"raised {type(error).__name__}: {error}", f"its frames:\n{trace}") from error
+                raise fail(i, f"raised {type(error).__name__}: {error}") from error
             left -= 1
             done(i, value)
     finally:

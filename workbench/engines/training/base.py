@@ -28,13 +28,15 @@ PARTS: tuple[Part, ...] = get_args(Part)
 class StepReport:
     """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far.
 
-    skipped: the norm was not finite; weights, optimizer and step count are as before the step.
+    skipped: the norm was not finite; weights, optimizer and step count are as before the step. culprit: then the first
+    weight whose gradient is not finite, by transformers' names; empty where the engine does not know.
     """
 
     grad_norm: float
     learning_rate: float
     steps: int
     skipped: bool = False
+    culprit: str = ""
 
 
 StateKind = Literal["weights", "parameters", "exp_avg", "exp_avg_sq"]

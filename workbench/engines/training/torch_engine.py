@@ -84,8 +84,10 @@ class TorchEngine(TrainingEngine):
         try:
             self._backward(passes)
             norm = self._norm(self._summed_gradients())
-            skipped = not bool(torch.isfinite(norm))
-            if not skipped:
+            skipped, culprit = not bool(torch.isfinite(norm)), ""
+            if skipped:
+                culprit = self._not_finite()
+            else:
                 if self.settings.max_grad_norm > 0:
                     torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
                 for group in self._optimizer.param_groups:
@@ -95,7 +97,15 @@ class TorchEngine(TrainingEngine):
                 self.steps += 1
         finally:
             release_gradients(self.module)
-        return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped)
+        return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit)
+
+    def _not_finite(self) -> str:
+        """The first weight whose gradient is not finite."""
+        names = transformers_names(self.module)
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                return names.get(name, name)
+        return ""
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         names = transformers_names(self.module)

@@ -92,6 +92,10 @@ class InlineBackend(Backend):
         self._in_kernel = True
         self._hosts = {info.name: Host(info, self) for info in infos}
 
+    def host(self, name: str) -> Host:
+        """One of its hosts: it is in this process."""
+        return self._hosts[name]
+
     def check_free(self, pools: Sequence[str], device: str) -> None:
         if pools:
             raise BadInput(

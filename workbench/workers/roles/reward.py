@@ -41,7 +41,7 @@ _NUMBERS = {*NUMBER_COLUMNS, *TOKEN_COLUMNS, "prompt_uid"} - set(OF_ROW)  # whic
 
 def _check(arguments: Mapping[str, Any]) -> None:
     whole("concurrency", arguments["concurrency"], 1)
-    at_least("timeout_s", arguments["timeout_s"], 0, strictly=True)
+    at_least("call_timeout_s", arguments["call_timeout_s"], 0, strictly=True)
     function = arguments["function"]
     if function is None:
         return
@@ -247,7 +247,12 @@ class RewardWorker(ModelWorker):
         check_columns=_check_row,
     )
     def compute_reward(
-        self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
+        self,
+        batch: Shard,
+        *,
+        function: RewardFunction | None = None,
+        concurrency: int = 8,
+        call_timeout_s: float = 30.0,
     ) -> Output:
         """Column `rewards`: one score a row [rows], or one a response token where the function returns lists; 0 on the
         tokens that the policy did not choose (outside `response_mask`).
@@ -257,16 +262,18 @@ class RewardWorker(ModelWorker):
         passed by name, those that the function takes, and after rollouts in an environment `environment_rewards`, a
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
-        concurrency, timeout_s: calls of the function under way at once, and the time limit of one. A call past it fails
-        the stage, but Python cannot end it: it goes on in its host until it returns.
+        concurrency, call_timeout_s: calls of the function under way at once, and the time limit of one. A call past it
+        fails the stage, but Python cannot end it: it goes on in its host until it returns.
         """
-        return self._score(batch, "rewards", function, concurrency, timeout_s)
+        return self._score(batch, "rewards", function, concurrency, call_timeout_s)
 
     def _score(
-        self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, timeout_s: float
+        self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, call_timeout_s: float
     ) -> Output:
         function = function or self.spec.function
-        scores = self._scores(batch) if function is None else self._by_function(batch, function, concurrency, timeout_s)
+        scores = (
+            self._scores(batch) if function is None else self._by_function(batch, function, concurrency, call_timeout_s)
+        )
         if isinstance(scores, Ragged) and "response_mask" in batch.columns:
             scores = scores.like(torch.where(batch.ragged("response_mask").values.bool(), scores.values, 0.0))
         values = scores.values if isinstance(scores, Ragged) else scores
@@ -275,7 +282,7 @@ class RewardWorker(ModelWorker):
             columns={column: scores}, metrics={f"{column}/mean": Mean(total=float(values.sum()), count=len(batch))}
         )
 
-    def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, timeout_s: float) -> Column:
+    def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, call_timeout_s: float) -> Column:
         responses = batch.ragged("response_ids").rows()
         where = f"rank {self.context.host.rank} of pool {self.context.host.pool}"
         given = "environment_rewards" in batch.columns
@@ -295,7 +302,7 @@ class RewardWorker(ModelWorker):
                     rows,
                     [len(response) for response in responses],
                     concurrency=concurrency,
-                    timeout_s=timeout_s,
+                    timeout_s=call_timeout_s,
                     where=where,
                     row_numbers=batch.rows.tolist(),
                     progress=self.context.progress,
@@ -330,10 +337,15 @@ class CostWorker(RewardWorker):
         check_columns=_check_row,
     )
     def compute_cost(
-        self, batch: Shard, *, function: RewardFunction | None = None, concurrency: int = 8, timeout_s: float = 30.0
+        self,
+        batch: Shard,
+        *,
+        function: RewardFunction | None = None,
+        concurrency: int = 8,
+        call_timeout_s: float = 30.0,
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
-        return self._score(batch, "costs", function, concurrency, timeout_s)
+        return self._score(batch, "costs", function, concurrency, call_timeout_s)
 
     @register(
         THREE_D_PROTO,

@@ -102,7 +102,7 @@ class SamplingWorker(Worker):
         environment: Callable[[], Any] | None = None,
         max_turns: int = 8,
         concurrency: int = 8,
-        timeout_s: float = 30.0,
+        call_timeout_s: float = 30.0,
         seed: int | None = None,
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
@@ -138,7 +138,7 @@ class SamplingWorker(Worker):
             environment=environment,
             max_turns=max_turns,
             concurrency=concurrency,
-            timeout_s=timeout_s,
+            call_timeout_s=call_timeout_s,
         )
         metrics = self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
 from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.workers.finite import not_finite_in
 from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
 from workbench.workers.model_worker import ModelWorker, random_state, set_random_state
@@ -58,10 +60,13 @@ class Term:
 
 @dataclass
 class Minibatch:
-    """One optimizer step in the making: this rank's share of its loss, and the metrics of its micro-batches."""
+    """One optimizer step in the making: this rank's share of its loss, and the metrics of its micro-batches.
+
+    odd: where its loss was first not finite, in words."""
 
     share: float = 0.0
     metrics: Metrics = field(default_factory=dict)
+    odd: str = ""
 
 
 class TrainedWorker(ModelWorker):
@@ -138,9 +143,11 @@ class TrainedWorker(ModelWorker):
         rate_scales: a factor of the learning rate for each minibatch, equal on all ranks; empty: all 1.
 
         The token losses of a term are aggregated with the denominator of its whole minibatch, over all replicas and
-        micro-batches. On a pipeline the metrics of losses are on its last stage.
+        micro-batches. On a pipeline the metrics of losses are on its last stage. Steps that the engine skipped are told
+        in `Output.notes`: where the loss, or which gradient, was first not finite.
         """
         context, metrics, done_tokens, done = self.context, Metrics(), 0, 0
+        notes: list[str] = []
         groups = context.groups
         budget = self.training.micro_batch_tokens
         # for each minibatch, the micro-batches of each term
@@ -174,6 +181,8 @@ class TrainedWorker(ModelWorker):
                 mask_BR = micro.mask_BR(term.shard.ragged("response_mask"))
                 scalar = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
                 step.share += float(scalar.detach())
+                if not math.isfinite(step.share) and not step.odd:
+                    step.odd = _odd_loss(term.shard, micro, loss_BR.detach() * mask_BR)
                 merge_metrics(step.metrics, more)
                 return scalar
 
@@ -189,6 +198,11 @@ class TrainedWorker(ModelWorker):
                     passes += [pass_of(term, of_term[number], micro, step) for micro in micros]
                 report = self.engine.step(passes, rate_scales[number] if rate_scales else 1.0)
                 # each replica holds its share of one global loss: the shares add up, the count is one a step
+                if report.skipped:
+                    notes.append(
+                        f"optimizer step {number + 1} of {len(minibatches)}, epoch {epoch + 1}, was skipped: "
+                        + (step.odd or f"the gradient is not finite, first that of {report.culprit or 'some weight'}")
+                    )
                 step.metrics["loss"] = Mean(total=step.share, count=1 / groups.data.world_size)
                 step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)
                 step.metrics["skipped/fraction"] = Mean(total=float(report.skipped), count=1)
@@ -197,7 +211,7 @@ class TrainedWorker(ModelWorker):
                     merge_metrics(metrics, {f"first_minibatch/{name}": m for name, m in step.metrics.items()})
                 merge_metrics(metrics, step.metrics)
         metrics["optimizer_steps"] = Max(value=self.engine.steps)
-        return Output(metrics=metrics)
+        return Output(metrics=metrics, notes=tuple(notes))
 
     def _divisors(self, term: Term) -> list[Tensor]:
         """The denominator of each minibatch of a term, over the rows of all replicas, skipped ones among them."""
@@ -207,3 +221,13 @@ class TrainedWorker(ModelWorker):
             for rows in minibatch_indices(term.shard.minibatch_sizes)
         ]
         return list(self.context.groups.data.all_reduce(torch.stack(parts).to(self.context.device)))
+
+
+def _odd_loss(shard: Shard, micro: MicroBatch, loss_BR: Tensor) -> str:
+    """In which row of the batch a loss is first not finite, and which columns are not there, in words."""
+    bad = (~torch.isfinite(loss_BR)).any(dim=1).nonzero()
+    if not len(bad):
+        return "its loss is not finite"
+    row = micro.index[int(bad[0])]
+    read = not_finite_in(shard.columns, row)
+    return f"its loss is not finite, first in row {int(shard.rows[row])}" + (f", where {read} is not" if read else "")

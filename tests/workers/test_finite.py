@@ -1,0 +1,131 @@
+"""Where numbers are first none: in a column, a weight, a module, a loss, a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import stored, tiny_lab
+from workbench.dataflow.columns import Ragged, Table
+from workbench.errors import StageError
+from workbench.workers.finite import first_not_finite
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("finite", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+def module_of(lab: wb.Workbench, role: str) -> Any:
+    return lab._backend.host(lab._infos[0].name).workers[role].engine.module  # type: ignore[attr-defined]
+
+
+def test_the_first_number_that_is_none() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert first_not_finite(torch.tensor([1.0, 2.0])) is None
+    assert first_not_finite(torch.tensor([1, 2])) is None
+    assert first_not_finite(["nan"]) is None
+    assert first_not_finite(torch.tensor([1.0, inf, nan])) == (1, None, "inf")
+    assert first_not_finite(torch.tensor([[1.0, 2.0], [3.0, nan]])) == (1, None, "nan")
+    ragged = Ragged.of([[1.0, 2.0], [], [3.0, nan]], torch.float32)
+    assert first_not_finite(ragged) == (2, 1, "nan")
+
+
+def test_a_weight_that_is_none(lab: wb.Workbench) -> None:
+    batch = lab.put(stored())
+    weight = dict(module_of(lab, "critic").named_parameters())
+    name = next(name for name in weight if "layers.1" in name and "mlp" in name)
+    with torch.no_grad():
+        before = weight[name].flatten()[0].clone()
+        weight[name].view(-1)[0] = float("nan")
+    try:
+        with pytest.raises(
+            StageError, match=r"critic.compute_values failed on rank 0: column 'values' holds nan in row 0"
+        ):
+            lab.critic.compute_values(batch)
+        text = str(lab.last_error().error)
+        assert "so does the critic's weight" in text and "layers.1.mlp" in text and "learning_rate" in text
+    finally:
+        with torch.no_grad():
+            weight[name].view(-1)[0] = before
+    lab.critic.compute_values(batch)
+
+
+def test_the_first_module_whose_output_is_none(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, mlp = next((n, m) for n, m in module_of(lab, "reference").named_modules() if n.endswith("layers.0.mlp"))
+    before = mlp.forward
+    batch = lab.put(stored())
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "forward", lambda x: before(x) * float("inf"))
+        with pytest.raises(StageError, match=r"column 'ref_log_prob' holds nan in row 0, response token 0") as caught:
+            lab.reference.compute_ref_log_prob(batch)
+    assert f"weights are finite; the first output that is not is that of {name} (LlamaMLP)" in str(caught.value)
+    assert lab.last_error().batch is batch
+    lab.reference.compute_ref_log_prob(batch)
+
+
+def test_a_column_that_was_read(lab: wb.Workbench) -> None:
+    table: Table = lab.actor.compute_log_prob(
+        lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=3)
+    ).fetch()
+    table["rewards"], values = torch.ones(4), table["old_log_prob"]
+    assert isinstance(values, Ragged)
+    worse = values.values.clone()
+    worse[int(values.lengths[:2].sum()) + 1] = float("nan")  # row 2
+    table["values"] = values.like(worse)
+    with pytest.raises(StageError, match=r"holds nan in row 2.*so does what it read there: 'values'"):
+        lab.compute_advantages(lab.put(table))
+    lab.forget_error()
+
+
+def test_a_step_that_is_skipped_is_told_and_the_numbers_stay(
+    lab: wb.Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = stored()
+    returns = table["returns"]
+    assert isinstance(returns, Ragged)
+    worse = returns.values.clone()
+    worse[int(returns.lengths[:3].sum())] = float("nan")  # row 3, in the second of two minibatches
+    digests = lab.critic.weight_digests()
+    metrics = lab.critic.update_critic(lab.put({**table, "returns": returns.like(worse)}))
+    assert metrics["skipped/fraction"] == 0.5
+    said = capsys.readouterr().out
+    assert "critic.update_critic: optimizer step" in said
+    assert "its loss is not finite, first in row 3, where 'returns' is not" in said
+    assert lab.critic.weight_digests() != digests  # the other minibatch has been learned from
+    weight = next(p for n, p in module_of(lab, "critic").named_parameters() if "layers.1.mlp.up" in n)
+    hook = weight.register_hook(lambda gradient: gradient * float("nan"))
+    try:
+        lab.critic.update_critic(lab.put(table))
+    finally:
+        hook.remove()
+    assert "was skipped: the gradient is not finite, first that of" in (said := capsys.readouterr().out)
+    assert "layers.1.mlp.up" in said
+
+
+def test_no_memory_says_what_is_where_and_what_to_turn(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = lab._backend.host(lab._infos[0].name).workers["critic"].engine  # type: ignore[attr-defined]
+    batch = lab.put(stored())
+
+    def large(**inputs: Any) -> Any:
+        return torch.empty(2**55, dtype=torch.uint8)
+
+    monkeypatch.setattr(engine, "forward", large)
+    with pytest.raises(StageError, match=r"failed on rank 0: RuntimeError: .*allocate memory") as caught:
+        lab.critic.compute_values(batch)
+    for text in (
+        "holds ",
+        "critic parameters",
+        "left on the machine",
+        "micro_batch_tokens (now 256)",
+        "lab.critic.move",
+    ):
+        assert text in caught.value.remedy
+    with pytest.raises(StageError) as caught:
+        lab.critic.update_critic(batch)
+    assert "activation_checkpointing=True" in caught.value.remedy
