@@ -13,6 +13,7 @@
     │   ├── SyncError                       the generation engine does not hold the trainer's weights
     │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
     │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
+    ├── ReloadError         (RuntimeError)  edited code failed while it was loaded; the old code goes on
     ├── CheckFailed         (RuntimeError)  a check of the live system failed
     └── HostDied            (RuntimeError)  a host process is gone
 
@@ -20,6 +21,8 @@ Each message says the value, the rule and the remedy.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class WorkbenchError(Exception):
@@ -79,6 +82,12 @@ class StageInterrupted(StageError):
 
 class UpstreamError(StageError):
     """A stage was not run: one whose output it needs failed or was cancelled. Names the first cause."""
+
+
+class ReloadError(WorkbenchError, RuntimeError):
+    """Edited code raised while a process loaded it; all go on with the old code. report: a row a process."""
+
+    report: Any = None
 
 
 class CheckFailed(WorkbenchError, RuntimeError):

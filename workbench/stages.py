@@ -30,6 +30,7 @@ from workbench.errors import BadInput, StageInterrupted
 from workbench.held_batches import HeldBatches
 from workbench.notebook_cell import running_cell
 from workbench.placement import ROLLOUT
+from workbench.reloading import Reloading
 from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
 from workbench.workers.group import WorkerGroup
 from workbench.workers.operation import Operation
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from workbench.prompt_stream import PromptStream
 
 
-class Stages(StageNames, HeldBatches):
+class Stages(StageNames, Reloading, HeldBatches):
     """The methods of a `Workbench` that run stages, and the counters that they move."""
 
     prompts: PromptStream

@@ -139,6 +139,7 @@ class Algorithm(NamedFields, ABC):
 
         Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
         """
+        self.lab.take_edits()
         graph = self.graph()
         stage = self._next(graph)
         self.lab.algorithm = self
@@ -185,6 +186,7 @@ class Algorithm(NamedFields, ABC):
 
         whole("iterations", iterations, 1)
         whole("every", every, 1)
+        self.lab.take_edits()
         rows = []
         with Iterations(type(self).__name__, iterations) as shown:
             for number in range(1, iterations + 1):
