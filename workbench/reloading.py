@@ -29,6 +29,7 @@ from workbench.notebook_code import code_behind, is_of_notebook
 from workbench.placement import ROLLOUT
 from workbench.requirements import check
 from workbench.starting import Step, settle
+from workbench.workers.calls import HostInfo
 from workbench.workers.patching import Patch, Patched, check_syntax
 from workbench.workers.reward_function import check_function
 from workbench.workers.roles import ROLE_WORKERS
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from workbench.telemetry.store import TelemetryStore
     from workbench.workers.backends import Backend, Pending
-    from workbench.workers.calls import HostInfo
+
 
 # How long an error, or an interrupt, waits for hosts to go back to the old code.
 ANSWER_S = 30.0

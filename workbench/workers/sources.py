@@ -54,6 +54,8 @@ class Sources:
     def __init__(self) -> None:
         self.texts: dict[str, Source] = {}  # what the process runs
         self._stamps: dict[str, Stamp] = {}
+        self._modules: dict[str, int] = {}
+        self._newest: tuple[int, str] | None = None
         self._known: set[str] = set()
         self._first: dict[str, str] = {}  # what it ran when it was loaded: a short text for each
         self._edits: dict[str, str] = {}
@@ -61,16 +63,25 @@ class Sources:
 
     def note(self) -> None:
         """Take in the modules that have been imported since it was last called."""
-        if len(sys.modules) == len(self._known):
+        newest = len(sys.modules), next(reversed(sys.modules))
+        if newest == self._newest:
             return
+        self._newest = newest
+        for name in [name for name in self.texts if id(sys.modules.get(name)) != self._modules[name]]:
+            del self.texts[name]  # forgotten, or imported anew
+            self._known.discard(name)
+            self._imports.pop(name, None)
+            self._first.pop(name, None)
+            self._edits.pop(name, None)
         for name in sys.modules.keys() - self._known:
-            path = _editable(name, sys.modules.get(name))
+            module = sys.modules.get(name)
+            path = _editable(name, module)
             if path is not None:
                 try:
                     stamp, text = stamp_of(path), read(path)
                 except (OSError, BadInput):
                     continue
-                self.texts[name], self._stamps[name] = Source(path, text), stamp
+                self.texts[name], self._stamps[name], self._modules[name] = Source(path, text), stamp, id(module)
         self._known = set(sys.modules)
 
     def stale(self) -> dict[str, Source]:
