@@ -252,14 +252,15 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(lab: Any, files: Files
         return 0.0
 
     files.edit("maths", "return 0.2", "return 0.01")
-    for given, said in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"rewards": wrong}, r"reload\(rewards=wrong\)\. this workbench has critic, reward\. write reward"),
         ({"critic": vowels}, "has no function to replace"),
         ({"reward": 3}, "takes a function"),
         ({"reward": wrong}, "has no 'prompt'"),
         ({"critic": ActorWorker}, "derive it from CriticWorker"),
         ({"critic": int}, "derived from the role's"),
-    ]:
+    ]
+    for given, said in refused:
         with pytest.raises(BadInput, match=said):
             lab.reload(**given)
     with lab.overlap(), pytest.raises(BadInput, match=r"inside lab\.overlap\(\)"):
