@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench.telemetry.store import TelemetryStore
+from workbench.workers.sources import loaded
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class _History:
         return cls._one
 
     def _ran(self, result: Any) -> None:
+        loaded.note()
         info = result.info
         if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
             return

@@ -54,6 +54,7 @@ from workbench.workers.backends import Backend, InlineBackend, Pending, RayBacke
 from workbench.workers.cluster import stop_idle_head
 from workbench.workers.group import GroupOperation, WorkerGroup
 from workbench.workers.roles import ROLE_WORKERS
+from workbench.workers.sources import loaded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,6 +104,8 @@ class Workbench(Stages, Checkpoints):
         self._draws: dict[int, int] = {}
         self.last_metrics: dict[str, MetricValues] = {}
         self.groups: dict[str, WorkerGroup] = {}
+        self._shipped = {}
+        loaded.note()
         self._make_groups()
         self.lead = self.groups[description.lead]  # whose tokenizer makes the tokens, and to whom tables are put
         numeric = ROLE_WORKERS["numeric"]
@@ -114,10 +117,7 @@ class Workbench(Stages, Checkpoints):
     def _make_groups(self) -> None:
         """A group, and where weights may change what is known of them, for each role that lacks one; none for roles
         that are no longer there. The handles of the others stay."""
-        description = self.description
-        wanted = {role: (model, role) for role, model in description.models.items()}
-        if description.actor_is_reference:
-            wanted["reference"] = replace(description.models["actor"], adapter=None, worker=None), "actor"
+        description, wanted = self.description, self._wanted
         for role, group in list(self.groups.items()):
             if role not in wanted or group.worker_role != wanted[role][1]:
                 del self.groups[role], self.__dict__[role]
@@ -129,8 +129,8 @@ class Workbench(Stages, Checkpoints):
             if role in self.groups:
                 self.groups[role].spec = model
                 continue
-            worker_class = model.worker or ROLE_WORKERS[role]
-            self.groups[role] = WorkerGroup(role, *self._standing(worker_role), model, worker_class, self, worker_role)
+            kind = model.worker or ROLE_WORKERS[role]
+            self.groups[role] = WorkerGroup(role, *self._standing(worker_role), model, kind, self, worker_role)
             setattr(self, role, self.groups[role])
             if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
                 # an actor of another kind may load weights of its own
@@ -138,6 +138,27 @@ class Workbench(Stages, Checkpoints):
                 self.weights[role] = Weights(steps=0, state="as the model has them" if others else "")
             if role == ROLLOUT:
                 RolloutCaller(self)
+        for part in [part for part in self._shipped if part[0] not in description.models]:
+            del self._shipped[part]
+        self._note_notebook_code(())
+
+    @property
+    def _wanted(self) -> dict[str, tuple[Model, str]]:
+        """For each role its model, and whose workers carry out its operations."""
+        description = self.description
+        wanted = {role: (model, role) for role, model in description.models.items()}
+        if description.actor_is_reference:
+            wanted["reference"] = replace(description.models["actor"], adapter=None, worker=None), "actor"
+        return wanted
+
+    def _remake_groups(self) -> None:
+        """Give the groups the operations that their workers have by now."""
+        for role, (model, _) in self._wanted.items():
+            self.groups[role].become(model, model.worker or ROLE_WORKERS[role])
+        self._numeric.become(self._numeric.spec, ROLE_WORKERS["numeric"])
+        self.compute_advantages = self._numeric.operations["compute_advantages"]
+        if ROLLOUT in self.groups:
+            RolloutCaller(self)
 
     def _standing(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
         """Pool, hosts and layout of a role's workers."""

@@ -14,6 +14,7 @@
     │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
     │   ├── StageTimeout                    a stage took longer than its `timeout_s`
     │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
+    ├── ReloadError         (RuntimeError)  edited code failed while it was loaded; the old code goes on
     ├── CheckFailed         (RuntimeError)  a check of the live system failed
     └── HostDied            (RuntimeError)  a host process is gone
 
@@ -23,7 +24,7 @@ the message, the frames on the ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench import failures
@@ -101,6 +102,12 @@ class StageTimeout(StageError):
 
 class UpstreamError(StageError):
     """A stage was not run: one whose output it needs failed or was cancelled. Names the first cause."""
+
+
+class ReloadError(WorkbenchError, RuntimeError):
+    """Edited code raised while a process loaded it; all go on with the old code. report: a row a process."""
+
+    report: Any = None
 
 
 class CheckFailed(WorkbenchError, RuntimeError):

@@ -32,6 +32,7 @@ from workbench.failing import Failing
 from workbench.held_batches import HeldBatches
 from workbench.notebook_cell import running_cell
 from workbench.placement import ROLLOUT
+from workbench.reloading import Reloading
 from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
 from workbench.workers.group import WorkerGroup
 from workbench.workers.operation import Operation
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from workbench.prompt_stream import PromptStream
 
 
-class Stages(StageNames, Failing, HeldBatches):
+class Stages(StageNames, Failing, Reloading, HeldBatches):
     """The methods of a `Workbench` that run stages, and the counters that they move."""
 
     prompts: PromptStream

@@ -151,11 +151,11 @@ def test_examples_go_on_where_they_stood(tmp_path: Path) -> None:
         sft = lab.demonstrations(rows)
         lab.actor.update_sft(sft.next(4))
         lab.save(tmp_path / "one")
-        expected = sft.next(4).fetch(["prompt_uid", "response_ids"])
+        expected: Any = sft.next(4).fetch(["prompt_uid", "response_ids"])
     with wb.restore(tmp_path / "one", name="again", runs=tmp_path) as lab:
         others = lab.demonstrations(rows[:6])
         assert others.drawn == 0
-        found = lab.demonstrations(rows).next(4).fetch(["prompt_uid", "response_ids"])
+        found: Any = lab.demonstrations(rows).next(4).fetch(["prompt_uid", "response_ids"])
         assert found["prompt_uid"].tolist() == expected["prompt_uid"].tolist()
         assert found["response_ids"].values.tolist() == expected["response_ids"].values.tolist()
         assert lab.iteration == 2

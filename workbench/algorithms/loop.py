@@ -140,6 +140,7 @@ class Algorithm(NamedFields, ABC):
 
         Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
         """
+        self.lab.take_edits()
         self.lab.take_up(self)
         graph = self.graph()
         stage = self._next(graph)
@@ -200,6 +201,7 @@ class Algorithm(NamedFields, ABC):
 
         whole("iterations", iterations, 1)
         whole("every", every, 1)
+        self.lab.take_edits()
         rows = []
         self.lab.take_up(self)
         resumed = self._under_way and self.taken_up and self.lab.saved_algorithm is not None

@@ -97,6 +97,10 @@ class Model(NamedFields):
 
     def generating(self, generation: Generation | None) -> Model:
         """A filled model whose role generates so, or does not (None), as trained as this one."""
-        model = replace(self, generation=generation)
+        return self.changed(generation=generation)
+
+    def changed(self, **fields: Any) -> Model:
+        """A filled model with other fields, as trained as this one."""
+        model = replace(self, **fields)
         object.__setattr__(model, "trained", self.trained)
         return model

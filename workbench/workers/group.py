@@ -13,6 +13,7 @@ from workbench.fingerprint import fingerprint
 from workbench.models.spec import Model
 from workbench.placement import Layout, Placement, Pool
 from workbench.workers.operation import Operation, checked_arguments, operations
+from workbench.workers.sources import loaded
 
 
 class Caller(Protocol):
@@ -34,6 +35,10 @@ class Placer(Caller, Protocol):
 
     def move(self, placement: Placement) -> Any:
         """Change to that placement."""
+        ...
+
+    def take_edits(self) -> None:
+        """Take edited code first, where that is to happen of itself."""
         ...
 
 
@@ -71,11 +76,13 @@ class GroupOperation:
 
         timeout_s: `StageTimeout` when its ranks take longer; they end what they began, and the result is dropped.
         """
+        self._asked.take_edits()
         now = self.now
         return now._caller.call(now.group, now.operation, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Run:
         """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
+        self._asked.take_edits()
         now = self.now
         return now._caller.submit(now.group, now.operation, args, kwargs)
 
@@ -107,7 +114,9 @@ class GroupOperation:
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec
             self._method_code = fingerprint((method, spec))
-        return fingerprint((self._method_code, sorted(arguments.items()), samples))[:12]
+        given = (getattr(value, "__module__", "") for value in arguments.values() if callable(value))
+        edits = loaded.edits_behind({*self.group.modules, *given})
+        return fingerprint((self._method_code, edits, sorted(arguments.items()), samples))[:12]
 
     def __repr__(self) -> str:
         return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"
@@ -135,11 +144,27 @@ class WorkerGroup:
         self.worker_role, self._caller = worker_role or role, caller
         self.role, self.dropped = role, False
         self.place(pool, hosts, layout)
-        self.spec, self.worker_class = spec, worker_class
         self.operations: dict[str, GroupOperation] = {}
+        self.become(spec, worker_class)
+
+    def become(self, spec: Model, worker_class: type) -> None:
+        """Have the operations of a worker class as it is now, and no others."""
+        for name in self.operations:
+            delattr(self, name)
+        self.spec, self.worker_class, self.operations = spec, worker_class, {}
         found = operations(worker_class)
-        self._own = {name: GroupOperation(self, operation, caller) for name, operation in found.items()}
+        self._own = {name: GroupOperation(self, operation, self._caller) for name, operation in found.items()}
         self.take_back()
+
+    @property
+    def modules(self) -> set[str]:
+        """Where the code of its operations is written, but for what that imports."""
+        parts = (*self.worker_class.__mro__, self.spec.function)
+        return {getattr(part, "__module__", None) or "" for part in parts if part is not None}
+
+    def take_edits(self) -> None:
+        """See `Workbench.autoreload`."""
+        self._caller.take_edits()
 
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
         """Say that its ranks stand elsewhere now."""

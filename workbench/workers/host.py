@@ -25,11 +25,13 @@ from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Re
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
+from workbench.workers.patching import Models, Patch, Patched
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
+from workbench.workers.sources import Source, loaded
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -49,6 +51,8 @@ class Host(Shards):
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
+        self._patch = Patch()
+        loaded.note()
         torch.set_num_threads(info.threads)
 
     # --- the pool's process group ------------------------------------------------------------------------------------
@@ -113,6 +117,7 @@ class Host(Shards):
             waits=waits,
         )
         self._busy = f"loading {role}"
+        loaded.note()
         try:
             self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
@@ -120,11 +125,13 @@ class Host(Shards):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
         finally:
             self._busy = ""
+            loaded.note()
 
     def execute(self, call: Call) -> Reply:
         """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply."""
         recorder, info = self.recorder, self.info
         recorder.drain()
+        loaded.note()
         self._progress, self._busy = (0, 0, 0), call.stage
         output, columns, metrics, failure = Output(), {}, Metrics(), None
         labels = {"stage": call.stage, "run": call.run, "role": call.role}
@@ -138,6 +145,7 @@ class Host(Shards):
             failure = Failure.of(error, remedy_for(error, self, call))
         finally:
             self._busy = ""
+            loaded.note()
         spans, transfers, syncs = recorder.drain()
         return Reply(
             rank=info.rank,
@@ -314,6 +322,29 @@ class Host(Shards):
     def drop_snapshot(self, key: str) -> None:
         """Forget a snapshot."""
         self._snapshots.pop(key, None)
+
+    # --- edited code -------------------------------------------------------------------------------------------------
+
+    def stale_sources(self) -> dict[str, Source]:
+        """What the files of this process's modules say, where that is not what it runs."""
+        loaded.note()
+        return loaded.stale()
+
+    def source_files(self) -> list[str]:
+        """The files of this process's modules that somebody may edit."""
+        return [source.path for source in loaded.texts.values()]
+
+    def patch(self, texts: Mapping[str, Source], models: bytes | Models) -> Patched:
+        """Take edited code, see `Patch.apply`; `settle_patch` then keeps it or goes back."""
+        self._patch = Patch()
+        return self._patch.apply(texts, self.workers, models)
+
+    def settle_patch(self, keep: bool) -> None:
+        """Keep what was patched last, or put everything back."""
+        if keep:
+            self._patch.keep()
+        else:
+            self._patch.undo()
 
     # --- what it is doing, what it holds ---------------------------------------------------------------------------
 

@@ -19,6 +19,24 @@ Score = float | list[float]
 ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
 
 
+def check_function(function: Any) -> None:
+    """Raise `BadInput` for what cannot be called with a prompt and a response."""
+    if not callable(function):
+        raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a callable that does not say
+        return
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    lacks = [name for name in ("prompt", "response") if name not in parameters and not takes_all]
+    if lacks:
+        raise BadInput(
+            f"function={getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}",
+            f"it is called with prompt=, response= and the row's other columns by name, and has no {lacks[0]!r}",
+            "def fn(prompt, response, **row)",
+        )
+
+
 def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
     """Raise `BadInput` where a function cannot do without a parameter that no row has. given: names of what rows
     have."""

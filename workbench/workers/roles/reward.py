@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from workbench.workers.model_worker import ModelWorker
 from workbench.workers.operation import ALL_TEXT, register
 from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import LAST_TOKEN_SCORES
-from workbench.workers.reward_function import ALIKE, RewardFunction, check_parameters, score_rows
+from workbench.workers.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
@@ -42,23 +41,8 @@ _NUMBERS = {*NUMBER_COLUMNS, *TOKEN_COLUMNS, "prompt_uid"} - set(OF_ROW)  # whic
 def _check(arguments: Mapping[str, Any]) -> None:
     whole("concurrency", arguments["concurrency"], 1)
     at_least("call_timeout_s", arguments["call_timeout_s"], 0, strictly=True)
-    function = arguments["function"]
-    if function is None:
-        return
-    if not callable(function):
-        raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a callable that does not say
-        return
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    lacks = [name for name in ("prompt", "response") if name not in parameters and not takes_all]
-    if lacks:
-        raise BadInput(
-            f"function={getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}",
-            f"it is called with prompt=, response= and the row's other columns by name, and has no {lacks[0]!r}",
-            "def fn(prompt, response, **row)",
-        )
+    if arguments["function"] is not None:
+        check_function(arguments["function"])
 
 
 def _check_row(arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
