@@ -101,10 +101,9 @@ def _try_start_head(note: Note) -> dict[str, Any]:
     port = _free_port()
     log = home() / "head.log"
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(sys.executable, str(Path(__file__).with_name("ray_head.py")), "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
-        *(f"--ray-client-server-port={_free_port()}", "--include-log-monitor=false"),
-        "--no-monitor",  # of the autoscaler: there is one machine
+        *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
     ]
     # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
