@@ -22,8 +22,6 @@ Each message says the value, the rule and the remedy.
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class WorkbenchError(Exception):
     """Base of the tree. `value`, `rule` and `remedy` make up the message and stay readable as attributes."""
@@ -85,9 +83,9 @@ class UpstreamError(StageError):
 
 
 class ReloadError(WorkbenchError, RuntimeError):
-    """Edited code raised while a process loaded it; all go on with the old code. report: a row a process."""
+    """Edited code raised while a process loaded it; all go on with the old code. report: a `ReloadReport`."""
 
-    report: Any = None
+    report: object = None
 
 
 class CheckFailed(WorkbenchError, RuntimeError):
