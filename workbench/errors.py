@@ -24,7 +24,7 @@ the message, the frames on the ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from workbench import failures
@@ -105,9 +105,9 @@ class UpstreamError(StageError):
 
 
 class ReloadError(WorkbenchError, RuntimeError):
-    """Edited code raised while a process loaded it; all go on with the old code. report: a row a process."""
+    """Edited code raised while a process loaded it; all go on with the old code. report: a `ReloadReport`."""
 
-    report: Any = None
+    report: object = None
 
 
 class CheckFailed(WorkbenchError, RuntimeError):

@@ -94,7 +94,7 @@ class ReloadReport:
         if not self:
             return "<Reload: nothing has changed>"
         failed = sum(bool(process.patched.error) for process in self.processes)
-        what = f"failed in {failed} of" if failed else f"{_few(self.changed, 40)} in"
+        what = f"failed in {failed} of" if failed else f"{_few(self.changed, 50)} in"
         return f"<Reload: {what} {len(self.processes)} process(es)>"
 
     def _repr_html_(self) -> str:
@@ -343,6 +343,7 @@ def _require_done(report: ReloadReport) -> None:
         "the old code goes on everywhere" + (f"; {others} more failed otherwise" if others else ""),
         "mend it, and reload again",
     )
-    error.report = report
+    put_back = (p if p in failed else replace(p, patched=Patched()) for p in report.processes)
+    error.report = ReloadReport(tuple(put_back))
     error.add_note(f"in {first.name}:\n{first.patched.traceback}")
     raise error

@@ -80,9 +80,11 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     )
     with pytest.raises(ReloadError, match=said) as caught:
         lab.reload()
-    assert caught.value.report.df["error"].astype(bool).to_dict() == {
+    report: Any = caught.value.report
+    assert report.df["error"].astype(bool).to_dict() == {
         "kernel": False, "shared-0": False, "shared-1": True,
     }  # fmt: skip
+    assert set(report.df["changed"]) == {""}
     assert lab.critic.told() == before
     assert (files.module("maths").SCALE, rewards(lab)) == (2.0, [1.0] * 4)
 

@@ -115,7 +115,8 @@ def test_code_that_raises_at_import_leaves_the_old_code_running(lab: Any, files:
         ReloadError, match=r"in kernel: IndexError: list index out of range \(.*_rewards\.py, line 2\)"
     ) as e:
         lab.reload()
-    assert "IndexError" in e.value.report.df.loc["kernel", "error"]
+    report: Any = e.value.report
+    assert "IndexError" in report.df.loc["kernel", "error"]
     assert "seen = [][0]" in e.value.__notes__[0]
     assert lab.critic.told() == [(0, 0.2, 2.0)]
     assert files.module("rewards").seen == []
