@@ -383,7 +383,6 @@ class Workbench(Stages, Checkpoints):
     def begin_iteration(self) -> None:
         """Count the next iteration: what a batch that starts one does."""
         self._check_alive(self.lead)
-        self.require_nothing_passed_over("the next iteration")
         self.iteration += 1
         self.saved_algorithm = None
         self.last_metrics = {}

@@ -41,6 +41,7 @@ class ExampleStream:
     def next(self, n: int) -> Batch:
         """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
         lab = self._lab
+        lab.require_nothing_passed_over("the next iteration")
         lab.save_if_due()
         rows = self.examples.next(n)
         lab.begin_iteration()

@@ -22,7 +22,7 @@ from workbench.display.progress import Progress
 from workbench.engines.settings import Generation, ShareMemory, Training, one_of, whole
 from workbench.errors import BadInput, NameTaken, WorkbenchError
 from workbench.home import locked
-from workbench.machine import available_bytes, gpu_bytes
+from workbench.machine import available_bytes, cores, gpu_bytes
 from workbench.overrides import overridable
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
@@ -190,6 +190,10 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
     arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
     if changes.get("backend") == "inline" and "placement" not in changes:
         arguments["placement"] = None
+    if "devices" not in changes and arguments["address"] is None:  # those of this machine; slots as there are to be
+        wanted = arguments["placement"].devices if arguments["placement"] is not None else 1
+        on_cpu = arguments["device"] == "cpu" and arguments["backend"] == "ray"
+        arguments["devices"] = max(wanted, cores()) if on_cpu else None
     lab = open(**arguments, resume=checkpoint.folder)
     lab._credit = 0  # the notebook goes on: nothing is done again
     return lab

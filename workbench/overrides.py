@@ -124,7 +124,10 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
         if running is not None and "if_exists" not in call.arguments:
             mine = any(lab.name == said["name"] and not lab._closed for lab in running.labs)
             said["if_exists"] = "attach" if mine else "error"  # a script begins with the models as they are given
+        given_again = running is not None and any(lab.name == said["name"] for lab in running.labs)
         changed = {name: setting for name, setting in settings().items() if setting.value != said[name]}
+        if said["resume"] is not None or given_again:  # the checkpoint is of what the script opens first
+            changed.pop("resume", None)
         given = said | {name: setting.value for name, setting in changed.items()}
         if running is not None and running.keep and given["backend"] == "inline":
             raise BadInput(

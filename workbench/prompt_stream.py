@@ -51,6 +51,7 @@ class PromptStream:
                 "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
             )
         if begins:
+            lab.require_nothing_passed_over("the next iteration")
             lab.save_if_due()
         rows = self.source.next(n)
         if begins:

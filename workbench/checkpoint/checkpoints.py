@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from workbench.checkpoint.files import AUTOMATIC, Checkpoint, automatic_checkpoints
+from workbench.checkpoint.files import AUTOMATIC, Checkpoint
 from workbench.checkpoint.restoring import take_up
 from workbench.checkpoint.saving import save
 from workbench.engines.settings import at_least, whole
-from workbench.errors import BadInput, WorkbenchError
+from workbench.errors import BadInput, HostDied, StageInterrupted
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Automatic:
-    """When to save by itself, and where. iteration, time_s: of the last one."""
+    """When to save by itself, and where. iteration, time_s: of the last one. written: those that are left."""
 
     folder: Path
     every: int | None
@@ -34,6 +34,7 @@ class Automatic:
     models: bool
     iteration: int
     time_s: float = field(default_factory=time.monotonic)
+    written: list[Path] = field(default_factory=list)
 
     def due(self, iteration: int) -> bool:
         """Whether it is time, after that many iterations."""
@@ -54,17 +55,19 @@ class Checkpoints:
     _streams: Sequence[weakref.ref[ExampleStream]] = ()
 
     # those of the workbench
+    _keeping: int
     run_folder: Path
     iteration: int
     algorithm: Algorithm | None
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
         """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
-        the random states of every rank; where prompts, examples and the algorithm stand. `wb.restore(path)` goes on
+        the random states of their ranks; where prompts, examples and the algorithm stand. `wb.restore(path)` goes on
         from it, under this placement or another, and a script with `--resume PATH`.
 
         algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
-        step. models: also write each trained role's model to `roles/<role>/model`, for transformers and vLLM.
+        step, while somebody holds it. models: also write each trained role's model to
+        `roles/<role>/model`, for transformers and vLLM.
 
         The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
         see. Waits for the stages under way. Raises `BadInput` where the folder holds something or the disk has no room,
@@ -85,8 +88,9 @@ class Checkpoints:
         `lab.autosave(None)` ends it.
 
         It happens when an algorithm's iteration is over, and before prompts or examples of the next one are drawn.
-        keep: how many are left on the disk; older ones are deleted once a new one is there. folder: where; default
-        `checkpoints` in the run folder. models: as in `save`. What cannot be saved is warned of, and the run goes on.
+        keep: how many of these are left on the disk; older ones are deleted once a new one is there. folder: where;
+        default `checkpoints` in the run folder. models: as in `save`. What cannot be saved is warned of, and
+        the run goes on.
         """
         if every is None and minutes is None:
             self._automatic = None
@@ -102,22 +106,35 @@ class Checkpoints:
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
         """Between two iterations: save where `autosave` says so."""
         automatic = self._automatic
-        if automatic is None or not automatic.due(self.iteration):
+        if automatic is None or self._keeping or not automatic.due(self.iteration):
             return
-        automatic.iteration, automatic.time_s = self.iteration, time.monotonic()
+        own = automatic.folder.is_relative_to(self.run_folder)  # elsewhere other runs may save as well
+        name = f"{'' if own else f'{self.run_folder.name}-'}iteration-{self.iteration:06d}"
         try:
-            self.save(automatic.folder / f"iteration-{self.iteration:06d}", algorithm, models=automatic.models)
-        except WorkbenchError as error:
+            written = self.save(automatic.folder / name, algorithm, models=automatic.models)
+        except (StageInterrupted, HostDied):
+            raise
+        except Exception as error:
             warnings.warn(f"no checkpoint after iteration {self.iteration}: {error}", stacklevel=2)
             return
-        for old in automatic_checkpoints(automatic.folder)[: -automatic.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        automatic.iteration, automatic.time_s = self.iteration, time.monotonic()
+        automatic.written.append(written.folder)
+        while len(automatic.written) > automatic.keep:
+            shutil.rmtree(automatic.written.pop(0), ignore_errors=True)
 
     def iterations(self, n: int) -> Iterator[int]:
         """The numbers 1 to n, for a loop of iterations by hand: `for _ in lab.iterations(100): ppo.iterate()`. In a
         script that is resumed, without those that were made before."""
         whole("iterations", n, 1)
-        yield from range(1 + self.passed_over(n), n + 1)
+        for number in range(1 + self.passed_over(n), n + 1):
+            before = self.iteration
+            yield number
+            if self.iteration != before + 1:
+                raise BadInput(
+                    f"turn {number} of lab.iterations({n}) began {self.iteration - before} iterations",
+                    "a turn is one iteration, so that a resumed script knows how many turns were made",
+                    "give each algorithm a loop of its own, or count with range",
+                )
 
     def passed_over(self, iterations: int) -> int:
         """How many of that many iterations were made before the script was resumed; they are counted once."""
@@ -127,7 +144,7 @@ class Checkpoints:
 
     def require_nothing_passed_over(self, what: str) -> None:
         """Raise `BadInput` in a resumed script that is to do again what the checkpoint has seen already."""
-        if self._credit:
+        if self._credit and not self._keeping:  # what is put back afterwards may be done again
             raise BadInput(
                 f"{what} in a run that is resumed after {self.iteration} iterations, of which {self._credit} come here",
                 "algo.run(n) and `for _ in lab.iterations(n)` leave out what was done before; other lines cannot tell",

@@ -55,9 +55,9 @@ class Checkpoint:
         """Bytes of all its files."""
         return sum(int(entry["bytes"]) for entry in self.values["files"].values())
 
-    def verify(self) -> None:
-        """Raise `BadInput` naming the first file that is not as it was written."""
-        entries = list(self.values["files"].items())
+    def verify(self, *names: str) -> None:
+        """Raise `BadInput` naming the first file, of these or of all, that is not as it was written."""
+        entries = [(name, entry) for name, entry in self.values["files"].items() if not names or name in names]
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(lambda entry: _entry(self.folder / entry[0]), entries)
             for (name, written), now in zip(entries, found, strict=True):
@@ -72,6 +72,7 @@ class Checkpoint:
     def controller(self) -> tuple[Description, dict[str, list[Carried]]]:
         """The description of the workbench, and by role what each rank carries. `MissingDependency` where code that it
         names cannot be imported."""
+        self.verify(CONTROLLER)
         try:
             description, carried = pickle.loads((self.folder / CONTROLLER).read_bytes())
         except (ImportError, AttributeError) as error:
@@ -114,7 +115,7 @@ def write_manifest(folder: Path, values: Mapping[str, Any], description: Descrip
     (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, carried)))
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     with ThreadPoolExecutor(4) as pool:
-        files = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
+        files = dict(zip(names, pool.map(lambda name: _entry(folder / name, to_disk=True), names), strict=True))
     written = {"format": FORMAT, **values, "files": files}
     with (folder / MANIFEST).open("w") as file:
         json.dump(written, file, indent=1)
@@ -156,13 +157,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
             if folder.is_dir() else "there is no such folder",
             "give the folder of one, or that of a run with automatic saves: runs/<name>/<time>",
         )  # fmt: skip
-    return read_checkpoint(max(found, key=lambda file: file.stat().st_mtime_ns).parent)
-
-
-def automatic_checkpoints(folder: Path) -> list[Path]:
-    """Those in a folder of automatic saves, oldest first."""
-    found = (file for file in folder.glob(f"*/{MANIFEST}") if not _beside(file, folder))
-    return [file.parent for file in sorted(found, key=lambda file: file.stat().st_mtime_ns)]
+    return max((read_checkpoint(file.parent) for file in found), key=lambda checkpoint: checkpoint.values["saved_s"])
 
 
 def _beside(file: Path, folder: Path) -> bool:
@@ -170,9 +165,12 @@ def _beside(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _entry(path: Path) -> dict[str, Any] | None:
+def _entry(path: Path, *, to_disk: bool = False) -> dict[str, Any] | None:
+    """Bytes and checksum of a file; None: it is gone. to_disk: see to it that it is there before who asks goes on."""
     try:
         with path.open("rb") as file:
+            if to_disk:
+                os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
     except FileNotFoundError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.checkpoint.files import Checkpoint
@@ -13,15 +13,15 @@ from workbench.dataflow.run import MetricValues
 from workbench.dataflow.store import Weights
 from workbench.errors import BadInput
 from workbench.placement import ROLLOUT
-from workbench.placement.state import state_of
+from workbench.placement.state import Part, state_of
 from workbench.starting import Step, settle
 from workbench.workers.role_files import RoleFiles
+from workbench.workers.role_state import Carried
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
     from workbench.controller import Workbench
     from workbench.description import Description
-    from workbench.workers.role_state import Carried
 
 Note = Callable[[str], None]
 
@@ -62,8 +62,7 @@ class Restoring:
                     )
                 continue
             for part in parts:
-                there = {w.name: w.shape for other in state_of(new) if other.what == part.what for w in other.weights}
-                saved = {weight.name: weight.shape for weight in part.weights}
+                there, saved = _shapes(part.what, state_of(new)), _shapes(part.what, (part,))
                 if there != saved:
                     wrong = next(n for n in (*saved, *there) if saved.get(n) != there.get(n))
                     raise BadInput(
@@ -94,6 +93,12 @@ class Restoring:
                 random.setdefault(host, mine.random)
                 pending = lab._backend.work(host, "load_role", files, parts, rank, mine)
                 steps.append(Step(f"restoring {role}", infos[host], pending))
+        if ROLLOUT in lab.groups:
+            layout, none = lab.description.layout_of(ROLLOUT), Carried(steps=0, moments=False, random={}, more={})
+            nothing = RoleFiles(role=ROLLOUT, folder="", parts=(), layout=layout)
+            for rank, host in enumerate(lab.groups[ROLLOUT].hosts):
+                pending = lab._backend.work(host, "load_role", nothing, (), rank, none)
+                steps.append(Step("restoring rollout", infos[host], pending))
         settle(lab._backend, steps, note)
         last = [
             Step("going on", infos[host], lab._backend.work(host, "continue_random", state))
@@ -125,6 +130,12 @@ class Restoring:
             "restored", folder=str(self.checkpoint.folder), iteration=lab.iteration,
             run_folder=self.checkpoint.values["run_folder"], run=lab._run_number,
         )  # fmt: skip
+
+
+def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
+    """Shape and bytes of an element of each weight of the parts of that name, as text."""
+    weights = (weight for part in parts if part.what == what for weight in part.weights)
+    return {weight.name: f"{list(weight.shape)} in {weight.item_bytes} bytes" for weight in weights}
 
 
 def take_up(algorithm: Algorithm, saved: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,9 @@ def at(files: RoleFiles, folder: Path) -> RoleFiles:
 
 def _check_room(folder: Path, roles: Mapping[str, RoleFiles]) -> None:
     parts = [part for files in roles.values() for part in files.parts]
-    wanted = sum(part.copies * sum(weight.nbytes for weight in part.weights) for part in parts)
+    state = sum(part.copies * sum(weight.nbytes for weight in part.weights) for part in parts)
+    models = sum(weight.nbytes for files in roles.values() if files.model for weight in files.parts[-1].weights)
+    wanted = state + models
     there = next(parent for parent in folder.parents if parent.exists())
     free = shutil.disk_usage(there).free
     if wanted > free:
@@ -108,26 +110,41 @@ def _check_room(folder: Path, roles: Mapping[str, RoleFiles]) -> None:
 def _write(
     lab: Workbench, algorithm: Algorithm | None, folder: Path, roles: Mapping[str, RoleFiles], bar: Progress
 ) -> None:
-    infos = {info.name: info for info in lab._infos}
-    steps, asked = [], []
-    for role, files in roles.items():
-        for rank, host in enumerate(lab.groups[role].hosts):
-            pending = lab._backend.work(host, "save_role", files, rank)
-            steps.append(Step(f"saving {role}", infos[host], pending))
-            asked.append(role)
-
     def note(text: str) -> None:
         bar.label = f"saving {folder.name}: {text}"
         bar.update(0, 0)
 
-    try:
-        answers = settle(lab._backend, steps, note)
-    except BaseException:
-        lab._backend.wait([step.pending for step in steps], ANSWER_S)  # they write into a folder that is about to go
-        raise
-    carried: dict[str, list[Any]] = {}
-    for role, answer in zip(asked, answers, strict=True):
-        carried.setdefault(role, []).append(answer)
+    def asked(roles: Sequence[str], method: str) -> dict[str, list[Any]]:
+        """The answers of each role's ranks."""
+        steps, answers = {}, dict[str, list[Any]]()
+        for role in roles:
+            for rank, host in enumerate(lab.groups[role].hosts):
+                pending = lab._backend.work(host, method, roles_files[role], rank)
+                steps[role, rank] = Step(f"saving {role}", infos[host], pending)
+        try:
+            found = settle(lab._backend, list(steps.values()), note)
+        except BaseException:  # they write into a folder that is about to go
+            lab._backend.wait([step.pending for step in steps.values()], ANSWER_S)
+            for step in steps.values():
+                if not step.pending.done():
+                    lab._late.setdefault(step.host.pool, []).append(("saving", step.pending))
+            raise
+        for (role, _), answer in zip(steps, found, strict=True):
+            answers.setdefault(role, []).append(answer)
+        return answers
+
+    infos, roles_files = {info.name: info for info in lab._infos}, roles
+    carried = asked(list(roles), "save_role")
+    # only when every rank has written its part: here ranks wait for each other
+    asked([role for role, files in roles.items() if files.model], "save_model")
+    for role, files in roles.items():
+        for path in files.expected(moments=carried[role][0].moments):
+            if not path.is_file():
+                raise StageError(
+                    f"{path.name} of {role} is not in {str(folder)!r}",
+                    "its rank says that it wrote it: on another machine, which does not see this folder",
+                    "give a folder that all machines share",
+                )
     values = {
         "name": lab.name,
         "saved_s": time.time(),

@@ -139,6 +139,7 @@ class RolloutCaller:
 
 def refresh_reference(lab: Workbench) -> None:
     """`lab.refresh_reference()`: the reference takes over the actor's weights."""
+    lab.require_nothing_passed_over("refresh_reference()")
     if lab.description.actor_is_reference:
         raise BadInput(
             "refresh_reference() with an adapter", "the reference is the actor without it, and stays so",

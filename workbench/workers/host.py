@@ -264,6 +264,11 @@ class Host(Shards):
         self._device.turn_to(files.role)
         return write_role(self.workers[files.role], files, rank)
 
+    def save_model(self, files: RoleFiles, rank: int) -> None:
+        """Write a role's model for others; all ranks of the role do it together."""
+        self._device.turn_to(files.role)
+        self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
+
     def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, carried: Carried) -> None:
         """Take a role's state from files; see `role_files.read_role`."""
         self._device.turn_to(files.role)

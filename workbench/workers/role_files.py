@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from workbench.engines.training.base import MOMENTS, StateKind
-from workbench.placement import Layout
+from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
@@ -68,6 +68,12 @@ class RoleFiles:
         kind = FlatReshard if "flat" in (saved.sharding, part.sharding) else Reshard
         return kind(self.distribution(saved), part.distribution(layout, readers))
 
+    def expected(self, *, moments: bool) -> list[Path]:
+        """The files that its ranks write. moments: whether there are any."""
+        kinds = [kind for part in self.parts for kind in KINDS[part.what] if moments or kind not in MOMENTS]
+        found = [self.file(kind, rank) for kind in kinds for rank in self.ranks]
+        return [*found, *([Path(self.folder, "model", "config.json")] if self.model else [])]
+
     def file(self, what: str, rank: int) -> Path:
         """What a rank wrote of one kind."""
         return Path(self.folder, f"{what}-{rank:05d}.{'pt' if what == 'state' else 'safetensors'}")
@@ -102,8 +108,6 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> Carried:
                 save_file(tensors, path)
                 with path.open("rb") as written:
                     _to_disk(written.fileno())
-    if files.model:
-        worker.save_model(Path(files.folder, "model"))  # type: ignore[attr-defined]
     return carried_of(worker, moving=bool(files.parts))
 
 
@@ -113,6 +117,9 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
     parts: how it holds its state. Raises `StageError` where what it holds in the end is not what the files have.
     """
     engine = engine_of(worker)
+    if files.role == ROLLOUT:  # it holds the weights that the model began with, and is to be sent the actor's
+        worker.carry_on({})
+        return
     if not files.parts:
         path = files.file("state", rank)
         if path.exists():
