@@ -34,6 +34,7 @@ from workbench.dataflow.references import ShardCounts
 from workbench.dataflow.run import MetricValues, Run
 from workbench.dataflow.sources import Source
 from workbench.dataflow.store import Store, Weights
+from workbench.dataflow.unfinished import UnfinishedUpdates
 from workbench.dataflow.weight_sync import RolloutCaller, refresh_reference
 from workbench.description import Description
 from workbench.engines.settings import Sampling
@@ -89,6 +90,7 @@ class Workbench(Stages, Checkpoints):
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = self.looping = False
         self.weights: dict[str, Weights] = {}
+        self._updates_left = UnfinishedUpdates()
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
         self._described: dict[str, Pending] = {}

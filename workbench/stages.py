@@ -14,18 +14,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from workbench import registry
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.location import Location, ShardId
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch
 from workbench.dataflow.references import Column
-from workbench.dataflow.run import MetricValues, Run
+from workbench.dataflow.run import AS_BEFORE, MetricValues, Run
 from workbench.dataflow.run_log import RunLog
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.stage_names import StageNames
 from workbench.dataflow.store import Origin, Weights
+from workbench.dataflow.unfinished import UnfinishedUpdate, UnfinishedUpdates
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, StageInterrupted
 from workbench.failing import Failing
@@ -59,6 +60,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
     _keeping: int
     _algorithm: weakref.ref[Algorithm] | None = None
     require_nothing_passed_over: Callable[[str], None]
+    _updates_left: UnfinishedUpdates
     _driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
 
     @functools.cached_property
@@ -89,7 +91,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Run an operation in the background (on the inline backend: now)."""
         run = self._run(group, operation, args, kwargs)
-        self._submit(run)
+        run.submit(self.scheduler)
         return run
 
     def prepare(
@@ -107,7 +109,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         """Run what was prepared in the background; inside `overlap()` it is waited for at the end."""
         if self._overlapping:
             self._overlapped.append(run)
-        self._submit(run)
+        run.submit(self.scheduler)
 
     @property
     def overlapping(self) -> bool:
@@ -158,12 +160,6 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
                 "wait until it is over, or press Stop in the panel",
             )
 
-    def _submit(self, run: Run) -> None:
-        try:
-            self.scheduler.submit(run)
-        except KeyboardInterrupt:  # inline; the run says what was interrupted
-            run.result()
-
     @contextlib.contextmanager
     def overlap(self) -> Iterator[None]:
         """Inside, a stage's call returns at once, and it runs when its inputs are there and its pool is free.
@@ -173,6 +169,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         self._overlapping += 1
         try:
             yield
+        except (KeyboardInterrupt, StageInterrupted) as error:
+            self._stop_overlapped(error)
         except BaseException:
             for run in self._overlapped:
                 run.cancel()
@@ -200,14 +198,28 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         for run in runs:
             try:
                 run.result()
-            except StageInterrupted:
-                for other in runs:
-                    other.cancel()
-                raise
+            except (KeyboardInterrupt, StageInterrupted) as error:
+                self._overlapped = runs
+                self._stop_overlapped(error)
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def _stop_overlapped(self, error: BaseException) -> NoReturn:
+        """Stop what was called in `overlap()`, wait for that, and raise one `StageInterrupted` that says how far the
+        updates among it came."""
+        runs, self._overlapped = self._overlapped, []
+        stopped = [run for run in runs if run.cancel()]
+        for run in stopped:
+            run.join()
+        said: list[Exception] = [error] if isinstance(error, StageInterrupted) else []
+        said += [run.interrupted() for run in stopped if run.updates and run.calls]
+        said = list({str(one): one for one in said}.values())
+        if len(said) == 1:
+            raise said[0]
+        told = "; ".join(str(one).rstrip(".") for one in said)
+        raise StageInterrupted(told or "the stages under way were interrupted", "" if told else AS_BEFORE)
 
     # --- a run ------------------------------------------------------------------------------------------------------
 
@@ -263,14 +275,21 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             if batch is None:
                 return calls_without_batch(group, operation, common, args)
             travels = operation.travelling(reads, batch)
-            _, meta = batch.part(travels)
+            run.read, meta = batch.part(travels)
             seeded = {**meta, "seed": self._stage_seed(operation, meta, arguments)}
             if group.role == ROLLOUT:  # who samples with the weights as they are: here is known which there are
                 seeded["trained_version"] = self.weights["actor"].steps
-            return calls_on_batch(group, operation, common, args, batch, samples, travels, seeded, self._heirs)
+            calls = calls_on_batch(group, operation, common, args, batch, samples, travels, seeded, self._heirs)
+            begun = self._unfinished(run, ended=False)
+            if begun is None:
+                return calls
+            print(f"{run.name}: goes on at optimizer step {begun.parts[0].steps + 1} of {begun.parts[0].of}")
+            return begun.resumed(calls, operation.protocol.collect(group.layout))
 
         def finish(run: Run) -> Any:
             result = self._result(operation, batch, run)
+            if run.updates and run.given_up and group.role in self.weights and not run.writes:
+                self._updates_left.note(run, self.weights[group.role], result)
             self._report(run, reported_as, metrics)
             if then is not None:
                 then()
@@ -292,11 +311,28 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         if batch is not None and operation.protocol.joins and run.writes:
             run.batch = batch.after(run, run.writes, samples)
         self._log(run, reported_as, batch)
+        if batch is not None and run.updates and not batch.pending:
+            run.read, _ = batch.part(operation.travelling(reads, batch))
+            if ended := self._unfinished(run, ended=True):
+                print(f"{run.name}: was done when it was interrupted; these are its metrics")
+                self._answer(run, reported_as, ended.result)
         if batch is not None and run.batch is not None and self._reusing:
             drawn_anew = operation.samples and arguments.get("seed") is None
             if not (batch.pending or updates or drawn_anew):
                 self._reuse(run, batch.copies(samples), operation.travelling(reads, batch), reported_as)
         return run
+
+    def _unfinished(self, run: Run, *, ended: bool) -> UnfinishedUpdate | None:
+        """What an update goes on from; see `UnfinishedUpdates.take`."""
+        weights = self.weights.get(run.group.role)
+        return self._updates_left.take(run, run.read, weights, ended=ended) if run.updates and weights else None
+
+    def _answer(self, run: Run, reported_as: str, result: MetricValues) -> None:
+        """End a run that is not to be sent."""
+        run.metrics = result
+        self._report(run, reported_as, self.last_metrics)
+        run.from_store = True
+        run.settle(result)
 
     def _log(self, run: Run, stage: str, batch: Batch | None) -> None:
         cell = running_cell()
@@ -332,8 +368,17 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         """After a run that came to nothing."""
         self._record(run)
         role = run.group.role
-        if run.updates and role in self.weights:  # how far it came is not known: no other state is this one
-            self.weights[role] = Weights(steps=self.weights[role].steps, state=secrets.token_hex(4))
+        if run.updates and role in self.weights and not (run.parts and not run.parts[0].steps):
+            steps = self.weights[role].steps  # where ranks failed, how far they came is not known
+            if run.parts:
+                steps = int(run.parts[0].metrics["optimizer_steps"].value)
+            self.weights[role] = Weights(steps=steps, state=secrets.token_hex(4))
+            if run.parts:
+                self._updates_left.note(run, self.weights[role])
+        seed = run.calls[0].meta.get("seed", ())
+        if len(seed) == 3 and self._draws.get(seed[1]) == seed[2]:  # the same call again draws the same
+            self._draws[seed[1]] -= 1
+        self._save_state()
         if run.stuck:
             self._broken[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._drop(run.group.hosts, run.calls[0].key)

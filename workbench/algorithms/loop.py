@@ -14,7 +14,7 @@ from workbench.dataflow.run import Run
 from workbench.dataflow.tracing import trace
 from workbench.display.iterations import Iterations
 from workbench.engines.settings import Sampling, at_least, whole
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageInterrupted
 from workbench.named_fields import NamedFields
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Algorithm(NamedFields, ABC):
     _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
     taken_up = False  # from a checkpoint
+    _interrupted = False  # in the iteration under way
     _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
     _iteration = 0
 
@@ -148,7 +149,7 @@ class Algorithm(NamedFields, ABC):
         if not self._under_way:
             graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
             self.made.clear()
-            self._under_way = True
+            self._under_way, self._interrupted = True, False
         self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
         self._iteration = self.lab.iteration
         if all(name in self.made for name in graph.names):
@@ -188,7 +189,7 @@ class Algorithm(NamedFields, ABC):
 
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
         """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up;
-        one that a checkpoint has is ended first.
+        one that was interrupted in a `run`, or that a checkpoint has, is ended first, and counts.
 
         On a terminal a line says how far it is; in the log of a script that `wb.script` runs, a line an iteration.
 
@@ -204,7 +205,7 @@ class Algorithm(NamedFields, ABC):
         self.lab.take_edits()
         rows = []
         self.lab.take_up(self)
-        resumed = self._under_way and self.taken_up and self.lab.saved_algorithm is not None
+        resumed = self._under_way and (self._interrupted or (self.taken_up and self.lab.saved_algorithm is not None))
         passed = self.lab.passed_over(iterations)
         with Iterations(type(self).__name__, iterations) as shown:
             for number in range(passed + 1, iterations + 1):
@@ -215,12 +216,13 @@ class Algorithm(NamedFields, ABC):
                 try:
                     with self.lab.overlap():
                         metrics = self.iterate()
-                except BaseException:  # stages were only submitted: some of what `made` holds never comes
+                except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
+                    self._interrupted = self._under_way = isinstance(error, StageInterrupted)
                     raise
                 finally:
-                    self.restart()
                     self.lab.looping = looping
+                self.restart()
                 rows.append({"iteration": self.lab.iteration, **metrics})
                 shown.done(metrics)
                 if evaluate is not None and number % every == 0:

@@ -7,15 +7,17 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError, wait
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.dataflow.leaving import Leaving
 from workbench.dataflow.rank_errors import one_error
+from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
 from workbench.errors import HostDied, StageInterrupted, StageTimeout, UpstreamError, WorkbenchError
 from workbench.workers.backends.base import Backend, Pending
-from workbench.workers.calls import Call, Failure, Reply
+from workbench.workers.calls import Call, Failure, Reply, UpdatePart
 
 if TYPE_CHECKING:
     from workbench.dataflow.batch import Batch
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from workbench.workers.group import WorkerGroup
 
 # A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
-# after a failure are taken to be stuck there; those that get on are waited for.
+# after a failure, or when they are to stop, are taken to be stuck; those that get on are waited for.
 GRACE_S = 60.0
 SHOW_S = 0.2
 STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
+AS_BEFORE = "things are as before the stage"
+STUCK_RULE = "it waits in a collective, or for code that does not return: its pool is lost"
+STUCK_REMEDY = "open the workbench again with if_exists='replace'"
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -39,8 +44,9 @@ class Run:
     `result()` waits; `await run` waits without blocking the notebook.
 
     code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
-    given to the next stage at once, as the run itself can. made, meta: the columns that it made, and what is to travel
-    along, once it is done. metrics: what its ranks reported. dependents: batches that wait for it.
+    given to the next stage at once, as the run itself can. read: the columns that an update read. made, meta: those
+    that it made, and what is to travel along, once it is done. metrics: what its ranks reported. dependents: batches
+    that wait for it.
     timeout_s: how long it may take, from when its ranks begin or, behind a run that was given up, from when it waits.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
     forget what a run left that came to nothing. noted: hears of an error of its own, before who waits for it does.
@@ -71,6 +77,7 @@ class Run:
         self.submitted_s = time.time()
         self.started_s = self.ended_s = 0.0  # unix times; 0.0: not yet
         self.made: Mapping[str, Column] = {}
+        self.read: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
         self.dependents: list[weakref.ref[Batch]] = []
@@ -86,6 +93,9 @@ class Run:
         self._asked: dict[str, Pending] = {}
         self._asked_s: dict[str, float] = {}
         self._abandoned = ""
+        self._backend: Backend | None = None  # from `send` on
+        self._leaving: Leaving | None = None
+        self.parts: tuple[UpdatePart, ...] = ()  # of an update that was stopped: how far each rank came
         self._scheduler: Scheduler | None = None
         self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
         self._counts = _Counts()
@@ -133,15 +143,26 @@ class Run:
     def start(self, scheduler: Scheduler, bar: Progress) -> Any:
         """Submit it and wait: the blocking form of a call."""
         self._counts.report, self._scheduler = bar.update, scheduler
-        with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
-            scheduler.submit(self)
-        return self.wait(bar)
+        with self._interruptible() as presses:
+            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
+                scheduler.submit(self)
+            return self._wait(bar, presses)
+
+    def submit(self, scheduler: Scheduler) -> None:
+        """Submit it, in the background; on the inline backend it runs now."""
+        with self._interruptible() as presses:
+            with contextlib.suppress(KeyboardInterrupt):
+                scheduler.submit(self)
+            if presses.count:
+                with self.progress() as bar:
+                    self._wait(bar, presses)
 
     def result(self) -> Any:
         """Wait: the batch's next version, an update's metrics, or what ranks returned.
 
         Raises `StageError` (of the kind of the first cause) when ranks failed, `HostDied` when a process ended,
-        `UpstreamError` when an input failed. An interrupt stops the waiting, and a run that is not yet under way.
+        `UpstreamError` when an input failed. An interrupt stops the run where nothing is half done, waits for that, and
+        raises `StageInterrupted`, which says where things stand; a second one stops the waiting too.
         """
         with self.progress() as bar:
             return self.wait(bar)
@@ -152,12 +173,34 @@ class Run:
 
     def wait(self, bar: Progress) -> Any:
         """`result`, shown on a progress line that is there already."""
-        try:
-            while not wait([self._future], timeout=SHOW_S).done:
-                self._show(bar)
-        except KeyboardInterrupt:
-            self.cancel()
-            raise self._interrupted() from None
+        with self._interruptible() as presses:
+            return self._wait(bar, presses)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[Presses]:
+        """Inside, an interrupt asks the run to stop."""
+        with on_interrupt(self._press) as presses:
+            try:
+                yield presses
+            except KeyboardInterrupt:  # pressed again
+                raise self._left_alone() from None
+
+    def _press(self) -> None:
+        """Called wherever the notebook's thread is: takes no lock, but leaves a stage that this thread computes."""
+        if self._backend is not None and self._backend.name == "inline" and not self.done:
+            self._abandoned = "it was cancelled"
+            self._leave()
+
+    def _wait(self, bar: Progress, presses: Presses) -> Any:
+        while not (self._future.done() and (self.over or not presses.count)):
+            if presses.count:
+                self.cancel()
+                self._over.wait(SHOW_S)
+            else:
+                wait([self._future], timeout=SHOW_S)
+            self._show(bar, stopping=presses.count > 0)
+        if presses.count:
+            raise self.interrupted()
         if self._future.cancelled():
             raise self._not_run()
         error = self._future.exception()
@@ -174,9 +217,9 @@ class Run:
         self._over.wait()
 
     def cancel(self) -> bool:
-        """Give it up: what has not begun is not begun, and what is under way ends with its result dropped.
-
-        Stages that need its result fail, and name it. Returns whether it had not ended yet.
+        """Give it up, without waiting: what has not begun is not begun, and ranks that are at it leave it at the next
+        place where nothing is half done. An update that comes to its end all the same counts; other results are
+        dropped. Stages that need its result fail, and name it. Returns whether it had not ended yet.
         """
         if self.done:
             return False
@@ -187,21 +230,39 @@ class Run:
                 self._future.set_running_or_notify_cancel()  # wakes those who wait
                 self._over.set()
                 self._forget()
+            else:
+                self._leave()
         return True
+
+    def _leave(self) -> None:
+        """Let its ranks leave it."""
+        if self._leaving is None and self._backend is not None:
+            self._leaving = Leaving(self._backend, self.group.hosts, self.number)
+            self._quiet_since = time.monotonic()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Any:
-        # shielded: a task that is given up, or runs out of time, leaves the stage alone
-        with contextlib.suppress(CancelledError, asyncio.CancelledError):
-            try:
-                return await asyncio.shield(asyncio.wrap_future(self._future))
-            except Exception as error:
-                raise error.with_traceback(None) from error.__cause__
+        """`result`, without blocking. A task that is given up, or runs out of time, gives the run up too, and ends when
+        the run's ranks have left it: the next call waits for nothing."""
+        waited = asyncio.wrap_future(self._future)
+        try:
+            while not waited.done():  # an interrupt of a notebook is heard when its loop wakes
+                await asyncio.wait([waited], timeout=SHOW_S)
+        except asyncio.CancelledError as given_up:
+            self.cancel()
+            while not self.over:
+                await asyncio.sleep(SHOW_S / 4)
+            interrupted = self.interrupted()
+            given_up._render_traceback_ = interrupted._render_traceback_  # type: ignore[attr-defined]  # for IPython
+            raise given_up from interrupted
         if self._future.cancelled():
             raise self._not_run()
-        raise asyncio.CancelledError
+        error = self._future.exception()
+        if error is not None:
+            raise error.with_traceback(None) from error.__cause__
+        return self._future.result()
 
     def _not_run(self) -> UpstreamError:
         return UpstreamError(f"{self.name} was not run: it was cancelled")
@@ -209,22 +270,50 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.number}: {self.name}, {self.state}>"
 
-    def _interrupted(self) -> StageInterrupted:
+    def interrupted(self) -> Exception:
+        """What an interrupt made of it, once it is over: as before, or after which optimizer step. A failure of its own
+        stays that."""
         if self.state == "cancelled":
-            return StageInterrupted(f"{self.name} was interrupted before it began", "things are as before the stage")
+            return StageInterrupted(f"{self.name} was interrupted before it began", AS_BEFORE)
+        if self.updates and self.state == "done":
+            return StageInterrupted(
+                f"{self.name} was interrupted after its last optimizer step",
+                "the update is done",
+                "the same call again takes no step, and gives its metrics",
+            )
+        error = None if self.state == "done" else self._future.exception()
+        if isinstance(error, WorkbenchError) and not isinstance(error, UpstreamError):
+            return error.with_traceback(None)
+        return StageInterrupted(f"{self.name} was interrupted", AS_BEFORE)
+
+    def _left_alone(self) -> StageInterrupted:
         return StageInterrupted(
-            f"{self.name} was interrupted in the notebook",
-            "its ranks finish what they began, and the result is dropped",
-            "the next call waits for them; an update that was under way has been applied when it ends",
+            f"{self.name} was interrupted twice",
+            "its ranks stop at the next place where nothing is half done, and nobody waits for them"
+            if not self.over
+            else "it was left in the middle of a step: what it updates may be half updated",
+            "the next call waits for them" if not self.over else "go back to a checkpoint, with wb.restore(path)",
         )
 
-    def _show(self, bar: Progress) -> None:
+    def _stopped(self, parts: Sequence[UpdatePart]) -> StageInterrupted:
+        """What is raised where ranks left it."""
+        part = parts[0]
+        if not self.updates or not part.steps:
+            return StageInterrupted(f"{self.name} was interrupted", AS_BEFORE)
+        return StageInterrupted(
+            f"{self.name} was interrupted after optimizer step {part.steps} of {part.of}",
+            f"the weights are as after that step; the same call again goes on with step {part.steps + 1}",
+        )
+
+    def _show(self, bar: Progress, *, stopping: bool = False) -> None:
         upstream = next((run for run in self._inputs if run.state == "running"), None)
         if upstream is None and self.state == "waiting" and self._scheduler is not None:
             mine = [run for run in self._scheduler.open_runs() if run.group.pool == self.group.pool]
             upstream = next((run for run in mine if run.state == "running"), None)
         shown = self if upstream is None else upstream
         bar.label = shown.name if shown is self else f"{self.name} waits for {shown.name}"
+        if stopping:
+            bar.label = f"{self.name}: stopping where nothing is half done (interrupt again to leave it behind)"
         failed = [str(rank) for rank, pending in enumerate(shown._pending) if _failed(pending)]
         if failed:
             bar.label = f"{shown.name}: rank {', '.join(failed)} failed, waiting for the others"
@@ -263,6 +352,7 @@ class Run:
             return
         try:
             self.calls, self.started_s = self.plan(), time.time()
+            self._backend = backend
             self.begin_clock()
             if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
                 self._counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
@@ -273,9 +363,8 @@ class Run:
         except BaseException as error:
             # ranks that have their call would wait for those that have not
             self.stuck = 0 < len(self._pending) < len(self.group.hosts)
-            if isinstance(error, KeyboardInterrupt):  # inline, the stage runs in here
-                rule = "it stopped where it was: optimizer steps that were taken stay taken"
-                self.fail(StageInterrupted(f"{self.name} was interrupted", rule))
+            if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
+                self.fail(self._left_alone())
                 raise
             if not isinstance(error, Exception):
                 raise
@@ -286,7 +375,7 @@ class Run:
         self._clock_s = self._clock_s or time.monotonic()
 
     def check_time(self, backend: Backend) -> None:
-        """Fail it if it is late. What its ranks are at ends as after an interrupt: with its result dropped."""
+        """Fail it if it is late. Its ranks leave it as after an interrupt."""
         if self.timeout_s is None or not self._clock_s or self.done:
             return
         if time.monotonic() - self._clock_s <= self.timeout_s:
@@ -294,7 +383,8 @@ class Run:
         error = StageTimeout(
             f"{self.name} took longer than timeout_s={self.timeout_s:g}",
             self._at(backend),
-            "its ranks finish what they began, and the result is dropped; the next call waits for them"
+            "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
+            "call again of an update goes on with the steps that are left"
             if self.calls
             else "wait for it, or where it never ends open the workbench again with if_exists='replace'",
         )
@@ -306,6 +396,7 @@ class Run:
         self._noted(self, error)
         with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
+        self._leave()
 
     def _at(self, backend: Backend) -> str:
         """What each rank is at, in words."""
@@ -336,7 +427,9 @@ class Run:
         if not self._waiting_ranks:
             self._end()
             return
-        failed = any(_failed(pending) for pending in self._pending)
+        if self._leaving is not None:
+            self._leaving.poll(self._waiting_ranks)
+        failed = any(_failed(pending) for pending in self._pending) or self._leaving is not None
         now = time.monotonic()
         hosts = [self.group.hosts[rank] for rank in self._waiting_ranks]
         if self._ask(backend, hosts if failed else hosts[:1]) or not failed:
@@ -363,7 +456,7 @@ class Run:
     def _end(self) -> None:
         try:
             self._collect()
-            if self._abandoned:
+            if self._abandoned and not self.updates:
                 raise UpstreamError(f"the result of {self.name} was dropped", self._abandoned)
             result = self._finish(self)
         except Exception as error:
@@ -375,8 +468,9 @@ class Run:
         """End the run with a result."""
         self._forget()
         self.ended_s = time.time()
+        with contextlib.suppress(InvalidStateError):  # late: who waited has been told
+            self._future.set_result(result)
         self._over.set()
-        self._future.set_result(result)
         for dependent in self.dependents:
             batch = dependent()
             if batch is not None:
@@ -395,9 +489,9 @@ class Run:
             self._noted(self, error)
         self._forget()
         self.ended_s = time.time()
-        self._over.set()
         with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
+        self._over.set()
 
     def _forget(self) -> None:
         """Let go of inputs, so that batches which nobody else holds are released."""
@@ -424,6 +518,17 @@ class Run:
             raise dead
         if failures:
             raise one_error(self.group, self.stage, self.number, failures, stuck=self.stuck)
+        if self.stuck:
+            ranks = ", ".join(map(str, self._waiting_ranks))
+            raise StageInterrupted(
+                f"{self.name} was to stop, and rank {ranks} showed no progress for {GRACE_S:g} s",
+                STUCK_RULE,
+                STUCK_REMEDY,
+            )
+        parts = [reply.stopped for reply in self.replies if reply.stopped is not None]
+        if parts:
+            self.parts = tuple(parts)
+            raise self._stopped(parts)
 
 
 class _Counts:

@@ -1,17 +1,20 @@
-"""Steps that, half done, could not be gone back on: an interrupt of the cell waits until they are over."""
+"""What an interrupt of the cell does: at once what it always does, when a step is over, or what a stage makes of it."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, an interrupt is kept until the end, and raised there. Also a decorator."""
+    """Inside, an interrupt is kept until the end, and raised there. Also a decorator.
+
+    For steps that, half done, could not be gone back on.
+    """
     if threading.current_thread() is not threading.main_thread():  # others are never interrupted
         yield
         return
@@ -23,3 +26,30 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came:
         raise KeyboardInterrupt
+
+
+class Presses:
+    """How often an interrupt came."""
+
+    count = 0
+
+
+@contextmanager
+def on_interrupt(act: Callable[[], object]) -> Iterator[Presses]:
+    """Inside, the first interrupt calls `act`, in this thread, and nothing is raised; the second is an interrupt."""
+    presses = Presses()
+    if threading.current_thread() is not threading.main_thread():
+        yield presses
+        return
+
+    def press(number: int, frame: Any) -> None:
+        presses.count += 1
+        if presses.count > 1:
+            raise KeyboardInterrupt
+        act()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield presses
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -80,6 +80,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     submitted_s: float = 0.0
+    begun: UpdatePart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         pulls = tuple(
@@ -245,6 +246,15 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdatePart:
+    """How far a rank came with an update before it left: optimizer steps taken, of how many, its metrics of them."""
+
+    steps: int
+    of: int
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ColumnSummary:
     """dtype, shape of a row and bytes of one rank's part of a column."""
 
@@ -258,7 +268,7 @@ class ColumnSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the controller hears of one rank: never a tensor."""
+    """What the controller hears of one rank: never a tensor. stopped: where it left the stage, which was to stop."""
 
     rank: int
     columns: dict[str, ColumnSummary]
@@ -270,6 +280,7 @@ class Reply:
     syncs: list[Any]
     notes: tuple[str, ...] = ()
     failure: Failure | None = None
+    stopped: UpdatePart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

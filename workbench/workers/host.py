@@ -32,6 +32,7 @@ from workbench.workers.role_state import Carried, RoleMove, publish_state, take_
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.sources import Source, loaded
+from workbench.workers.stopping import StageStopped, Standing, Stopping
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -50,6 +51,7 @@ class Host(Shards):
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
+        self._stopping = Stopping(info.world_size)
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
         self._patch = Patch()
         loaded.note()
@@ -115,6 +117,7 @@ class Host(Shards):
             folder=folder,
             exchange=self._exchange,
             waits=waits,
+            stopping=self._stopping,
         )
         self._busy = f"loading {role}"
         loaded.note()
@@ -128,22 +131,27 @@ class Host(Shards):
             loaded.note()
 
     def execute(self, call: Call) -> Reply:
-        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply."""
+        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply; where the stage was to
+        stop, the reply says how far it came."""
         recorder, info = self.recorder, self.info
         recorder.drain()
         loaded.note()
         self._progress, self._busy = (0, 0, 0), call.stage
-        output, columns, metrics, failure = Output(), {}, Metrics(), None
+        output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
         labels = {"stage": call.stage, "run": call.run, "role": call.role}
+        self._stopping.begin(call.run, call.begun)
         try:
             with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
                 recorder.add("queue", call.submitted_s, time.time())
                 output = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
                 columns = self._keep(output.columns, call)
-        except Exception as error:  # an interrupt of the kernel ends an inline stage as it ends any code
+        except StageStopped as left:
+            stopped = left.part
+        except Exception as error:
             failure = Failure.of(error, remedy_for(error, self, call))
         finally:
+            self._stopping.end()
             self._busy = ""
             loaded.note()
         spans, transfers, syncs = recorder.drain()
@@ -158,6 +166,7 @@ class Host(Shards):
             transfers=transfers,
             syncs=syncs,
             failure=failure,
+            stopped=stopped,
         )
 
     def _carry_out(self, call: Call) -> Output:
@@ -350,6 +359,16 @@ class Host(Shards):
             self._patch.keep()
         else:
             self._patch.undo()
+
+    # --- a stage that is to stop -------------------------------------------------------------------------------------
+
+    def standing(self, run: int) -> Standing:
+        """Stop a run at its next stopping point, and say where it stands."""
+        return self._stopping.standing(run)
+
+    def leave(self, run: int, point: int) -> None:
+        """Let a run be left at this stopping point, or the first one behind it."""
+        self._stopping.leave(run, point)
 
     # --- what it is doing, what it holds ---------------------------------------------------------------------------
 

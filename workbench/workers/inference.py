@@ -63,6 +63,7 @@ def _passes(
     done_tokens = 0
     for done, micro in enumerate(micros):
         context.progress(done, len(micros), done_tokens)
+        context.stopping.point()
         tokens = tokens_of(micro)
         before = groups.moved_bytes
         with context.recorder.span("forward", tokens=tokens * groups.counts) as counted, torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from workbench.telemetry import Recorder
 from workbench.workers.calls import HostInfo
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
+from workbench.workers.stopping import Stopping
 from workbench.workers.weight_exchange import WeightExchange
 
 
@@ -27,6 +28,8 @@ class Context:
     layout: of the role: where this rank, `host.rank`, stands in it says `layout.coordinates`.
     communicator: over all ranks of the pool.
     progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
+    stopping: `stopping.point()` is called where nothing is half done and all ranks are at the same line, such as
+        between micro-batches: there an interrupt leaves the stage.
     seed: the workbench's seed. tokenizer_name: the model whose tokenizer made the tokens.
     folder: where relative paths start from: the working folder of who opened the workbench.
     exchange: where weights are published for other roles, and taken from theirs.
@@ -43,6 +46,7 @@ class Context:
     folder: str
     exchange: WeightExchange
     waits: bool = False
+    stopping: Stopping = field(default_factory=lambda: Stopping(1))
 
     @property
     def device(self) -> torch.device:

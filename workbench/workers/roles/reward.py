@@ -278,9 +278,15 @@ class RewardWorker(ModelWorker):
                 row["environment_rewards"] = rewards[i].tolist()
             row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
             rows.append(row)
+        context = self.context
+
+        def progress(done: int, total: int, tokens: int) -> None:
+            context.progress(done, total, tokens)
+            context.stopping.point()
+
         several_one = torch.zeros(2)  # whether any rank got several numbers a row, and whether any got one
         try:
-            with self.context.recorder.span("reward"):
+            with context.recorder.span("reward"), context.stopping.only((context.host.rank,)):
                 scores = score_rows(
                     function,
                     rows,
@@ -289,7 +295,7 @@ class RewardWorker(ModelWorker):
                     timeout_s=call_timeout_s,
                     where=where,
                     row_numbers=batch.rows.tolist(),
-                    progress=self.context.progress,
+                    progress=progress,
                 )
             several = isinstance(scores[0], list)
             several_one[:] = torch.tensor([several, not several])

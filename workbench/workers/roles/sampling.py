@@ -145,11 +145,12 @@ class SamplingWorker(Worker):
         drawn_with = self.generator.weights_version
         with (
             self.ledger("generation", drawn_with) as noted,
+            self.context.stopping.only(self._tensor_group),
             self.context.recorder.span("generate") as counted,
         ):
             noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
             if environment is None:
-                rollout = self.generator.generate(prompts, sampling, seeds, self.context.progress)
+                rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
                 columns = single_turn(rollout, mine)
             else:
                 columns = several_turns(self._converse(batch, sampling, prompts, seeds, mine)[mine])
@@ -197,7 +198,7 @@ class SamplingWorker(Worker):
                 max_model_tokens=self.spec.generation.max_model_tokens,
                 share=partial(shared_by_group, communicator, size),
                 any_rank=any_rank,
-                progress=self.context.progress,
+                progress=self._progress,
             )
         return conversations
 
@@ -224,6 +225,17 @@ class SamplingWorker(Worker):
         before = sum(map(len, seeds[: communicator.rank - first]))
         mine = slice(before, before + len(batch))
         return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
+
+    def _progress(self, done: int, total: int, tokens: int) -> None:
+        """Said between tokens, where the stage can be left."""
+        self.context.progress(done, total, tokens)
+        self.context.stopping.point()
+
+    @property
+    def _tensor_group(self) -> tuple[int, ...]:
+        """This rank, and those that generate with it as one."""
+        size, rank = self._tensor_ranks, self.context.communicator.rank
+        return tuple(range(rank - rank % size, rank - rank % size + size))
 
     @property
     def _tensor_ranks(self) -> int:

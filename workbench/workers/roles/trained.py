@@ -146,7 +146,9 @@ class TrainedWorker(ModelWorker):
         micro-batches. On a pipeline the metrics of losses are on its last stage. Steps that the engine skipped are told
         in `Output.notes`: where the loss, or which gradient, was first not finite.
         """
-        context, metrics, done_tokens, done = self.context, Metrics(), 0, 0
+        context, done_tokens, done = self.context, 0, 0
+        begun = context.stopping.begun  # an update that was stopped goes on where it stood
+        taken, metrics = (begun.steps, dict(begun.metrics)) if begun else (0, Metrics())
         notes: list[str] = []
         groups = context.groups
         budget = self.training.micro_batch_tokens
@@ -192,6 +194,12 @@ class TrainedWorker(ModelWorker):
         divisors = [self._divisors(term) for term in terms]
         for epoch in range(epochs):
             for number, minibatch in enumerate(minibatches):
+                steps = epoch * len(minibatches) + number
+                if steps < taken:
+                    done += sum(map(len, minibatch))
+                    continue
+                so_far: Metrics = {**metrics, "optimizer_steps": Max(value=self.engine.steps)}
+                context.stopping.point(steps, epochs * len(minibatches), so_far)
                 step = Minibatch()
                 passes = []
                 for term, of_term, micros in zip(terms, divisors, minibatch, strict=True):

@@ -1,0 +1,36 @@
+"""The stop button during each stage, in a real kernel: the message, and that the same cell again is right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.interrupting import STAGES, Interrupting
+
+RAY = 'tiny_lab("interrupts", Path("runs"), placement=wb.Placement.colocate(devices=2), if_exists="replace")'
+INLINE = 'tiny_lab("interrupts", Path("runs"), backend="inline", if_exists="replace")'
+
+
+@pytest.fixture(scope="module", params=[RAY, INLINE], ids=["ray", "inline"])
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupting]:
+    kernel = Interrupting(tmp_path_factory.mktemp("kernel"), request.param)
+    yield kernel
+    kernel.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_next_cell_is_right(kernel: Interrupting, stage: str) -> None:
+    trial = kernel.trial(stage, kernel.took_s[stage] * 0.4)
+    assert trial.right
+    assert trial.said.startswith(("StageInterrupted", "CancelledError", "done before")), trial.said
+    if stage.startswith("update") and "after optimizer step" in trial.said:
+        assert "the same call again goes on with step" in trial.said
+
+
+def test_at_random_moments(kernel: Interrupting) -> None:
+    dice = random.Random(5)
+    for _ in range(4):
+        trial = kernel.random_trial(dice.choice(list(STAGES)), dice)
+        assert trial.right, trial
