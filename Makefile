@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel prove bench-learning clean help
+.PHONY: setup demo test thorough lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel prove bench-learning clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -21,6 +21,10 @@ JOBS ?= 2
 
 test: $(READY) ## run the tests, JOBS processes at a time; each with one thread for torch, and files as they are
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+thorough: $(READY) ## run what `make test` shows under further layouts, and every lesson against its script
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m thorough
+	$(BIN)/python tests/benchmarks/prove.py
 
 lab: $(READY) ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab --notebook-dir=. $(DEMO)

@@ -25,6 +25,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (mine / "models").symlink_to(models)
     before = os.environ.get("WORKBENCH_HOME")
     os.environ["WORKBENCH_HOME"] = str(mine)
+    os.environ["WORKBENCH_KEEP_RAY"] = "1"  # one head for the workbenches of all tests, lessons' kernels among them
     yield mine
     from workbench.workers.cluster import stop_head
 

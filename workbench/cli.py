@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
 
     add("doctor", _doctor, "what is installed, what can run here, and the remedy for what is missing")
     add("ls", _ls, "the workbenches that live on this machine")
-    add("stop", _stop, "end a workbench and its hosts", answers=False).add_argument("name", metavar="NAME")
+    stop = add("stop", _stop, "end a workbench and its hosts", answers=False)
+    stop.add_argument("name", metavar="NAME", nargs="?", default="")
+    stop.add_argument("--id", default="", help="instead of a name: the one opening that has this id")
     trace = add("trace", _trace, "write a run as a Chrome trace, for Perfetto", answers=False)
     trace.add_argument("run", metavar="NAME_OR_RUN_FOLDER", help="a workbench that lives, or the folder of any run")
     trace.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default: trace.json")
@@ -93,18 +95,34 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2, default=str))
     else:
-        shown = [
-            {**row, "processes": ", ".join(f"{p['host']}: {p['process']}" for p in row["processes"])} for row in rows
-        ]
+        shown = [_short(row) for row in rows]
         print(_table(shown) if shown else "no workbench lives on this machine")
     return 0
 
 
-def _stop(arguments: argparse.Namespace) -> int:
-    from workbench import opening
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A workbench of `wb ls`, in the width of a terminal."""
+    idle_s, driver = row["idle_s"], row["driver"]
+    return {
+        "name": row["name"],
+        "alive": row["alive"],
+        "holds": ", ".join(f"{role}: {model}" for role, model in row["roles"].items()) or "not known here",
+        "memory": "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f} GiB",
+        "iteration": row["iteration"],
+        "idle": "" if idle_s is None else f"{idle_s / 60:.0f} min",
+        "driven by": "" if driver is None else f"process {driver['process']}" + ("" if driver["alive"] else " (ended)"),
+        "processes": ", ".join(f"{p['host']}: {p['process']}" for p in row["processes"]),
+    }
 
-    opening.stop(arguments.name)
-    print(f"stopped {arguments.name}")
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from workbench import opening, registry
+
+    if bool(arguments.name) == bool(arguments.id):
+        raise BadInput("wb stop", "takes a NAME, or --id ID", "see `wb ls`")
+    name = arguments.name or registry.with_id(arguments.id).name
+    opening.stop(name)
+    print(f"stopped {name}")
     return 0
 
 

@@ -41,6 +41,7 @@ from workbench.engines.settings import Sampling
 from workbench.errors import BadInput
 from workbench.evaluation import evaluate
 from workbench.example_stream import ExampleStream
+from workbench.handover import Handover
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
 from workbench.moving import add, drop, move
@@ -91,6 +92,8 @@ class Workbench(Stages, Checkpoints):
         self._reusing = self.looping = False
         self.weights: dict[str, Weights] = {}
         self._updates_left = UnfinishedUpdates()
+        self._handover: Handover | None = None  # on Ray, once it is recorded
+        self.looks = False  # at a workbench that another kernel drives
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}
         self._described: dict[str, Pending] = {}
@@ -203,7 +206,7 @@ class Workbench(Stages, Checkpoints):
         self._backend = (
             InlineBackend()
             if description.backend == "inline"
-            else RayBackend(description.id, description.address, note=note)
+            else RayBackend(description.id, description.address, driver=self._id, note=note)
         )
         self._backend.start(self._infos)
         join_pools(self._backend, self._infos, note)
@@ -211,8 +214,9 @@ class Workbench(Stages, Checkpoints):
 
     def close(self) -> None:
         """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice, or
-        after another kernel took the workbench's name, is fine: only what this opening started is ended. In a script
-        that was started with --keep the hosts live on, and trackers get their last metrics."""
+        after another kernel took the workbench or its name, is fine: only what this opening started, and this kernel
+        drives, is ended. In a script that was started with --keep the hosts live on, and trackers get their last
+        metrics."""
         if self.stays:
             self.telemetry.sinks.close()
         else:
@@ -230,6 +234,8 @@ class Workbench(Stages, Checkpoints):
         if registry.opened.get(self.name) is self:
             del registry.opened[self.name]
         self.scheduler.close()
+        if not self._drives():
+            return
         self._backend.close()
         if self.description.backend == "ray":
             registry.forget(self.description.id)

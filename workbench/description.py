@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.engines.settings import SHARE_MEMORY, Generation, ShareMemory, Training, one_of, whole
+from workbench.engines.settings import SHARE_MEMORY, Generation, ShareMemory, Training, at_least, one_of, whole
 from workbench.errors import BadInput
 from workbench.fingerprint import fingerprint
 from workbench.machine import cores
@@ -31,8 +31,9 @@ class Description:
     defaults: dtype, training and generation of models that say nothing of them.
     devices: how many there are; None: as many as the cluster that was joined has.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
-    moved: the hosts, where `lab.move` has made others than the opening. opened: the digest of the description that it
-    was opened with, where it has another by now. Neither is part of the `digest`.
+    idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
+    made others than the opening. opened: the digest of the description that it was opened with, where it has another by
+    now. None of these is part of the `digest`.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Description:
     address: str | None
     defaults: Mapping[str, Any]
     share_memory: ShareMemory = False
+    idle_hours: float | None = None
     moved: tuple[HostInfo, ...] = ()
     opened: str = ""
 
@@ -67,10 +69,13 @@ class Description:
         seed: int,
         address: str | None,
         share_memory: ShareMemory = False,
+        idle_hours: float | None = None,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
         one_of("backend", backend, BACKENDS)
         one_of("share_memory", share_memory, SHARE_MEMORY)
+        if idle_hours is not None:
+            at_least("idle_hours", idle_hours, 0, strictly=True)
         if not isinstance(models, Mapping):
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -125,6 +130,7 @@ class Description:
             address=address,
             defaults=defaults,
             share_memory=share_memory,
+            idle_hours=idle_hours,
         )
         check(description)
         return description
@@ -248,6 +254,7 @@ class Description:
             log_path=None,
             share_memory=self.share_memory,
             again=again,
+            idle_s=None if self.idle_hours is None or number else 3600 * self.idle_hours,
         )
         return (
             info if self.backend == "inline" else replace(info, log_path=str(run_folder / "logs" / f"{info.name}.log"))
@@ -268,7 +275,9 @@ class Description:
     @property
     def digest(self) -> str:
         """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
-        fields = {field: value for field, value in vars(self).items() if field not in ("id", "moved", "opened")}
+        fields = {
+            field: value for field, value in vars(self).items() if field not in ("id", "idle_hours", "moved", "opened")
+        }
         return fingerprint(fields)[:16]
 
     @property

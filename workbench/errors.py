@@ -7,6 +7,7 @@
     ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
     ├── NameTaken           (ValueError)    a workbench of that name lives and differs
     ├── NotFound            (LookupError)   no workbench of that name
+    ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may look
     ├── StageError          (RuntimeError)  a stage failed on one or more ranks
     │   ├── RewardError                     the user's reward function raised or gave a wrong value
     │   ├── RolloutError                    the user's environment raised or gave a wrong value
@@ -50,6 +51,10 @@ class WorkbenchError(Exception):
         from workbench.display.error_block import rendered
 
         return rendered(self)
+
+
+class NotDriving(WorkbenchError, RuntimeError):
+    """Another kernel drives the workbench: this one may look at it, or take it over."""
 
 
 class BadInput(WorkbenchError, ValueError):

@@ -42,6 +42,7 @@ class HeldBatches(Views):
 
     def _check_alive(self, group: WorkerGroup) -> None:
         self._check_open()
+        self._check_drives()
         if group.dropped:
             there = f"the workbench has {', '.join(self.groups)}"
             raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
@@ -150,7 +151,9 @@ class HeldBatches(Views):
             self._backend.work(host, "release", [key])
 
     def _release(self) -> None:
-        """Tell the hosts which shards nobody refers to any more."""
+        """Tell the hosts which shards nobody refers to any more. Who looks holds none."""
+        if self.looks:
+            return
         due: dict[str, list[str]] = {}
         for shard in (shard.now(self._heirs) for shard in self._counts.take_due()):
             due.setdefault(shard.host, []).append(shard.key)

@@ -33,6 +33,13 @@ def running_cell() -> Cell | None:
     return Cell(number, str(parent.get("metadata", {}).get("cellId", "")))
 
 
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
 def notebook_path() -> Path:
     """The file of the notebook that this kernel belongs to, as JupyterLab and VS Code tell it; else `BadInput`."""
     ipython = sys.modules.get("IPython")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -21,8 +22,10 @@ from workbench.description import Description
 from workbench.display.progress import Progress
 from workbench.engines.settings import Generation, ShareMemory, Training, one_of, whole
 from workbench.errors import BadInput, NameTaken, WorkbenchError
+from workbench.handover import Handover
 from workbench.home import locked
 from workbench.machine import available_bytes, cores, gpu_bytes
+from workbench.notebook_cell import in_notebook
 from workbench.overrides import overridable
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
@@ -50,6 +53,7 @@ def open(
     seed: int = 0,
     address: str | None = None,
     share_memory: ShareMemory = False,
+    idle_hours: float | None = 24.0,
     if_exists: IfExists = "attach",
     runs: str | Path = "runs",
     track: str | Sequence[str] = (),
@@ -71,6 +75,8 @@ def open(
         key-value cache are freed while something else computes. Results stay the same to the last bit; a sync is due
         whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
         On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
+    idle_hours: a workbench on Ray outlives its kernel; it closes itself after so many hours without a stage, which is
+        said at opening in a notebook. None: never.
     if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
         description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`, which
         is the default in a script that `wb.script` runs.
@@ -97,7 +103,7 @@ def open(
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-        share_memory=share_memory,
+        share_memory=share_memory, idle_hours=idle_hours,
     )  # fmt: skip
     if save_every is not None:
         whole("save_every", save_every, 1)
@@ -161,6 +167,9 @@ def _open(
                 hosts=lab._backend.processes,
             )
             registry.write(record, description)
+            registry.own(description.id, lab._id)
+            lab._handover = Handover(record.folder)
+            lab._backend.drive()
             lab._save_state()
     except BaseException:
         lab.telemetry.sinks.close(failed=True)
@@ -170,6 +179,9 @@ def _open(
         raise
     registry.opened[name] = lab
     _record(lab, "opened")
+    if in_notebook() and description.backend == "ray" and description.idle_hours is not None:
+        hours = f"{description.idle_hours:g} h"
+        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
     return lab
 
 
@@ -243,29 +255,51 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
         warnings.warn(doubt, stacklevel=5)  # in the line that opens
 
 
-def attach(name: str) -> Workbench:
-    """Take up a workbench that lives, opened in this kernel or an earlier one.
+def attach(name: str, *, take_over: bool = False) -> Workbench:
+    """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
+    `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped
+    last, made anew in this notebook, goes on where that stood, in the middle of an iteration too; an update that ran on
+    when its kernel ended is waited for, and not made twice.
+
+    One kernel drives a workbench. While another one does, this one may look (`lab.looks`: tables, views, batches), and
+    what it calls is refused with `NotDriving`; take_over: drive it from here, and refuse what that one calls from now
+    on. Of a kernel that has ended it is taken over without asking.
 
     Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
     """
     mine = _opened_here(name)
-    if mine is not None:
+    if mine is not None and not (take_over and mine.looks):
         return mine
     record = registry.get(name)
+    owner = registry.owner(record.id)
     lab = Workbench(registry.description(record), Path(record.run_folder))
     lab.attached = True
-    lab._backend = RayBackend(record.id, record.address, start=False)
+    lab.looks = owner is not None and owner.lives and not owner.mine and not take_over
+    lab._backend = RayBackend(record.id, record.address, driver=lab._id, start=False)
     lab._backend.attach(lab._infos)
-    lab._restore_state()
+    handover = Handover(record.folder)
+    with Progress(f"attaching to {name}: waiting for what its hosts are at") as bar:
+        bar.update(0, 0)
+        if not lab.looks:
+            registry.own(record.id, lab._id)
+            lab._backend.drive()
+        lab._restore_state()
+        handover.take_over(lab)
+    lab._handover = None if lab.looks else handover
     registry.opened[name] = lab
     _record(lab, "attached")
+    if lab.looks:
+        assert owner is not None
+        print(f"looking at {name}, which process {owner.process.pid} drives; wb.attach({name!r}, take_over=True) would")
     return lab
 
 
 def ls() -> list[dict[str, Any]]:
-    """The workbenches that live on this machine: name, id, alive, address, processes, run folder.
+    """The workbenches that live on this machine, and what they hold.
 
     alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
+    roles: the model of each. devices: how many. memory_bytes: of the hosts on this machine. iteration: that it is in.
+    idle_s: since a stage was last called. driver: process, machine, whether it is alive, of the kernel that drives it.
     """
     found = []
     for record in registry.records():
@@ -273,12 +307,35 @@ def ls() -> list[dict[str, Any]]:
             {"host": host, "machine": process.machine, "process": process.pid} for host, process in record.hosts.items()
         ]
         shown = {"name": record.name, "id": record.id, "alive": record.alive, "address": record.address}
-        found.append({**shown, "processes": processes, "run_folder": record.run_folder})
+        found.append({**shown, **_held(record), "processes": processes, "run_folder": record.run_folder})
     for name, lab in registry.opened.items():
         if lab.description.backend == "inline":
             shown = {"name": name, "id": lab.description.id, "alive": True, "address": "inline"}
-            found.append({**shown, "processes": [], "run_folder": str(lab.run_folder)})
+            roles = {role: str(group.spec) for role, group in lab.groups.items()}
+            held = {"roles": roles, "devices": 1, "memory_bytes": None, "iteration": lab.iteration, "idle_s": None}
+            found.append({**shown, **held, "driver": None, "processes": [], "run_folder": str(lab.run_folder)})
     return found
+
+
+def _held(record: registry.Record) -> dict[str, Any]:
+    """What a workbench holds, as far as its record and its processes here say."""
+    owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
+    try:
+        roles = {role: str(model) for role, model in registry.description(record).models.items()}
+    except WorkbenchError:  # it needs modules that are not here
+        roles = {}
+    here = [process.here for process in record.hosts.values()]
+    driver = None
+    if owner is not None:
+        driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
+    return {
+        "roles": roles,
+        "devices": len(record.hosts),
+        "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
+        "iteration": registry.load_state(record.id).get("iteration"),
+        "idle_s": time.time() - used_s if used_s else None,
+        "driver": driver,
+    }
 
 
 def stop(name: str) -> None:

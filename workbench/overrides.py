@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 from workbench import registry
 from workbench.checkpoint import find_checkpoint
 from workbench.display import progress
-from workbench.engines.settings import DTYPES, SHARE_MEMORY, one_of, whole
+from workbench.engines.settings import DTYPES, SHARE_MEMORY, at_least, one_of, whole
 from workbench.errors import BadInput, WorkbenchError
 from workbench.named_fields import meant
 from workbench.telemetry.sinks import check_tracker
@@ -78,6 +78,11 @@ def _checkpoint(name: str, value: Any) -> None:
     find_checkpoint(value)
 
 
+def _hours(name: str, value: Any) -> None:
+    if value is not None:
+        at_least(name, value, 0, strictly=True)
+
+
 # argument of `wb.open` -> the check of its value; where and how a workbench runs, not what it is made of
 CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "name": _name,
@@ -88,6 +93,7 @@ CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "seed": lambda name, value: whole(name, value, 0),
     "address": _text,
     "share_memory": lambda name, value: one_of(name, value, SHARE_MEMORY),
+    "idle_hours": _hours,
     "if_exists": lambda name, value: one_of(name, value, ("attach", "replace", "error")),
     "runs": _text,
     "track": _trackers,

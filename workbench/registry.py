@@ -5,7 +5,8 @@ when another workbench of that name has been opened in the meantime.
 
     labs/<id>/lab.json          name, processes, address: read by all
     labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions: for `attach`
-    labs/<id>/state.json        counters that a new kernel goes on from
+    labs/<id>/state.json        counters that a new kernel goes on from; beside it, what `workbench.handover` writes
+    labs/<id>/owner.json        which kernel drives it
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import pickle
 import shutil
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +101,14 @@ def find(name: str) -> Record | None:
     return next((record for record in records() if record.name == name), None)
 
 
+def with_id(id: str) -> Record:
+    """The record of one opening, or `NotFound`."""
+    for record in records():
+        if record.id == id:
+            return record
+    raise NotFound(f"no workbench with the id {id!r}", "it was closed", "see `wb ls --json`")
+
+
 def get(name: str) -> Record:
     """The record of the workbench of that name, or `NotFound`."""
     record = find(name)
@@ -147,6 +157,49 @@ def load_state(lab: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The kernel that drives a workbench. controller: of its processes' workbenches, which one. since_s: unix time."""
+
+    controller: str
+    process: Process
+    since_s: float
+
+    @property
+    def lives(self) -> bool:
+        """Whether it may still call stages: not, where its process has ended."""
+        return self.process.alive is not False
+
+    @property
+    def mine(self) -> bool:
+        """Whether it is this process."""
+        return self.process == Process.current()
+
+
+def own(lab: str, controller: str) -> None:
+    """Record that this process's controller drives the workbench with this id."""
+    with contextlib.suppress(FileNotFoundError):
+        owner = Owner(controller=controller, process=Process.current(), since_s=time.time())
+        _replace(_folder(lab) / "owner.json", asdict(owner))
+
+
+def owner(lab: str) -> Owner | None:
+    """Which kernel drives the workbench with this id; None where none is known."""
+    try:
+        values = json.loads((_folder(lab) / "owner.json").read_text())
+        return Owner(**{**values, "process": Process(**values["process"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def last_used_s(lab: str) -> float:
+    """When a stage of it was last called, unix time; 0.0: nothing is known."""
+    try:
+        return (_folder(lab) / "state.json").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _folder(lab: str) -> Path:

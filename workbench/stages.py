@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from workbench import registry
 from workbench.dataflow.batch import Batch
@@ -30,6 +30,7 @@ from workbench.dataflow.unfinished import UnfinishedUpdate, UnfinishedUpdates
 from workbench.engines.settings import at_least
 from workbench.errors import BadInput, StageInterrupted
 from workbench.failing import Failing
+from workbench.handover import Handover, OpenRun
 from workbench.held_batches import HeldBatches
 from workbench.notebook_cell import running_cell
 from workbench.placement import ROLLOUT
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.algorithms.loop import Algorithm
+    from workbench.controller import Workbench
     from workbench.prompt_stream import PromptStream
 
 
@@ -61,6 +63,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
     _algorithm: weakref.ref[Algorithm] | None = None
     require_nothing_passed_over: Callable[[str], None]
     _updates_left: UnfinishedUpdates
+    _handover: Handover | None
+    looks: bool
     _driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
 
     @functools.cached_property
@@ -150,6 +154,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
 
     def check_driver(self) -> None:
         """Raise `BadInput` while another thread drives, `StageInterrupted` where this one is to stop."""
+        self._check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
             raise StageInterrupted(f"{driver[1]} was stopped", "things are as after the stage before")
@@ -280,6 +285,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             if group.role == ROLLOUT:  # who samples with the weights as they are: here is known which there are
                 seeded["trained_version"] = self.weights["actor"].steps
             calls = calls_on_batch(group, operation, common, args, batch, samples, travels, seeded, self._heirs)
+            self._note_sent(run, seeded["seed"], operation.protocol.collect(group.layout))
             begun = self._unfinished(run, ended=False)
             if begun is None:
                 return calls
@@ -288,8 +294,9 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
 
         def finish(run: Run) -> Any:
             result = self._result(operation, batch, run)
-            if run.updates and run.given_up and group.role in self.weights and not run.writes:
-                self._updates_left.note(run, self.weights[group.role], result)
+            run.given = result if run.updates else None
+            if run.given_up:
+                self._unheard(run)
             self._report(run, reported_as, metrics)
             if then is not None:
                 then()
@@ -303,6 +310,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             plan=plan,
             finish=finish,
             clean=self._clean_up,
+            unheard=self._unheard,
             noted=lambda run, error: self._note_failure(run, error, operation, batch, arguments),
             timeout_s=timeout_s,
         )
@@ -311,6 +319,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         if batch is not None and operation.protocol.joins and run.writes:
             run.batch = batch.after(run, run.writes, samples)
         self._log(run, reported_as, batch)
+        if self._handover is not None:
+            run.when_over(lambda: self._note_over(run))
         if batch is not None and run.updates and not batch.pending:
             run.read, _ = batch.part(operation.travelling(reads, batch))
             if ended := self._unfinished(run, ended=True):
@@ -321,6 +331,36 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             if not (batch.pending or updates or drawn_anew):
                 self._reuse(run, batch.copies(samples), operation.travelling(reads, batch), reported_as)
         return run
+
+    def _note_sent(self, run: Run, seed: tuple[int, ...], collecting: Sequence[int]) -> None:
+        """Write down for the next kernel what goes to hosts."""
+        if self._handover is not None:
+            self._handover.sent(OpenRun(
+                number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
+                updates=run.updates, collecting=tuple(collecting), read=run.read if run.updates else {},
+                drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
+            ))  # fmt: skip
+
+    def _note_over(self, run: Run) -> None:
+        """Write down what came of it."""
+        if self._handover is None or not self._drives():
+            return
+        if run.batch is not None:
+            run.batch.settle(wait=False)
+        self._handover.write(cast("Workbench", self))
+        self._handover.over(run.number)
+
+    def note_position(self) -> None:
+        """Write down where the algorithm stands, for the next kernel."""
+        if self._handover is not None and not self.looks:
+            self._handover.write(cast("Workbench", self))
+
+    def note_update_done(self, run: OpenRun, values: MetricValues) -> None:
+        """Take in an update that came to its end after its kernel had: the same call again gives its metrics."""
+        if run.role in self.weights:
+            steps = int(values.get("optimizer_steps", self.weights[run.role].steps + 1))
+            self.weights[run.role] = weights = Weights(steps=steps, state=secrets.token_hex(4))
+            self._updates_left.note_done(run.role, run.name, run.code, run.read, weights, values)
 
     def _unfinished(self, run: Run, *, ended: bool) -> UnfinishedUpdate | None:
         """What an update goes on from; see `UnfinishedUpdates.take`."""
@@ -375,13 +415,24 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             self.weights[role] = Weights(steps=steps, state=secrets.token_hex(4))
             if run.parts:
                 self._updates_left.note(run, self.weights[role])
-        seed = run.calls[0].meta.get("seed", ())
-        if len(seed) == 3 and self._draws.get(seed[1]) == seed[2]:  # the same call again draws the same
-            self._draws[seed[1]] -= 1
+        self._draw_again(run)
         self._save_state()
         if run.stuck:
             self._broken[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._drop(run.group.hosts, run.calls[0].key)
+
+    def _unheard(self, run: Run) -> None:
+        """A run has ended well, and nobody has its result: the same call again is as if this had not been."""
+        if run.updates and run.group.role in self.weights and not run.writes:
+            self._updates_left.note(run, self.weights[run.group.role], run.given)
+        elif not run.updates:
+            self._draw_again(run)
+
+    def _draw_again(self, run: Run) -> None:
+        """Let the same call again draw the same samples, if none were drawn since."""
+        seed: tuple[int, ...] = run.calls[0].meta.get("seed", ()) if run.calls else ()
+        if len(seed) == 3 and self._draws.get(seed[1]) == seed[2]:
+            self._draws[seed[1]] -= 1
 
     def _record(self, run: Run) -> None:
         replies, run.unrecorded = run.unrecorded, []
@@ -491,7 +542,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         return self._run_number
 
     def _save_state(self) -> None:
-        if self.description.backend == "ray":
+        if self.description.backend == "ray" and not self.looks:
             registry.save_state(
                 self.description.id,
                 {
@@ -503,6 +554,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
                     "weights": {role: asdict(weights) for role, weights in self.weights.items()},
                     "draws": self._draws.get(self.iteration, -1),
                     "pools_ended": self._pools_ended,
+                    "heirs": self._heirs,
+                    "credit": self._credit,
                 },
             )
 
@@ -518,6 +571,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         for role, weights in state["weights"].items():
             self.weights[role] = Weights(steps=weights["steps"], state=secrets.token_hex(4))
         self._draws[self.iteration] = state["draws"]
-        self._pools_ended = state["pools_ended"]
+        self._pools_ended, self._heirs = state["pools_ended"], dict(state["heirs"])
+        self._credit = state["credit"]
         if self.prompts.source and state["prompts"]:
             self.prompts.source.load_state_dict(state["prompts"])

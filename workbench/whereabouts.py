@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from workbench import registry
 from workbench.dataflow.carrier import carry, from_wire, to_wire
 from workbench.dataflow.store import Weights
 from workbench.description import Description
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput, NotDriving, NotFound
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.display.devices import DeviceMap
+    from workbench.handover import Handover
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
@@ -50,6 +52,8 @@ class Whereabouts:
     _backend: Backend
     _closed: bool
     _id: str
+    _handover: Handover | None
+    looks: bool
     weights: dict[str, Weights]
     _broken: dict[str, str]  # what was lost, by pool
     _described: dict[str, Pending]  # the last question of what it holds, by host
@@ -62,6 +66,23 @@ class Whereabouts:
     def _check_open(self) -> None:
         if self._closed:
             raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
+
+    def _check_drives(self) -> None:
+        """Raise `NotDriving` where another kernel drives the workbench."""
+        if not self._drives():
+            owner = registry.owner(self.description.id)
+            who = "another kernel" if owner is None else f"process {owner.process.pid} on {owner.process.machine}"
+            raise NotDriving(
+                f"this notebook looks at {self.name!r}", f"{who} drives it, and the steps of two would mix",
+                f"wb.attach({self.name!r}, take_over=True) drives it from here",
+            )  # fmt: skip
+
+    def _drives(self) -> bool:
+        """Whether this kernel drives the workbench; one that was taken over no longer does."""
+        if self._handover is not None and not self.looks:
+            owner = registry.owner(self.description.id)
+            self.looks = owner is not None and owner.controller != self._id
+        return not self.looks
 
     def _seen(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
         """What every host says of itself, in the order of `_infos`; without those of some pools."""

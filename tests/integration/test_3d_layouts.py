@@ -65,8 +65,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         (wb.Layout(1, 2, 1), "torch"),
         (wb.Layout(2, 1, 1), "torch"),
-        (wb.Layout(1, 2, 1, 1, 1), "torch"),
-        (wb.Layout(1, 2, 1), "deepspeed"),
+        pytest.param(wb.Layout(1, 2, 1, 1, 1), "torch", marks=pytest.mark.thorough),
+        pytest.param(wb.Layout(1, 2, 1), "deepspeed", marks=pytest.mark.thorough),
     ],
     ids=str,
 )

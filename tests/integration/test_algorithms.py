@@ -128,7 +128,7 @@ def test_the_lines_differ_from_ppo_as_the_paper_lists(one: Any) -> None:
     assert len(called["SafeRLHF"]) == len(ppo) + len(costs)
 
 
-@pytest.mark.parametrize("name", list(PLACEMENTS))
+@pytest.mark.parametrize("name", ["one", "split", pytest.param("two", marks=pytest.mark.thorough)])
 def test_an_iteration_under_each_placement(one: Any, runs: Path, name: str) -> None:
     """Two ranks and two pools give the metrics of one rank on the same rollouts; then each draws its own and learns."""
     stored, expected, _, checksum = one

@@ -80,7 +80,9 @@ def test_a_mean_of_rank_means(tmp_path: Path) -> None:
         assert report["denominators"].culprit.endswith("between two ways to deal rows to ranks")
 
 
-@pytest.mark.parametrize("placement", [wb.Placement.split(2), wb.Placement.colocate(1)])
+@pytest.mark.parametrize(
+    "placement", [wb.Placement.split(2), pytest.param(wb.Placement.colocate(1), marks=pytest.mark.thorough)]
+)
 def test_the_reference_takes_the_actors_weights_from_host_to_host(tmp_path: Path, placement: wb.Placement) -> None:
     with tiny_lab("refresh", tmp_path, placement=placement, devices=2, models=MODELS) as lab:
         wb.PPO(lab, prompts=4, sampling=SHORT).run(1)

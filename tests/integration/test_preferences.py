@@ -73,8 +73,10 @@ def inline(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], 
 @pytest.mark.parametrize(
     ("name", "placement", "training"),
     [
-        ("two", wb.Placement.colocate(2), {}),
-        ("zero1", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 1}),
+        pytest.param("two", wb.Placement.colocate(2), {}, marks=pytest.mark.thorough),
+        pytest.param(
+            "zero1", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 1}, marks=pytest.mark.thorough
+        ),
         ("zero3", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 3}),
         ("apart", wb.Placement.of({"a": (1, ["actor", "reference"]), "b": (1, ["reward"])}), {}),
     ],

@@ -6,16 +6,12 @@ What each stage makes is compared with what it made in a run that nobody interru
 from __future__ import annotations
 
 import random
-import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jupyter_client.manager import start_new_kernel
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kernel.kernels import Kernel
 
 # Each: what comes before a stage, the stage in a cell, and what is compared afterwards.
 STAGES = {
@@ -37,8 +33,7 @@ STAGES = {
 }  # fmt: skip
 
 PRELUDE = """
-import sys, time
-sys.path.insert(0, {root!r})
+import time
 from contextlib import ExitStack
 from pathlib import Path
 import workbench as wb
@@ -73,12 +68,12 @@ class Trial:
     right: bool
 
 
-class Interrupting:
+class Interrupting(Kernel):
     """A kernel with a workbench. open: the expression that opens it."""
 
     def __init__(self, folder: Path, open: str, stages: Sequence[str] = tuple(STAGES)) -> None:
-        self._manager, self._client = start_new_kernel(cwd=str(folder))
-        self.run(PRELUDE.format(root=str(ROOT), open=open))
+        super().__init__(folder)
+        self.run(PRELUDE.format(open=open))
         self.took_s: dict[str, float] = {}
         for name in stages:
             before, stage, compared = STAGES[name]
@@ -88,24 +83,20 @@ class Interrupting:
             self.took_s[name] = time.monotonic() - began
             self.run(f"clean[{name!r}] = {compared}\ngo_back()")
 
-    def run(self, text: str) -> str:
-        """A cell that has to work; what it printed."""
-        error, said = self._cell(text)
-        assert not error, error
-        return said
-
     def trial(self, name: str, delay_s: float) -> Trial:
         """Interrupt a stage that late after its cell has begun, run it again, and compare."""
         before, stage, compared = STAGES[name]
         self.run(before or "pass")
-        error, _, ended_s = self._interrupted(stage, delay_s)
-        again = 0
-        while error:
-            assert again < 3, error
-            again += 1
-            error, _ = self._cell(stage)
-        right = self.run(f"print(({compared}) == clean[{name!r}], lab.open_runs() == [])\ngo_back()").split()
-        return Trial(name, delay_s, self.last, ended_s, right == ["True", "True"])
+        request = self.start(stage)
+        time.sleep(delay_s)
+        pressed = time.monotonic()
+        self.interrupt()
+        error, _ = self.answer(request)
+        ended_s = time.monotonic() - pressed
+        if error:
+            self.run(stage)
+        right = self.run(f"print(({compared}) == clean[{name!r}], list(lab.open_runs()) == [])\ngo_back()").split()
+        return Trial(name, delay_s, error or "done before", ended_s, right[-2:] == ["True", "True"])
 
     def random_trial(self, name: str, dice: random.Random) -> Trial:
         """At a moment of the stage that is as likely as any other."""
@@ -116,44 +107,4 @@ class Interrupting:
         try:
             self.run("stack.close(); lab.close()")
         finally:
-            self._client.stop_channels()
-            self._manager.shutdown_kernel(now=True)
-
-    def _interrupted(self, text: str, delay_s: float) -> tuple[str, str, float]:
-        request = self._client.execute(text)
-        self._busy(request)
-        time.sleep(delay_s)
-        pressed = time.monotonic()
-        self._manager.interrupt_kernel()
-        error, said = self._answer(request)
-        self.last = error or "done before"
-        return error, said, time.monotonic() - pressed
-
-    def _busy(self, request: str) -> None:
-        while True:
-            message = self._client.get_iopub_msg(timeout=60)
-            if message["parent_header"].get("msg_id") == request and message["msg_type"] == "execute_input":
-                return
-
-    def _cell(self, text: str) -> tuple[str, str]:
-        return self._answer(self._client.execute(text))
-
-    def _answer(self, request: str) -> tuple[str, str]:
-        """The last line of its error, and what it printed. A cell that hangs fails here."""
-        error, said = "", ""
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            message = self._client.get_iopub_msg(timeout=deadline - time.monotonic())
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            content = message["content"]
-            if message["msg_type"] == "stream":
-                said += content["text"]
-                if content["name"] == "stderr":
-                    sys.stderr.write(content["text"])
-            elif message["msg_type"] == "error":
-                text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"]))
-                error = f"{content['ename']}: {text}"
-            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
-                return error, said
-        raise TimeoutError("a cell hangs")
+            self.kill()

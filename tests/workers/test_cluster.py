@@ -24,7 +24,7 @@ stop_idle_head()
 
 
 def run(script: str, home: Path, **environment: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "WORKBENCH_KEEP"))}
     return subprocess.Popen(
         [sys.executable, "-c", script], env={**kept, "WORKBENCH_HOME": str(home), **environment},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -152,6 +152,7 @@ class Algorithm(NamedFields, ABC):
             self._under_way, self._interrupted = True, False
         self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
         self._iteration = self.lab.iteration
+        self.lab.note_position()
         if all(name in self.made for name in graph.names):
             self._end()
         return made
@@ -166,6 +167,7 @@ class Algorithm(NamedFields, ABC):
     def _end(self) -> None:
         self._under_way = False
         self.finish(self.metrics())
+        self.lab.note_position()
         self.lab.save_if_due(self)
 
     def finish(self, metrics: Mapping[str, float]) -> None:

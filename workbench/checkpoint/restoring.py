@@ -144,12 +144,16 @@ def take_up(algorithm: Algorithm, saved: Mapping[str, Any]) -> None:
     algorithm.load_state(saved["state"])
     algorithm._iteration = saved["iteration"]
     if saved["under_way"]:
-        assert lab.checkpoint is not None
-        folder = lab.checkpoint.folder
         algorithm.made.clear()
         for stage, value in saved["made"].items():
-            made = lab.load(folder / value["batch"]) if "batch" in value else MetricValues(value["metrics"])
-            algorithm.made[stage] = made
+            if "batch" in value:  # of a checkpoint
+                assert lab.checkpoint is not None
+                algorithm.made[stage] = lab.load(lab.checkpoint.folder / value["batch"])
+            elif "held" in value:  # of the kernel before
+                if value["held"] in lab.store:
+                    algorithm.made[stage] = lab.batch(value["held"])
+            else:
+                algorithm.made[stage] = MetricValues(value["metrics"])
         algorithm._under_way = True
         lab.last_metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
 

@@ -50,6 +50,7 @@ class Run:
     timeout_s: how long it may take, from when its ranks begin or, behind a run that was given up, from when it waits.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
     forget what a run left that came to nothing. noted: hears of an error of its own, before who waits for it does.
+    unheard: hears that who waited was interrupted, and never got its result.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Run:
         finish: Callable[[Run], Any],
         clean: Callable[[Run], None],
         noted: Callable[[Run, Exception], None] = lambda run, error: None,
+        unheard: Callable[[Run], None] = lambda run: None,
         timeout_s: float | None = None,
     ) -> None:
         self.number, self.stage, self.group = number, stage, group
@@ -78,11 +80,12 @@ class Run:
         self.started_s = self.ended_s = 0.0  # unix times; 0.0: not yet
         self.made: Mapping[str, Column] = {}
         self.read: Mapping[str, Column] = {}
+        self.given: Any = None  # the result of an update, once it is done
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
         self.dependents: list[weakref.ref[Batch]] = []
         self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
-        self._noted, self.timeout_s = noted, timeout_s
+        self._noted, self._unheard, self.timeout_s = noted, unheard, timeout_s
         self._future: Future[Any] = Future()
         self._over = threading.Event()  # its ranks are at it no more: that may be after who waits has been told
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
@@ -223,7 +226,9 @@ class Run:
         """
         if self.done:
             return False
-        with self.lock:  # not while it is being sent
+        with self.lock:  # not while it is being sent, or ended
+            if self.done:
+                return False
             self._abandoned = "it was cancelled"
             if self._future.cancel():
                 self.ended_s = time.time()
@@ -275,6 +280,8 @@ class Run:
         stays that."""
         if self.state == "cancelled":
             return StageInterrupted(f"{self.name} was interrupted before it began", AS_BEFORE)
+        if self.state == "done":
+            self._unheard(self)
         if self.updates and self.state == "done":
             return StageInterrupted(
                 f"{self.name} was interrupted after its last optimizer step",

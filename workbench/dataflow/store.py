@@ -162,7 +162,7 @@ class Store:
             if not (entry.by_loop or entry.file or entry.within):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 try:
-                    entry.file = save(entry.kept, self.folder / f"{name.replace(' ', '-')}.safetensors")
+                    entry.file = save(entry.kept, self.file_of(name))
                 except Exception as error:  # what cannot be written stays: nothing is lost, and the stage goes on
                     warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
                     continue
@@ -238,6 +238,25 @@ class Store:
         entry = self._entries.get(name)
         batch = None if entry is None else entry.handle() or entry.kept
         return batch if batch is not None and not batch.pending else None
+
+    def by_loop(self, name: str) -> bool:
+        """Whether a loop made it, not a cell."""
+        return self._entries[name].by_loop
+
+    def file_of(self, name: str) -> Path:
+        """Where a batch is written that has to leave the hosts."""
+        return self.folder / f"{name.replace(' ', '-')}.safetensors"
+
+    def add_file(
+        self, name: str, file: Path, origin: Origin, columns: tuple[str, ...], meta: Mapping[str, Any],
+        versions: Iterator[int],
+    ) -> None:  # fmt: skip
+        """Know of a batch that is in a file alone."""
+        self._entries[name] = _Entry(
+            origin=origin, made_s=file.stat().st_mtime, rows=0, columns=columns, by_loop=False,
+            version=int(name.rpartition(" v")[2]), versions=versions, handle=lambda: None,  # type: ignore[arg-type]
+            kept=None, file=file, meta=meta,
+        )  # fmt: skip
 
     def origin(self, name: str) -> Origin | None:
         """Where a batch came from; None for one that is not known."""

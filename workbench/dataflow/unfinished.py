@@ -50,6 +50,12 @@ class UnfinishedUpdates:
             stage=run.name, code=run.code, read=run.read, weights=weights, parts=run.parts, result=result
         )
 
+    def note_done(
+        self, role: str, stage: str, code: str, read: Mapping[str, Column], weights: Weights, result: Any
+    ) -> None:
+        """Remember an update that came to its end after its kernel had."""
+        self._of_role[role] = UnfinishedUpdate(stage=stage, code=code, read=read, weights=weights, result=result)
+
     def take(self, run: Run, read: Mapping[str, Column], weights: Weights, *, ended: bool) -> UnfinishedUpdate | None:
         """What a run goes on from, if it is the same update as the one that was interrupted. ended: whether to look for
         one that came to its end."""

@@ -26,7 +26,7 @@ class HostInfo:
     """Who a host is: one process on one device, rank `rank` of its pool's process group.
 
     lab: the workbench's id. share_memory: see `workbench.open`. again: how many pools of that name the workbench had
-    before this one, since `lab.move` made and ended pools.
+    before this one, since `lab.move` made and ended pools. idle_s: see `workbench.workers.idle`.
     """
 
     lab: str
@@ -38,6 +38,7 @@ class HostInfo:
     log_path: str | None
     share_memory: ShareMemory = False
     again: int = 0
+    idle_s: float | None = None
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ from workbench.home import home, locked
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
+KEEP = "WORKBENCH_KEEP_RAY"
 ATTEMPTS = 3
 Note = Callable[[str], None]
 
@@ -241,8 +242,9 @@ def other_clients() -> list[int]:
 
 
 def stop_idle_head() -> None:
-    """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one."""
-    if running_head() is None:
+    """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one. Where
+    the variable WORKBENCH_KEEP_RAY is set it stays, and the next opening is some ten seconds quicker."""
+    if running_head() is None or os.environ.get(KEEP):
         return
     with locked("head"):
         in_use = any(record.address is None for record in registry.records())

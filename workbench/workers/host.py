@@ -52,6 +52,7 @@ class Host(Shards):
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
         self._stopping = Stopping(info.world_size)
+        self._last: tuple[int, Reply] | None = None
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
         self._patch = Patch()
         loaded.note()
@@ -155,7 +156,7 @@ class Host(Shards):
             self._busy = ""
             loaded.note()
         spans, transfers, syncs = recorder.drain()
-        return Reply(
+        reply = Reply(
             rank=info.rank,
             columns={name: column_summary(column) for name, column in columns.items()},
             metrics=metrics,
@@ -168,6 +169,12 @@ class Host(Shards):
             failure=failure,
             stopped=stopped,
         )
+        self._last = call.run, reply
+        return reply
+
+    def reply_of(self, run: int) -> Reply | None:
+        """The reply of the last stage, if it was that run: for a kernel that comes after the one that called it."""
+        return self._last[1] if self._last is not None and self._last[0] == run else None
 
     def _carry_out(self, call: Call) -> Output:
         recorder, arguments, shard = self.recorder, call.args, None

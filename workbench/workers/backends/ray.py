@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
+from workbench.errors import BadInput, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.backends.nodes import nodes_of_pools
 from workbench.workers.calls import Call, HostInfo
 from workbench.workers.cluster import NAMESPACE, connect, joined_address
+from workbench.workers.idle import Idle
 
 START_TIMEOUT_S = 120
 ATTACH_TIMEOUT_S = 10
 END_GRACE_S = 10
 POLL_S = 0.2
+# What a kernel that does not drive a workbench may ask its hosts.
+LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001
 GROUPS = "/devices/"  # in the names of placement groups of workbenches
@@ -91,21 +94,37 @@ def _actor_class(ray: Any) -> Any:
             if info.log_path:
                 send_output_to(info.log_path)
             self._host = Host(info, _Peers(info.lab))
+            self._driver = ""
+            self._watch = Idle(info)
 
         @ray.method(concurrency_group="control")
         def process(self) -> Process:
             return Process.current()
 
-        def compute(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self._host, method)(*args, **kwargs)
+        @ray.method(concurrency_group="control")
+        def drive(self, driver: str) -> None:
+            self._driver = driver
+
+        def compute(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
+            self._check(driver, method)
+            with self._watch.used():
+                return getattr(self._host, method)(*args, **kwargs)
 
         @ray.method(concurrency_group="data")
         def data(self, method: str, *args: Any, **kwargs: Any) -> Any:
             return getattr(self._host, method)(*args, **kwargs)
 
         @ray.method(concurrency_group="control")
-        def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        def control(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
+            self._check(driver, method)
             return getattr(self._host, method)(*args, **kwargs)
+
+        def _check(self, driver: str, method: str) -> None:
+            if driver != self._driver and self._driver and method not in LOOKS:
+                raise NotDriving(
+                    f"{method} on host {self._host.info.name}", "another kernel has taken the workbench over",
+                    "look on, or take it back with wb.attach(name, take_over=True)",
+                )  # fmt: skip
 
     return ray.remote(concurrency_groups={"data": 4, "control": 2})(HostActor)
 
@@ -151,7 +170,8 @@ def _gpus(info: HostInfo) -> float:
 class RayBackend(Backend):
     """One actor a device, in one detached placement group a pool: whose devices are given back when it ends.
 
-    lab: the workbench's id, part of the names of all that it has on the cluster. note: called while waiting, with what
+    lab: the workbench's id, part of the names of all that it has on the cluster. driver: tells kernels apart: hosts
+    do what the one says that called `drive` last, and show others what they ask. note: called while waiting, with what
     is waited for. cluster: address of the cluster for other processes; None: this user's own head.
     processes: of each host.
     """
@@ -159,9 +179,10 @@ class RayBackend(Backend):
     name = "ray"
 
     def __init__(
-        self, lab: str, address: str | None = None, *, start: bool = True, note: Callable[[str], None] = lambda _: None
-    ) -> None:
-        self._lab, self._note = lab, note
+        self, lab: str, address: str | None = None, *, driver: str = "", start: bool = True,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._lab, self._note, self._driver = lab, note, driver
         self._ray = connect(address, start=start, note=note)
         self.cluster = joined_address(self._ray)
         self._actors: dict[str, Any] = {}
@@ -289,14 +310,18 @@ class RayBackend(Backend):
     def _pending(self, host: str, ref: Any) -> RayPending:
         return RayPending(self._ray, ref, host)
 
+    def drive(self) -> None:
+        """Have the hosts do what this kernel says, and no other's."""
+        self._ray.get([actor.drive.remote(self._driver) for actor in self._actors.values()])
+
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        return self._pending(host, self._actors[host].compute.remote("execute", call))
+        return self._pending(host, self._actors[host].compute.remote(self._driver, "execute", call))
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        return self._pending(host, self._actors[host].control.remote(method, *args, **kwargs))
+        return self._pending(host, self._actors[host].control.remote(self._driver, method, *args, **kwargs))
 
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        return self._pending(host, self._actors[host].compute.remote(method, *args, **kwargs))
+        return self._pending(host, self._actors[host].compute.remote(self._driver, method, *args, **kwargs))
 
     def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         refs = [p.ref for p in pending if isinstance(p, RayPending)]

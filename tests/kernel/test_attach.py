@@ -1,0 +1,79 @@
+"""A kernel that is killed, and the next one that goes on; two kernels on one workbench."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.kernels import Kernel
+
+OPEN = """
+from pathlib import Path
+import time
+import workbench as wb
+from tests.cases import tiny_lab, vowels
+def opened(name):
+    return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices=2), if_exists="replace")
+def algorithm(lab):
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=30)
+def plain(metrics):
+    return {name: value for name, value in metrics.items()}
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Iterator[Callable[[], Kernel]]:
+    made: list[Kernel] = []
+
+    def make() -> Kernel:
+        made.append(Kernel(tmp_path))
+        made[-1].run(OPEN)
+        return made[-1]
+
+    yield make
+    made[-1].run("wb.stop('left')")
+    for kernel in made:
+        kernel.kill()
+
+
+def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], Kernel]) -> None:
+    first = kernels()
+    first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
+    first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
+    first.run("print(lab.batches()['batch'].tolist())")
+    first.start("ppo.step()")  # an update of both minibatches, 30 times
+    time.sleep(1.0)
+    first.kill()
+
+    second = kernels()
+    assert "left" in second.run("print([row['name'] for row in wb.ls() if not row['driver']['alive']])")
+    said = second.run("lab = wb.attach('left'); ppo = algorithm(lab)")
+    assert "PPO goes on in iteration 2" in said
+    assert "was done when it was interrupted" in second.run("ppo.step()")
+    second.run("two = ppo.iterate(); three = ppo.iterate()")
+    second.run("runs = lab.metrics(); spans = lab.spans()")
+    second.run("clean = opened('clean'); again = algorithm(clean); again.iterate()")
+    second.run("pair = again.iterate(), again.iterate(); clean.close()")
+    assert second.run("print((two, three) == pair, three['update_actor/loss'])").startswith("True")
+    assert second.run("print(sorted(set(runs['iteration'])))").strip() == "[1, 2, 3]"
+    events = second.run("print(lab.telemetry.events()['event'].tolist())")
+    assert "attached" in events and "run of an earlier kernel" in events
+
+
+def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:
+    first, second = kernels(), kernels()
+    first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
+    assert "looking at left, which process" in second.run("lab = wb.attach('left')")
+    assert second.run("print(lab.looks, len(lab.batches()), lab.batch('batch1 v2').rows)").split() == ["True", "2", "4"]
+    second.run("lab.topology(); lab.batch('batch1 v2').df()")
+    refused, _ = second.cell("lab.actor.compute_log_prob(lab.batch('batch1 v2'))")
+    assert refused.startswith("NotDriving") and "take_over=True" in refused
+    first.run("batch = ppo.step()")
+    second.run("lab = wb.attach('left', take_over=True); ppo = algorithm(lab); ppo.iterate()")
+    refused, _ = first.cell("ppo.step()")
+    assert refused.startswith("NotDriving")
+    first.run("lab.close()")  # lets go, and ends nothing
+    second.run("ppo.iterate()")
