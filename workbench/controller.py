@@ -48,6 +48,7 @@ from workbench.moving import add, drop, move
 from workbench.named_fields import meant
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.prompt_stream import PromptStream
+from workbench.recovering import Recovering
 from workbench.stages import Stages
 from workbench.starting import join_pools, load_roles
 from workbench.telemetry.store import TelemetryStore
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
 
 
-class Workbench(Stages, Checkpoints):
+class Workbench(Stages, Checkpoints, Recovering):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
@@ -93,6 +94,7 @@ class Workbench(Stages, Checkpoints):
         self.weights: dict[str, Weights] = {}
         self._updates_left = UnfinishedUpdates()
         self._handover: Handover | None = None  # on Ray, once it is recorded
+        self.first_states = {}
         self.looks = False  # at a workbench that another kernel drives
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}

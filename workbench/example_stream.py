@@ -27,7 +27,7 @@ class ExampleStream:
         lab.reward.compute_pair_rewards(pairs.held_out)
         lab.last_metrics["compute_pair_rewards"]  # the accuracy on them
 
-    options: as of `Examples`. len() is the number of rows in one epoch.
+    options: as of `Examples`. first: its state before anything was drawn. len() is the number of rows in one epoch.
     """
 
     def __init__(self, lab: Workbench, source: Source, kind: Kind, **options: Any) -> None:
@@ -36,6 +36,7 @@ class ExampleStream:
         options.setdefault("seed", lab.seed)
         self._lab, self.drawn = lab, 0
         self.examples = Examples(source, kind, tokenizer=lab._tokenizer, **options)
+        self.first = self.state
         lab.add_stream(self)
 
     def next(self, n: int) -> Batch:

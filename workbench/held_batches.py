@@ -55,7 +55,7 @@ class HeldBatches(Views):
             raise StageError(
                 f"pool {group.pool.name!r} is still at work on {late[0][0]}, which was given up",
                 "its hosts load, or wait for each other, and answer when that is over",
-                "try again in a while; where it lasts, open the workbench again with if_exists='replace'",
+                "try again in a while; where it lasts, lab.recover() starts them again",
             )
         if group.pool.name in self._broken:
             raise HostDied(
@@ -63,7 +63,7 @@ class HeldBatches(Views):
                 "its ranks no longer agree",
                 f"lab.drop({group.role!r}) and lab.add(...) it anew: the other roles are whole"
                 if len(group.pool.roles) == 1 and group is not self.lead
-                else "open the workbench again with if_exists='replace'",
+                else "lab.recover() starts it again, and goes on from the last checkpoint",
             )
 
     def put(
@@ -157,8 +157,9 @@ class HeldBatches(Views):
         due: dict[str, list[str]] = {}
         for shard in (shard.now(self._heirs) for shard in self._counts.take_due()):
             due.setdefault(shard.host, []).append(shard.key)
-        for host, keys in due.items():
-            self._backend.ask(host, "release", keys)
+        there = {info.name for info in self._infos}  # others are gone, and what they kept with them
+        for host in there & due.keys():
+            self._backend.ask(host, "release", due[host])
 
 
 def _as_table(table: Any) -> Table:

@@ -289,7 +289,7 @@ class Move:
             error.value = f"{self._title}: {error.value}"
         then = "the old placement goes on as it was"
         if lost:
-            then = f"the old placement lost {', '.join(lost)}: open the workbench again with if_exists='replace'"
+            then = f"the old placement lost {', '.join(lost)}: lab.recover() starts them again"
         elif late:
             then += f", when {', '.join(late)} have ended what they had begun"
         if isinstance(error, WorkbenchError):

@@ -29,6 +29,7 @@ class PromptStream:
         if settings is not None:
             options = {"seed": lab.seed, **prompt_options(settings, "prompts=dict")}
             self.source = Prompts(**options, tokenizer=lab._tokenizer)
+            self._first = self.source.state_dict()
             check_room(self.source, lab.description.generation)
 
     def next(self, n: int) -> Batch:
@@ -41,6 +42,12 @@ class PromptStream:
     def more(self, n: int) -> Batch:
         """n more prompts for the iteration that `next` began."""
         return self._draw(n, begins=False)
+
+    def go_back(self) -> None:
+        """Begin anew, with the first prompts."""
+        self.drawn, self.state = 0, None
+        if self.source is not None:
+            self.source.load_state_dict(self._first)
 
     def _draw(self, n: int, *, begins: bool) -> Batch:
         lab = self._lab

@@ -89,8 +89,16 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         if self._overlapping:
             self.send(run)
             return run if run.batch is None else run.batch
-        with run.progress() as bar:
-            return run.start(self.scheduler, bar)
+        try:
+            with run.progress() as bar:
+                return run.start(self.scheduler, bar)
+        except StageInterrupted as error:
+            if run.stuck:  # nothing is left that could be kept: its ranks wait for each other
+                cast("Workbench", self).recover()
+                error.remedy = (
+                    "what was lost has been started again, see above: everything is as at the last checkpoint"
+                )
+            raise
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Run an operation in the background (on the inline backend: now)."""

@@ -67,9 +67,9 @@ def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> No
     first, second = kernels(), kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
     assert "looking at left, which process" in second.run("lab = wb.attach('left')")
-    assert second.run("print(lab.looks, len(lab.batches()), lab.batch('batch1 v2').rows)").split() == ["True", "2", "4"]
-    second.run("lab.topology(); lab.batch('batch1 v2').df()")
-    refused, _ = second.cell("lab.actor.compute_log_prob(lab.batch('batch1 v2'))")
+    assert second.run("print(lab.looks, len(lab.batches()), lab.batch('batch1 v1').rows)").split() == ["True", "2", "4"]
+    second.run("lab.topology(); lab.batch('batch1 v1').df()")
+    refused, _ = second.cell("lab.actor.compute_log_prob(lab.batch('batch1 v1'))")
     assert refused.startswith("NotDriving") and "take_over=True" in refused
     first.run("batch = ppo.step()")
     second.run("lab = wb.attach('left', take_over=True); ppo = algorithm(lab); ppo.iterate()")

@@ -150,6 +150,7 @@ class Algorithm(NamedFields, ABC):
             graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
             self.made.clear()
             self._under_way, self._interrupted = True, False
+            self.lab.first_states.setdefault(type(self).__name__, self.state())
         self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
         self._iteration = self.lab.iteration
         self.lab.note_position()

@@ -53,6 +53,8 @@ class Checkpoints:
     _automatic: Automatic | None = None
     _credit = 0  # iterations that a resumed script is not to repeat
     _streams: Sequence[weakref.ref[ExampleStream]] = ()
+    first_states: dict[str, dict[str, Any]]  # of algorithms, by class, when they took their first step
+    last_saved: Checkpoint | None
 
     # those of the workbench
     _keeping: int
@@ -73,7 +75,8 @@ class Checkpoints:
         see. Waits for the stages under way. Raises `BadInput` where the folder holds something or the disk has no room,
         `StageError` where a rank cannot write; what was saved before stays as it was.
         """
-        return save(cast("Workbench", self), path, algorithm or self.algorithm, models=models)
+        self.last_saved = save(cast("Workbench", self), path, algorithm or self.algorithm, models=models)
+        return self.last_saved
 
     def autosave(
         self,
@@ -165,6 +168,11 @@ class Checkpoints:
     def add_stream(self, stream: ExampleStream) -> None:
         """Know of a stream whose place is saved; one of the same rows as a saved one goes on where that stood."""
         self._streams = [*(known for known in self._streams if known() is not None), weakref.ref(stream)]
+        self.put_back(stream)
+
+    def put_back(self, stream: ExampleStream) -> None:
+        """Let a stream go on where the saved one of the same rows stood; where none was saved, from its start."""
+        stream.take_up(stream.first)
         for state in self.saved_streams:
             if stream.take_up(state):
                 self.saved_streams = [other for other in self.saved_streams if other is not state]

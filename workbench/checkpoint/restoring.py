@@ -109,6 +109,7 @@ class Restoring:
 
     def _count(self, lab: Workbench) -> None:
         state = self.checkpoint.values["state"]
+        lab.prompts.go_back()  # for one that was saved before the first prompt
         self.check(lab)
         lab._run_number, lab.iteration = max(lab._run_number, state["run"]), state["iteration"]
         lab.prompts.drawn, lab.prompts.state = state["drawn"], state["prompts"]

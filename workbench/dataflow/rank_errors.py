@@ -12,7 +12,7 @@ from workbench.workers.calls import Failure
 if TYPE_CHECKING:
     from workbench.workers.group import WorkerGroup
 
-STUCK = "other ranks wait in a collective for a rank that failed: open the workbench again with if_exists='replace'"
+STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() starts them again"
 
 
 def one_error(

@@ -32,7 +32,7 @@ SHOW_S = 0.2
 STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
 AS_BEFORE = "things are as before the stage"
 STUCK_RULE = "it waits in a collective, or for code that does not return: its pool is lost"
-STUCK_REMEDY = "open the workbench again with if_exists='replace'"
+STUCK_REMEDY = "lab.recover() starts it again, and goes on from the last checkpoint"
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -393,7 +393,7 @@ class Run:
             "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
             "call again of an update goes on with the steps that are left"
             if self.calls
-            else "wait for it, or where it never ends open the workbench again with if_exists='replace'",
+            else "wait for it, or where it never ends start its pool again with lab.recover()",
         )
         if not self.calls:
             self.fail(error)

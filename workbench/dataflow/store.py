@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,6 +238,18 @@ class Store:
         entry = self._entries.get(name)
         batch = None if entry is None else entry.handle() or entry.kept
         return batch if batch is not None and not batch.pending else None
+
+    def forget_hosts(self, hosts: Collection[str]) -> None:
+        """Forget what lay on hosts that are gone; what is in files stays."""
+        for name, entry in list(self._entries.items()):
+            batch = entry.handle() or entry.kept
+            if batch is None or batch.pending:
+                continue
+            if any(shard.host in hosts for column in batch.columns.values() for shard in column.location.shards):
+                if entry.file is None:
+                    del self._entries[name]
+                else:
+                    entry.kept, entry.handle = None, lambda: None  # type: ignore[assignment]
 
     def by_loop(self, name: str) -> bool:
         """Whether a loop made it, not a cell."""

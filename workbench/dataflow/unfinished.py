@@ -56,6 +56,10 @@ class UnfinishedUpdates:
         """Remember an update that came to its end after its kernel had."""
         self._of_role[role] = UnfinishedUpdate(stage=stage, code=code, read=read, weights=weights, result=result)
 
+    def clear(self) -> None:
+        """Forget them: no role is in a state that one of them led to."""
+        self._of_role.clear()
+
     def take(self, run: Run, read: Mapping[str, Column], weights: Weights, *, ended: bool) -> UnfinishedUpdate | None:
         """What a run goes on from, if it is the same update as the one that was interrupted. ended: whether to look for
         one that came to its end."""

@@ -55,7 +55,7 @@ class RayPending(Pending):
                 "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
                 if "ray.kill" in str(error)
                 else f"its process ended ({str(error).splitlines()[-1].strip()}); out of memory is the usual reason",
-                "see lab.logs(), then open the workbench again with if_exists='replace'",
+                "see lab.logs(); lab.recover() starts it again, and goes on from the last checkpoint",
             ) from error
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if error.cause is not None else error
@@ -318,6 +318,8 @@ class RayBackend(Backend):
         return self._pending(host, self._actors[host].compute.remote(self._driver, "execute", call))
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        if host not in self._actors:
+            raise HostDied(f"host {host} is gone", "what it kept went with it", "run the stages that made it again")
         return self._pending(host, self._actors[host].control.remote(self._driver, method, *args, **kwargs))
 
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:

@@ -1,0 +1,111 @@
+"""Processes that are killed, ranks that never answer: `lab.recover()`, and the numbers of a run without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.dataflow import run
+from workbench.errors import BadInput, HostDied, StageInterrupted
+from workbench.workers.calls import Output, Shard
+from workbench.workers.roles.actor import ActorWorker
+
+
+class WaitingActor(ActorWorker):
+    """An actor whose first rank waits for one that never comes."""
+
+    @wb.register(wb.PROTOCOLS["DP_PROTO"], reads=("prompt_ids",))
+    def meet(self, batch: Shard) -> Output:
+        if self.context.host.rank == 0:
+            self.context.communicator.all_reduce(torch.ones(1))
+        return Output()
+
+
+MODELS = {"actor": wb.Model(TINY, worker=WaitingActor), "critic": TINY, "reference": TINY, "reward": vowels}
+PLACEMENT = wb.Placement.of({"policy": (2, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])})
+
+
+def opened(name: str, runs: Path) -> wb.Workbench:
+    return tiny_lab(name, runs, models=MODELS, placement=PLACEMENT, devices=3)
+
+
+def ppo(lab: wb.Workbench) -> wb.PPO:
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=20)
+
+
+def kill(lab: wb.Workbench, host: str, after_s: float = 0.0) -> threading.Timer:
+    """A host's process ends as one that is out of memory does."""
+    timer = threading.Timer(after_s, os.kill, (lab._backend.processes[host].pid, signal.SIGKILL))  # type: ignore[attr-defined]
+    timer.start()
+    return timer
+
+
+@pytest.mark.slow
+def test_the_next_iterations_are_those_of_a_run_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened("clean", tmp_path) as lab:
+        algorithm = ppo(lab)
+        expected = [algorithm.iterate() for _ in range(4)]
+
+    def again(algorithm: Any, number: int) -> None:
+        assert algorithm.iterate() == expected[number - 1]
+        assert algorithm.iteration == number
+
+    with opened("killed", tmp_path) as lab:
+        algorithm, actor = ppo(lab), lab.actor
+        again(algorithm, 1)
+        kill(lab, lab.actor.hosts[1]).join()  # between two stages, without a checkpoint
+        with pytest.raises(HostDied, match=r"lab\.recover\(\)"):
+            algorithm.iterate()
+        assert lab.recover() is None
+        assert "everything is as it was opened" in capsys.readouterr().out
+        again(algorithm, 1)
+
+        lab.autosave(1)
+        again(algorithm, 2)
+        while algorithm.next_stage != "update_critic":
+            algorithm.step()
+        kill(lab, lab.critic.hosts[0], after_s=0.3)  # in the middle of an update
+        with pytest.raises(HostDied, match=r"lab\.recover\(\)"):
+            algorithm.step()
+        checkpoint = lab.recover()
+        assert checkpoint is not None
+        assert checkpoint.iteration == 2
+        said = capsys.readouterr().out
+        assert "pool scorers started again; everything is as after iteration 2" in said
+        assert lab.actor is actor
+        again(algorithm, 3)
+
+        monkeypatch.setattr(run, "GRACE_S", 2.0)
+        batch = lab.prompts.more(2)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(StageInterrupted, match=r"rank 0 showed no progress for 2 s.*started again") as stopped:
+            lab.actor.meet(batch)
+        assert "as after iteration 3" in capsys.readouterr().out
+        assert stopped.value.value.startswith("actor.meet was to stop")
+        again(algorithm, 4)
+        events = lab.telemetry.events()
+        assert (events["event"] == "recovered").sum() == 3
+        assert lab.metrics()["iteration"].max() == 4
+        with pytest.raises(BadInput, match=r"inside lab\.kept"), lab.kept("critic"):
+            lab.recover()
+
+
+def test_inline_there_is_nothing_to_start_again(tmp_path: Path) -> None:
+    with tiny_lab("inline", tmp_path, backend="inline") as lab:
+        algorithm: Any = ppo(lab)
+        with pytest.raises(BadInput, match="without a checkpoint, inline"):
+            lab.recover()
+        lab.save(tmp_path / "first")
+        first = algorithm.iterate()
+        lab.recover()
+        assert algorithm.iterate() == first
