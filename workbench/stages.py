@@ -328,7 +328,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             run.batch = batch.after(run, run.writes, samples)
         self._log(run, reported_as, batch)
         if self._handover is not None:
-            run.when_over(lambda: self._note_over(run))
+            run.when_over(functools.partial(self._note_over, weakref.ref(run)))
         if batch is not None and run.updates and not batch.pending:
             run.read, _ = batch.part(operation.travelling(reads, batch))
             if ended := self._unfinished(run, ended=True):
@@ -349,9 +349,10 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
                 drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
             ))  # fmt: skip
 
-    def _note_over(self, run: Run) -> None:
-        """Write down what came of it."""
-        if self._handover is None or not self._drives():
+    def _note_over(self, ended: weakref.ref[Run]) -> None:
+        """Write down what came of a run: held weakly, as it holds who is told of its end."""
+        run = ended()
+        if run is None or self._handover is None or not self._drives():
             return
         if run.batch is not None:
             run.batch.settle(wait=False)

@@ -151,11 +151,10 @@ def test_a_stage_past_its_time_is_given_up_and_the_pool_goes_on(lab: wb.Workbenc
         lab.reward.compute_reward(batch, function=slow, concurrency=1, timeout_s=1)
     assert time.monotonic() - began < 3.5  # two rows of 2 s on each rank
     assert lab.last_error().stage == "compute_reward"
-    run = lab.reward.compute_reward.submit(batch)  # waits for its ranks
+    run = lab.reward.compute_reward.submit(batch)  # waits for its ranks, which leave between two rows
     assert run.result().rows == 4
-    assert time.monotonic() - began > 3.5
     late = lab.reward.compute_reward.submit(batch, function=slow, concurrency=1, timeout_s=0.5)
-    behind = lab.reward.compute_reward.submit(batch, timeout_s=1)
+    behind = lab.reward.compute_reward.submit(batch, timeout_s=0.2)
     with pytest.raises(StageTimeout, match=r"timeout_s=0\.5"):
         late.result()
     with pytest.raises(StageTimeout, match=r"it waited for pool .* given up"):

@@ -12,7 +12,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.dataflow.columns import Ragged
-from workbench.errors import RewardError, UnknownColumn, UpstreamError
+from workbench.errors import RewardError, StageInterrupted, UnknownColumn, UpstreamError
 
 SPLIT = wb.Placement.of({"policy": (1, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])})
 
@@ -136,8 +136,8 @@ def test_what_was_cancelled_is_not_begun(lab: wb.Workbench) -> None:
     for read in (waiting.result, lambda: waiting.batch and waiting.batch.df()):
         with pytest.raises(UpstreamError, match="compute_values was not run: it was cancelled"):
             read()
-    assert under_way.cancel()  # it ends, and its result is dropped
-    with pytest.raises(UpstreamError, match="was dropped"):
+    assert under_way.cancel()  # its ranks leave it between two rows
+    with pytest.raises(StageInterrupted, match=r"compute_reward was interrupted\. things are as before the stage"):
         under_way.result()
     assert not under_way.cancel()
     assert "values" in lab.critic.compute_values(generated).columns

@@ -322,7 +322,7 @@ def test_a_dead_host_is_said_and_the_rest_can_be_stopped(full: wb.Workbench) -> 
     psutil.Process(int(victim)).kill()
     with pytest.raises(HostDied, match="is gone"):
         full.actor.generate_sequences(batch, max_new_tokens=4)
-    with pytest.raises(HostDied, match="lab.recover"):
+    with pytest.raises(HostDied, match=r"lab\.recover"):
         full.actor.generate_sequences(batch, max_new_tokens=4)
     subprocess.run([sys.executable, "-m", "workbench", "stop", "full"], check=True, capture_output=True)
     psutil.wait_procs([psutil.Process(int(survivor))] if psutil.pid_exists(int(survivor)) else [], timeout=10)

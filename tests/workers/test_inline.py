@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,17 +90,27 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
         yield lab
 
 
-def test_an_interrupt_goes_through_and_the_next_call_works(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (host,) = lab._backend._hosts.values()  # type: ignore[attr-defined]
     batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
     expected = lab.critic.compute_values(batch).fetch(["values"])["values"]
 
-    def interrupt(**inputs: Any) -> Any:
-        raise KeyboardInterrupt
+    engine: Any = host.workers["critic"].engine
+    forward, presses = engine.forward, 1
+
+    def pressed(**inputs: Any) -> Any:
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return forward(**inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(host.workers["critic"].engine, "forward", interrupt)
-        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted\. it stopped where it was"):
+        patch.setattr(engine, "forward", pressed)
+        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted\. things are as before the stage"):
+            lab.critic.compute_values(batch)
+        presses = 2
+        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted twice\. it was left where it was"):
             lab.critic.compute_values(batch)
     assert host.status()[0] == ""
     again = lab.critic.compute_values(batch).fetch(["values"])["values"]

@@ -296,11 +296,16 @@ class Run:
     def _left_alone(self) -> StageInterrupted:
         return StageInterrupted(
             f"{self.name} was interrupted twice",
-            "its ranks stop at the next place where nothing is half done, and nobody waits for them"
-            if not self.over
-            else "it was left in the middle of a step: what it updates may be half updated",
-            "the next call waits for them" if not self.over else "go back to a checkpoint, with wb.restore(path)",
+            "its ranks stop at the next place where nothing is half done, and nobody waits for them",
+            "the next call waits for them",
         )
+
+    def _cut_short(self) -> StageInterrupted:
+        """Inline, where the second interrupt ends what this thread computes."""
+        if self.updates:
+            rule = "it was left in the middle of an optimizer step: what it updates may be half updated"
+            return StageInterrupted(f"{self.name} was interrupted twice", rule, "go back with lab.recover()")
+        return StageInterrupted(f"{self.name} was interrupted twice", "it was left where it was; its result is dropped")
 
     def _stopped(self, parts: Sequence[UpdatePart]) -> StageInterrupted:
         """What is raised where ranks left it."""
@@ -371,7 +376,7 @@ class Run:
             # ranks that have their call would wait for those that have not
             self.stuck = 0 < len(self._pending) < len(self.group.hosts)
             if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
-                self.fail(self._left_alone())
+                self.fail(self._cut_short())
                 raise
             if not isinstance(error, Exception):
                 raise
