@@ -45,7 +45,7 @@ def slow(prompt, response, **row):
 def ids(batch, name):
     column = batch.fetch([name])[name]
     return [row.tolist() for row in column.rows()] if isinstance(column, Ragged) else column.tolist()
-EPOCHS, LONG = 3, dict(max_new_tokens=60, ignore_eos=True, seed=7)
+EPOCHS, LONG = 8, dict(max_new_tokens=60, ignore_eos=True, seed=7)
 lab = {open}
 prompts = lab.prompts.next(16)
 made = lab.actor.generate_sequences(prompts, max_new_tokens=12, seed=3)
@@ -91,7 +91,7 @@ class Interrupting(Kernel):
         time.sleep(delay_s)
         pressed = time.monotonic()
         self.interrupt()
-        error, _ = self.answer(request)
+        error, _ = self.answer_interrupted(request)
         ended_s = time.monotonic() - pressed
         if error:
             self.run(stage)

@@ -116,8 +116,8 @@ def test_lesson_203(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lesson_301(tmp_path: Path) -> None:
-    html = run("301_reward_model_and_safe_rlhf.ipynb", tmp_path)
+def test_lesson_304(tmp_path: Path) -> None:
+    html = run("304_reward_model_and_safe_rlhf.ipynb", tmp_path)
     assert sum("Dataflow of SafeRLHF" in text for text in html) == 1
     assert sum("<polyline" in text for text in html) == 2  # the reward model's curves; cost, multiplier and reward
     assert len(list(tmp_path.glob("preferences/*/reward_model/*.safetensors"))) == 1
