@@ -49,10 +49,11 @@ def recover(lab: Workbench, path: str | Path | None = None) -> Checkpoint | None
 
         for run in lab.scheduler.open_runs():
             run.cancel()
+        note("waiting for the stages under way to stop")
+        lab.scheduler.drain()
         # without a checkpoint all begin anew: a living role has learned what the others are to know nothing of
         lost = lost_pools(lab) if restoring else {info.pool for info in lab._infos}
         _restart(lab, lost, note)
-        lab.scheduler.drain()
         lab._failed = None
         if restoring is not None:
             restoring.load(lab, note)

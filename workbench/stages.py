@@ -89,16 +89,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         if self._overlapping:
             self.send(run)
             return run if run.batch is None else run.batch
-        try:
-            with run.progress() as bar:
-                return run.start(self.scheduler, bar)
-        except StageInterrupted as error:
-            if run.stuck:  # nothing is left that could be kept: its ranks wait for each other
-                cast("Workbench", self).recover()
-                error.remedy = (
-                    "what was lost has been started again, see above: everything is as at the last checkpoint"
-                )
-            raise
+        with run.progress() as bar:
+            return run.start(self.scheduler, bar)
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Run an operation in the background (on the inline backend: now)."""
@@ -283,7 +275,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             self._release()
             common = {
                 "run": run.number, "key": f"{self._id}-{run.number}", "stage": operation.name,
-                "method": operation.name, "role": group.worker_role, "kwargs": kwargs, "submitted_s": run.submitted_s,
+                "method": operation.name, "updates": operation.updates, "role": group.worker_role, "kwargs": kwargs,
+                "submitted_s": run.submitted_s,
             }  # fmt: skip
             if batch is None:
                 return calls_without_batch(group, operation, common, args)

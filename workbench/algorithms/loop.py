@@ -134,7 +134,7 @@ class Algorithm(NamedFields, ABC):
         """The first stage that has not run; the first of all where an iteration is over, or has not begun."""
         if not self._under_way:
             return graph.stages[0]
-        return next(stage for stage in graph.stages if stage.name not in self.made)
+        return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[-1])
 
     def step(self) -> Any:
         """Run the next stage, as a cell would, and return what it makes: a batch, or metrics.
@@ -146,6 +146,9 @@ class Algorithm(NamedFields, ABC):
         graph = self.graph()
         stage = self._next(graph)
         self.lab.algorithm = self
+        if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
+            self._end()
+            return self.made[stage.name]
         if not self._under_way:
             graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
             self.made.clear()
@@ -166,8 +169,9 @@ class Algorithm(NamedFields, ABC):
         self._under_way = False
 
     def _end(self) -> None:
+        metrics = self.metrics()  # waits; until then it is under way
         self._under_way = False
-        self.finish(self.metrics())
+        self.finish(metrics)
         self.lab.note_position()
         self.lab.save_if_due(self)
 
@@ -221,7 +225,7 @@ class Algorithm(NamedFields, ABC):
                         metrics = self.iterate()
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
-                    self._interrupted = self._under_way = isinstance(error, StageInterrupted)
+                    self._interrupted = self._under_way = self._under_way and isinstance(error, StageInterrupted)
                     raise
                 finally:
                     self.lab.looping = looping

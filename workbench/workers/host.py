@@ -140,7 +140,7 @@ class Host(Shards):
         self._progress, self._busy = (0, 0, 0), call.stage
         output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
         labels = {"stage": call.stage, "run": call.run, "role": call.role}
-        self._stopping.begin(call.run, call.begun)
+        self._stopping.begin(call.run, call.begun, updates=call.updates)
         try:
             with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
                 recorder.add("queue", call.submitted_s, time.time())
@@ -369,13 +369,17 @@ class Host(Shards):
 
     # --- a stage that is to stop -------------------------------------------------------------------------------------
 
-    def standing(self, run: int) -> Standing:
-        """Stop a run at its next stopping point, and say where it stands."""
-        return self._stopping.standing(run)
+    def standing(self, run: int, round: int) -> Standing:
+        """Where a run that is to stop can be left; see `Stopping`."""
+        return self._stopping.standing(run, round)
 
-    def leave(self, run: int, point: int) -> None:
+    def leave_alone(self, run: int) -> None:
+        """Leave a run at its next stopping point: the only rank of its pool."""
+        self._stopping.leave_alone(run)
+
+    def leave(self, run: int, round: int, point: int) -> None:
         """Let a run be left at this stopping point, or the first one behind it."""
-        self._stopping.leave(run, point)
+        self._stopping.leave(run, round, point)
 
     # --- what it is doing, what it holds ---------------------------------------------------------------------------
 

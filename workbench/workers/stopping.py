@@ -4,11 +4,11 @@ A stage passes stopping points: between micro-batches of a pass, between tokens 
 steps. Ranks that compute together pass the same points in the same order. When a stage is to stop,
 
     controller                            each rank
-    standing(run)  ──────────────────>    waits at the next point that it comes to
-                   <──────────────────    at point n, with these ranks
+    standing(run)  ──────────────────>    will wait at the next point that it comes to, till it has heard more
+                   <──────────────────    says at once which one that is, and with which ranks it passes them
     leave(run, the furthest of them) ─>   goes on to that point, and leaves there
 
-so that no rank leaves while another still needs it: a rank that waits at a point has done its part of all before it.
+so that no rank leaves while another still needs it: what comes before that point, all ranks do.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class StageStopped(BaseException):
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands in a stage that is to stop. point: the one at which it waits; None: it is on its way.
-    together: the ranks that pass the same points in step with it."""
+    """Where a rank can leave a stage that is to stop. point: the first one. together: the ranks that pass the same
+    points in step with it."""
 
-    point: int | None
-    together: tuple[int, ...] = ()
+    point: int
+    together: tuple[int, ...]
 
 
 class Stopping:
@@ -50,19 +50,21 @@ class Stopping:
     def __init__(self, ranks: int) -> None:
         self._everyone = self._together = tuple(range(ranks))
         self._changed = threading.Condition()
-        self._run, self._passed = 0, 0
-        self._asked_of, self._leave_at = 0, None  # type: int, int | None
-        self._waits = False
+        self._run = self._passed = 0  # run 0: none
+        self._updates = False
+        self._asked_of, self._round = 0, 0
+        self._waits_at = 0
+        self._leave_at: int | None = None
         self.begun: UpdatePart | None = None
 
     # --- for the stage ------------------------------------------------------------------------------------------------
 
-    def begin(self, run: int, begun: UpdatePart | None) -> None:
-        """A stage begins. begun: of an update, what it goes on from."""
+    def begin(self, run: int, begun: UpdatePart | None = None, *, updates: bool = False) -> None:
+        """A stage begins. begun: of an update, what it goes on from. updates: it is left between optimizer steps only,
+        at points that say how many it has taken."""
         with self._changed:
-            self._run, self._passed, self._together, self.begun = run, 0, self._everyone, begun
-            if self._asked_of != run:
-                self._leave_at = None
+            self._run, self._passed, self._together = run, 0, self._everyone
+            self.begun, self._updates = begun, updates
 
     def end(self) -> None:
         """It is over."""
@@ -72,16 +74,18 @@ class Stopping:
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
         """A place where nothing is half done: leaves the stage, if it is to stop. All ranks that compute together call
         it at the same place. steps, of, metrics: of an update, what it has done so far."""
-        self._passed += 1
-        if self._asked_of != self._run:
+        if not self._run or (self._updates and not of):
             return
         with self._changed:
-            self._waits = True
-            told = self._changed.wait_for(lambda: self._leave_at is not None, PATIENCE_S)
-            self._waits = False
-            if not told:
-                self._asked_of = 0
-            elif self._leave_at is not None and self._passed >= self._leave_at:
+            self._passed += 1
+            if self._asked_of != self._run:
+                return
+            if self._passed >= self._waits_at:
+                self._changed.wait_for(lambda: self._leave_at is not None, PATIENCE_S)
+                if self._leave_at is None:  # nobody says anything any more
+                    self._asked_of = 0
+                    return
+            if self._leave_at is not None and self._passed >= self._leave_at:
                 raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
 
     @contextmanager
@@ -95,15 +99,26 @@ class Stopping:
 
     # --- for the controller, while the stage computes -----------------------------------------------------------------
 
-    def standing(self, run: int) -> Standing:
-        """Stop a run at its next point, and say where it stands."""
+    def standing(self, run: int, round: int) -> Standing:
+        """Wait at the next point of a run for word where to leave it. round: counts how often the controller asks anew;
+        a word that belongs to an earlier one, or that nobody waits for any more, is passed by."""
         with self._changed:
-            if self._asked_of != run:
-                self._asked_of, self._leave_at = run, None
-            return Standing(self._passed if self._waits else None, self._together)
+            if (self._asked_of, self._round) != (run, round):
+                passed = self._passed if self._run == run else 0
+                waiting = self._asked_of == self._run == run and self._leave_at is None and passed >= self._waits_at
+                self._asked_of, self._round, self._leave_at = run, round, None
+                self._waits_at = passed if waiting else passed + 1
+            return Standing(self._waits_at, self._together)
 
-    def leave(self, run: int, point: int) -> None:
+    def leave_alone(self, run: int) -> None:
+        """Leave a run at its next point: of a rank that no other one is in step with."""
+        with self._changed:
+            self._asked_of, self._waits_at, self._leave_at = run, 0, 0
+            self._changed.notify_all()
+
+    def leave(self, run: int, round: int, point: int) -> None:
         """Let a run be left at this point, or the first one behind it."""
         with self._changed:
-            self._asked_of, self._leave_at = run, point
-            self._changed.notify_all()
+            if (self._asked_of, self._round) == (run, round):
+                self._leave_at = point
+                self._changed.notify_all()

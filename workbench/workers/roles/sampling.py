@@ -145,7 +145,7 @@ class SamplingWorker(Worker):
         drawn_with = self.generator.weights_version
         with (
             self.ledger("generation", drawn_with) as noted,
-            self.context.stopping.only(self._tensor_group),
+            self.context.stopping.only(self._in_step(environment is not None)),
             self.context.recorder.span("generate") as counted,
         ):
             noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
@@ -185,7 +185,11 @@ class SamplingWorker(Worker):
         conversations = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
 
         def any_rank(here: bool) -> bool:
-            return here if size == 1 else bool(communicator.all_reduce_max(torch.tensor([int(here)])).item())
+            if size == 1:
+                return here
+            found = bool(communicator.all_reduce_max(torch.tensor([int(here)])).item())
+            self.context.stopping.point()
+            return found
 
         assert self.spec.generation is not None
         with environments.running():
@@ -198,7 +202,7 @@ class SamplingWorker(Worker):
                 max_model_tokens=self.spec.generation.max_model_tokens,
                 share=partial(shared_by_group, communicator, size),
                 any_rank=any_rank,
-                progress=self._progress,
+                progress=self._progress if size == 1 else self.context.progress,
             )
         return conversations
 
@@ -231,10 +235,12 @@ class SamplingWorker(Worker):
         self.context.progress(done, total, tokens)
         self.context.stopping.point()
 
-    @property
-    def _tensor_group(self) -> tuple[int, ...]:
-        """This rank, and those that generate with it as one."""
+    def _in_step(self, conversing: bool) -> tuple[int, ...]:
+        """The ranks that pass stopping points in step with this one: those that generate with it as one; where they
+        converse with environments, which all ranks of the pool do turn by turn, all of them."""
         size, rank = self._tensor_ranks, self.context.communicator.rank
+        if conversing and size > 1:
+            return tuple(range(self.context.communicator.world_size))
         return tuple(range(rank - rank % size, rank - rank % size + size))
 
     @property
