@@ -95,6 +95,7 @@ class Workbench(Stages, Checkpoints, Recovering):
         self._updates_left = UnfinishedUpdates()
         self._handover: Handover | None = None  # on Ray, once it is recorded
         self.first_states = {}
+        self.snapshots: dict[str, dict[str, Any]] = {}  # of `kept` that are open
         self.looks = False  # at a workbench that another kernel drives
         self.store = Store(run_folder / "batches", psutil.virtual_memory().total // 10)
         self._broken: dict[str, str] = {}

@@ -268,26 +268,35 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
     """
     mine = _opened_here(name)
-    if mine is not None and not (take_over and mine.looks):
+    if mine is not None and mine._drives():
         return mine
     record = registry.get(name)
     owner = registry.owner(record.id)
+    if mine is not None and owner is not None and owner.lives and not owner.mine and not take_over:
+        return mine  # and look on
     lab = Workbench(registry.description(record), Path(record.run_folder))
     lab.attached = True
     lab.looks = owner is not None and owner.lives and not owner.mine and not take_over
     lab._backend = RayBackend(record.id, record.address, driver=lab._id, start=False)
-    lab._backend.attach(lab._infos)
+    lost = lab._backend.attach(lab._infos)
+    lab._broken |= {info.pool: f"the end of host {info.name}" for info in lab._infos if info.name in lost}
     handover = Handover(record.folder)
-    with Progress(f"attaching to {name}: waiting for what its hosts are at") as bar:
-        bar.update(0, 0)
+    with Progress(f"attaching to {name}") as bar:
+
+        def note(text: str) -> None:
+            bar.label = f"attaching to {name}: {text}"
+            bar.update(0, 0)
+
         if not lab.looks:
             registry.own(record.id, lab._id)
             lab._backend.drive()
         lab._restore_state()
-        handover.take_over(lab)
+        handover.take_over(lab, note)
     lab._handover = None if lab.looks else handover
     registry.opened[name] = lab
     _record(lab, "attached")
+    if lost:
+        print(f"of {name}, {', '.join(sorted(lost))} is gone; lab.recover() starts it again")
     if lab.looks:
         assert owner is not None
         print(f"looking at {name}, which process {owner.process.pid} drives; wb.attach({name!r}, take_over=True) would")

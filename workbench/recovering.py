@@ -16,6 +16,7 @@ from workbench.errors import BadInput, NotFound, WorkbenchError
 from workbench.placement import ROLLOUT
 from workbench.starting import join_pools, load_roles
 from workbench.workers.backends import RayBackend
+from workbench.workers.backends.base import answered
 from workbench.workers.calls import HostInfo
 
 if TYPE_CHECKING:
@@ -88,17 +89,14 @@ def newest(lab: Workbench) -> Checkpoint | None:
 
 def lost_pools(lab: Workbench) -> set[str]:
     """The pools that are no longer whole: a process that has ended, or says nothing; ranks that no longer agree."""
-    asked = {info.name: lab._backend.ask(info.name, "status") for info in lab._infos}
-    lab._backend.wait(list(asked.values()), ANSWER_S)
-    lost = {*lab._broken, *lab._late}
+    lost, asked = {*lab._broken, *lab._late}, {}
     for info in lab._infos:
         try:
-            if not asked[info.name].done():
-                lost.add(info.pool)
-            else:
-                asked[info.name].result()
+            asked[info] = lab._backend.ask(info.name, "status")
         except WorkbenchError:
             lost.add(info.pool)
+    lab._backend.wait(list(asked.values()), ANSWER_S)
+    lost |= {info.pool for info, pending in asked.items() if not answered(pending)}
     return lost & {info.pool for info in lab._infos}
 
 

@@ -35,7 +35,7 @@ from workbench.held_batches import HeldBatches
 from workbench.notebook_cell import running_cell
 from workbench.placement import ROLLOUT
 from workbench.reloading import Reloading
-from workbench.workers.calls import Call, Metrics, agreed_columns, merge_metrics, reported
+from workbench.workers.calls import Call, Metrics, UpdatePart, agreed_columns, merge_metrics, reported
 from workbench.workers.group import WorkerGroup
 from workbench.workers.operation import Operation
 
@@ -286,12 +286,12 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             if group.role == ROLLOUT:  # who samples with the weights as they are: here is known which there are
                 seeded["trained_version"] = self.weights["actor"].steps
             calls = calls_on_batch(group, operation, common, args, batch, samples, travels, seeded, self._heirs)
-            self._note_sent(run, seeded["seed"], operation.protocol.collect(group.layout))
+            self._note_sent(run, seeded["seed"])
             begun = self._unfinished(run, ended=False)
             if begun is None:
                 return calls
             print(f"{run.name}: goes on at optimizer step {begun.parts[0].steps + 1} of {begun.parts[0].of}")
-            return begun.resumed(calls, operation.protocol.collect(group.layout))
+            return begun.resumed(calls, str(group.layout), operation.protocol.collect(group.layout))
 
         def finish(run: Run) -> Any:
             result = self._result(operation, batch, run)
@@ -315,13 +315,14 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             noted=lambda run, error: self._note_failure(run, error, operation, batch, arguments),
             timeout_s=timeout_s,
         )
+        run.collecting = tuple(operation.protocol.collect(group.layout))
         run.updates, run.writes = operation.updates, operation.written(arguments)
         run.code, run.by_loop = code, self.looping
         if batch is not None and operation.protocol.joins and run.writes:
             run.batch = batch.after(run, run.writes, samples)
         self._log(run, reported_as, batch)
         if self._handover is not None:
-            run.when_over(functools.partial(self._note_over, weakref.ref(run)))
+            run.when_ended(functools.partial(self._note_over, weakref.ref(run)))
         if batch is not None and run.updates and not batch.pending:
             run.read, _ = batch.part(operation.travelling(reads, batch))
             if ended := self._unfinished(run, ended=True):
@@ -333,12 +334,13 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
                 self._reuse(run, batch.copies(samples), operation.travelling(reads, batch), reported_as)
         return run
 
-    def _note_sent(self, run: Run, seed: tuple[int, ...], collecting: Sequence[int]) -> None:
+    def _note_sent(self, run: Run, seed: tuple[int, ...]) -> None:
         """Write down for the next kernel what goes to hosts."""
         if self._handover is not None:
             self._handover.sent(OpenRun(
                 number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
-                updates=run.updates, collecting=tuple(collecting), read=run.read if run.updates else {},
+                updates=run.updates, collecting=run.collecting, layout=str(run.group.layout),
+                read=run.read if run.updates else {},
                 drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
             ))  # fmt: skip
 
@@ -347,22 +349,31 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         run = ended()
         if run is None or self._handover is None or not self._drives():
             return
-        if run.batch is not None:
-            run.batch.settle(wait=False)
-        self._handover.write(cast("Workbench", self))
-        self._handover.over(run.number)
+        try:
+            if run.batch is not None:
+                run.batch.settle(wait=False)
+            self._handover.write(cast("Workbench", self))
+        finally:
+            self._handover.over(run.number)
 
     def note_position(self) -> None:
         """Write down where the algorithm stands, for the next kernel."""
-        if self._handover is not None and not self.looks:
+        if self._handover is not None and self._drives():
             self._handover.write(cast("Workbench", self))
 
-    def note_update_done(self, run: OpenRun, values: MetricValues) -> None:
-        """Take in an update that came to its end after its kernel had: the same call again gives its metrics."""
-        if run.role in self.weights:
-            steps = int(values.get("optimizer_steps", self.weights[run.role].steps + 1))
-            self.weights[run.role] = weights = Weights(steps=steps, state=secrets.token_hex(4))
-            self._updates_left.note_done(run.role, run.name, run.code, run.read, weights, values)
+    def note_update(self, run: OpenRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Take in an update that ended, or stopped, after its kernel had: the same call again gives its metrics, or goes
+        on where it stood."""
+        if run.role not in self.weights or (parts and not parts[0].steps):
+            return
+        told = parts[0].metrics.get("optimizer_steps") if parts else None
+        steps = self.weights[run.role].steps + 1 if told is None else told.value
+        steps = steps if result is None else result.get("optimizer_steps", steps)
+        self.weights[run.role] = weights = Weights(steps=int(steps), state=secrets.token_hex(4))
+        self._updates_left.of_role[run.role] = UnfinishedUpdate(
+            stage=run.name, code=run.code, read=run.read, weights=weights, layout=run.layout,
+            collecting=run.collecting, parts=tuple(parts), result=result,
+        )  # fmt: skip
 
     def _unfinished(self, run: Run, *, ended: bool) -> UnfinishedUpdate | None:
         """What an update goes on from; see `UnfinishedUpdates.take`."""
@@ -413,10 +424,11 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         if run.updates and role in self.weights and not (run.parts and not run.parts[0].steps):
             steps = self.weights[role].steps  # where ranks failed, how far they came is not known
             if run.parts:
-                steps = int(run.parts[0].metrics["optimizer_steps"].value)
+                told = run.parts[0].metrics.get("optimizer_steps")
+                steps = steps + run.parts[0].steps if told is None else int(told.value)
             self.weights[role] = Weights(steps=steps, state=secrets.token_hex(4))
             if run.parts:
-                self._updates_left.note(run, self.weights[role])
+                self._updates_left.note(run, self.weights[role], run.collecting)
         self._draw_again(run)
         self._save_state()
         if run.stuck:
@@ -426,7 +438,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
     def _unheard(self, run: Run) -> None:
         """A run has ended well, and nobody has its result: the same call again is as if this had not been."""
         if run.updates and run.group.role in self.weights and not run.writes:
-            self._updates_left.note(run, self.weights[run.group.role], run.given)
+            self._updates_left.note(run, self.weights[run.group.role], run.collecting, run.given)
         elif not run.updates:
             self._draw_again(run)
 
@@ -544,7 +556,7 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         return self._run_number
 
     def _save_state(self) -> None:
-        if self.description.backend == "ray" and not self.looks:
+        if self.description.backend == "ray" and self._drives():
             registry.save_state(
                 self.description.id,
                 {

@@ -40,27 +40,40 @@ def kernels(tmp_path: Path) -> Iterator[Callable[[], Kernel]]:
 
 
 def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], Kernel]) -> None:
+    """The first is ended after an interrupt in the middle of an update, the second in the middle of the next update."""
     first = kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
-    first.run("print(lab.batches()['batch'].tolist())")
-    first.start("ppo.step()")  # an update of both minibatches, 30 times
-    time.sleep(1.0)
+    request = first.start("ppo.step()")  # an update of both minibatches, 30 times
+    time.sleep(0.4)
+    first.interrupt()
+    error, _ = first.answer(request)
+    assert "critic.update_critic was interrupted after optimizer step" in error
     first.kill()
 
     second = kernels()
     assert "left" in second.run("print([row['name'] for row in wb.ls() if not row['driver']['alive']])")
     said = second.run("lab = wb.attach('left'); ppo = algorithm(lab)")
     assert "PPO goes on in iteration 2" in said
-    assert "was done when it was interrupted" in second.run("ppo.step()")
-    second.run("two = ppo.iterate(); three = ppo.iterate()")
-    second.run("runs = lab.metrics(); spans = lab.spans()")
-    second.run("clean = opened('clean'); again = algorithm(clean); again.iterate()")
-    second.run("pair = again.iterate(), again.iterate(); clean.close()")
-    assert second.run("print((two, three) == pair, three['update_actor/loss'])").startswith("True")
-    assert second.run("print(sorted(set(runs['iteration'])))").strip() == "[1, 2, 3]"
-    events = second.run("print(lab.telemetry.events()['event'].tolist())")
-    assert "attached" in events and "run of an earlier kernel" in events
+    assert "critic.update_critic: goes on at optimizer step" in second.run("ppo.step()")
+    second.run("assert ppo.next_stage == 'update_actor'")
+    second.start("ppo.step()")
+    time.sleep(0.4)
+    second.kill()
+
+    third = kernels()
+    third.run("lab = wb.attach('left'); ppo = algorithm(lab)")
+    assert "actor.update_actor: was done when it was interrupted" in third.run("two = ppo.iterate()")
+    third.run("three = ppo.iterate(); names = set(lab.batches()['batch']); newest = lab.batches().iloc[-1]['batch']")
+    assert third.run("print(lab.batch(newest).rows, lab.batch('batch1 v1').df().shape[0])").split() == ["4", "4"]
+    third.run("runs = lab.metrics(); spans = lab.spans()")
+    third.run("clean = opened('clean'); again = algorithm(clean); again.iterate()")
+    third.run("pair = again.iterate(), again.iterate(); clean.close()")
+    assert third.run("print((two, three) == pair, three['update_actor/loss'])").startswith("True")
+    assert third.run("print(sorted(set(runs['iteration'])))").strip() == "[1, 2, 3]"
+    events = third.run("print(lab.telemetry.events()['event'].tolist())")
+    assert events.count("attached") == 2
+    assert "run of an earlier kernel" in events
 
 
 def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:

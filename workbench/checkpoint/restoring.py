@@ -161,7 +161,18 @@ def take_up(algorithm: Algorithm, saved: Mapping[str, Any]) -> None:
 
 def arguments_of(description: Description) -> dict[str, Any]:
     """The arguments of `wb.open` that make a description."""
-    same = ("name", "placement", "prompts", "backend", "device", "devices", "seed", "address", "share_memory")
+    same = (
+        "name",
+        "placement",
+        "prompts",
+        "backend",
+        "device",
+        "devices",
+        "seed",
+        "address",
+        "share_memory",
+        "idle_hours",
+    )
     return {"models": description.declared, **description.defaults, **{n: getattr(description, n) for n in same}}
 
 

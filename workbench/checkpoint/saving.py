@@ -13,7 +13,7 @@ from workbench.checkpoint.files import Checkpoint, new_folder, read_checkpoint, 
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.run import Run
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, StageError
+from workbench.errors import BadInput, StageError, StageInterrupted
 from workbench.placement import ROLLOUT
 from workbench.placement.moves import Models
 from workbench.placement.state import Part, state_of
@@ -44,12 +44,23 @@ def save(lab: Workbench, path: str | Path, algorithm: Algorithm | None, *, model
     for group in lab.groups.values():
         lab._check_alive(group)
     lab.scheduler.drain()
+    if left := lab._updates_left.open(lab.weights):
+        raise BadInput(
+            f"save({str(path)!r}) while {left[0]} stands between two of its steps, as an interrupt left it",
+            "a checkpoint would not know which are taken",
+            "run the same call again, which takes the rest, and then save",
+        )  # fmt: skip
     roles = role_files(lab, folder, models=models)
     _check_room(folder, roles)
     began = time.monotonic()
     try:
         with Progress(f"saving {folder.name}") as bar, new_folder(folder) as beside:
             _write(lab, algorithm, beside, {role: at(files, beside) for role, files in roles.items()}, bar)
+    except KeyboardInterrupt:
+        raise StageInterrupted(
+            f"saving to {str(folder)!r} was interrupted",
+            "nothing of it is left, and what was saved before is as it was",
+        ) from None
     except OSError as error:
         raise StageError(
             f"nothing was saved to {str(folder)!r}", str(error), "what was saved before is as it was"

@@ -66,6 +66,9 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
         lab._save_state()
 
     everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
+    steps = {role: kept.steps for role, kept in weights.items()}
+    lab.snapshots[key] = {"hosts": [info.name for info, _ in here], "steps": steps}
+    lab.note_position()  # a kernel that comes after this one goes back to it
     lab._keeping += 1
     before, lab.telemetry.aside = lab.telemetry.aside, True
     try:
@@ -77,6 +80,8 @@ def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
         finally:
             lab.telemetry.aside = before
             everywhere("dropping what was kept", "drop_snapshot")
+            del lab.snapshots[key]
+            lab.note_position()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
@@ -44,9 +45,9 @@ class Run:
     `result()` waits; `await run` waits without blocking the notebook.
 
     code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
-    given to the next stage at once, as the run itself can. read: the columns that an update read. made, meta: those
-    that it made, and what is to travel along, once it is done. metrics: what its ranks reported. dependents: batches
-    that wait for it.
+    given to the next stage at once, as the run itself can. read: the columns that an update read. collecting: the ranks
+    whose metrics count. made, meta: the columns that it made, and what is to travel along, once it is done. metrics:
+    what its ranks reported. dependents: batches that wait for it.
     timeout_s: how long it may take, from when its ranks begin or, behind a run that was given up, from when it waits.
     plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
     forget what a run left that came to nothing. noted: hears of an error of its own, before who waits for it does.
@@ -80,6 +81,7 @@ class Run:
         self.started_s = self.ended_s = 0.0  # unix times; 0.0: not yet
         self.made: Mapping[str, Column] = {}
         self.read: Mapping[str, Column] = {}
+        self.collecting: tuple[int, ...] = ()
         self.given: Any = None  # the result of an update, once it is done
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
@@ -87,6 +89,7 @@ class Run:
         self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
         self._noted, self._unheard, self.timeout_s = noted, unheard, timeout_s
         self._future: Future[Any] = Future()
+        self._ended: list[Callable[[], object]] = []
         self._over = threading.Event()  # its ranks are at it no more: that may be after who waits has been told
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
         self._pending: list[Pending] = []
@@ -215,6 +218,19 @@ class Run:
         """Call `act` once it has ended, however; now, if it has."""
         self._future.add_done_callback(lambda _: act())
 
+    def when_ended(self, act: Callable[[], object]) -> None:
+        """Call `act` once its ranks are done with it; before it was sent only."""
+        self._ended.append(act)
+
+    def _set_over(self) -> None:
+        self._over.set()
+        acts, self._ended = self._ended, []
+        for act in acts:
+            try:
+                act()
+            except Exception as error:  # who keeps the record ends no run
+                warnings.warn(f"after {self.name}: {error!r}", stacklevel=2)
+
     def join(self) -> None:
         """Wait until it is over, however."""
         self._over.wait()
@@ -233,7 +249,7 @@ class Run:
             if self._future.cancel():
                 self.ended_s = time.time()
                 self._future.set_running_or_notify_cancel()  # wakes those who wait
-                self._over.set()
+                self._set_over()
                 self._forget()
             else:
                 self._leave()
@@ -482,7 +498,7 @@ class Run:
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):  # late: who waited has been told
             self._future.set_result(result)
-        self._over.set()
+        self._set_over()
         for dependent in self.dependents:
             batch = dependent()
             if batch is not None:
@@ -503,7 +519,7 @@ class Run:
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
-        self._over.set()
+        self._set_over()
 
     def _forget(self) -> None:
         """Let go of inputs, so that batches which nobody else holds are released."""

@@ -255,6 +255,11 @@ class Store:
         """Whether a loop made it, not a cell."""
         return self._entries[name].by_loop
 
+    def filed(self, name: str) -> tuple[tuple[str, ...], dict[str, Any]] | None:
+        """Columns and meta of a batch that is in a file of its own; None for others."""
+        entry = self._entries[name]
+        return None if entry.file is None else (entry.columns, dict(entry.meta))
+
     def file_of(self, name: str) -> Path:
         """Where a batch is written that has to leave the hosts."""
         return self.folder / f"{name.replace(' ', '-')}.safetensors"

@@ -50,8 +50,8 @@ class Backend(ABC):
         """End all hosts of some pools, and free what they hold; those that have ended are no error."""
 
     @abstractmethod
-    def attach(self, infos: Sequence[HostInfo]) -> None:
-        """Find hosts that an earlier kernel started; `HostDied` if one is gone."""
+    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
+        """Find hosts that an earlier kernel started; the names of those that are gone, `HostDied` if all are."""
 
     @abstractmethod
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:

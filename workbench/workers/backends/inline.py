@@ -108,7 +108,7 @@ class InlineBackend(Backend):
         for info in infos:
             self._hosts.pop(info.name).close()
 
-    def attach(self, infos: Sequence[HostInfo]) -> None:
+    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
         raise NotFound("an inline workbench", "it lived and died with its kernel", "open it anew")
 
     def call(self, host: str, method: str, *args: Any) -> Any:

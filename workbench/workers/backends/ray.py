@@ -294,18 +294,21 @@ class RayBackend(Backend):
             found = nodes_of_pools(pools, {node: max(0, cores - hosts[node]) for node, cores in free.items()}) or found
         return [node for nodes in found or [] for node in nodes]
 
-    def attach(self, infos: Sequence[HostInfo]) -> None:
+    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
+        lost = set[str]()
         for info in infos:
             try:
                 actor = self._ray.get_actor(_actor_name(self._lab, info.name), namespace=NAMESPACE)
                 self.processes[info.name] = self._ray.get(actor.process.remote(), timeout=ATTACH_TIMEOUT_S)
                 self._actors[info.name] = actor
             except (ValueError, self._ray.exceptions.RayError) as error:
-                raise HostDied(
-                    f"host {info.name} of workbench {self._lab} is gone",
-                    "a workbench is whole or it is not",
-                    "open it again with if_exists='replace'",
-                ) from error
+                lost.add(info.name)
+                if len(lost) == len(infos):
+                    raise HostDied(
+                        f"all hosts of workbench {self._lab} are gone", "nothing of it lives",
+                        "open it again with if_exists='replace', or go on from a checkpoint with wb.restore(path)",
+                    ) from error  # fmt: skip
+        return lost
 
     def _pending(self, host: str, ref: Any) -> RayPending:
         return RayPending(self._ray, ref, host)
