@@ -362,8 +362,8 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
             self._handover.write(cast("Workbench", self))
 
     def note_update(self, run: OpenRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
-        """Take in an update that ended, or stopped, after its kernel had: the same call again gives its metrics, or goes
-        on where it stood."""
+        """Take in an update that ended, or stopped, after its kernel had: the same call again gives its metrics, or
+        goes on where it stood."""
         if run.role not in self.weights or (parts and not parts[0].steps):
             return
         told = parts[0].metrics.get("optimizer_steps") if parts else None
@@ -587,5 +587,6 @@ class Stages(StageNames, Failing, Reloading, HeldBatches):
         self._draws[self.iteration] = state["draws"]
         self._pools_ended, self._heirs = state["pools_ended"], dict(state["heirs"])
         self._credit = state["credit"]
+        self.prompts.state = state["prompts"]
         if self.prompts.source and state["prompts"]:
             self.prompts.source.load_state_dict(state["prompts"])
