@@ -13,6 +13,7 @@ from nbconvert import HTMLExporter
 
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 MOST_BYTES = 2_000_000  # of a lesson as a page
+SAID: list[str] = []  # what the cells of the last lesson printed
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ def run(name: str, runs: Path) -> list[str]:
     page, _ = HTMLExporter().from_notebook_node(notebook)  # with no kernel, and no widget's state
     assert len(page) < MOST_BYTES
     assert "wb-panel" not in page
+    SAID[:] = [output["text"] for output in outputs if output["output_type"] == "stream"]
     shown = [output["data"] for output in outputs if "data" in output]
     return [
         data.get("text/html") or data["image/svg+xml"] for data in shown if {"text/html", "image/svg+xml"} & set(data)
@@ -121,6 +123,19 @@ def test_lesson_304(tmp_path: Path) -> None:
     assert sum("Dataflow of SafeRLHF" in text for text in html) == 1
     assert sum("<polyline" in text for text in html) == 2  # the reward model's curves; cost, multiplier and reward
     assert len(list(tmp_path.glob("preferences/*/reward_model/*.safetensors"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_301(tmp_path: Path) -> None:
+    html = run("301_interrupt_and_reattach.ipynb", tmp_path)
+    said = "".join(SAID)
+    assert "reward.compute_reward was interrupted. things are as before the stage" in said
+    assert "actor.update_actor was interrupted after optimizer step" in said
+    assert "actor.update_actor: goes on at optimizer step" in said
+    assert "lab.recover() starts it again" in said
+    assert "RLOO goes on in iteration 2" in said
+    assert any("<svg" in text for text in html)
 
 
 @pytest.mark.slow
