@@ -96,6 +96,7 @@ def test_the_next_iterations_are_those_of_a_run_without_it(
         events = lab.telemetry.events()
         assert (events["event"] == "recovered").sum() == 3
         assert lab.metrics()["iteration"].max() == 4
+        assert lab.telemetry.lives()["because"].tolist() == ["opened", "recovered", "recovered", "recovered"]
         with pytest.raises(BadInput, match=r"inside lab\.kept"), lab.kept("critic"):
             lab.recover()
 

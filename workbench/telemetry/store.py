@@ -138,6 +138,19 @@ class TelemetryStore:
 
         return pandas.DataFrame(self._read("events"), columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
 
+    def lives(self) -> pandas.DataFrame:
+        """One row a stretch between opening, attachments and recoveries, in order: begins_s, ends_s (unix times;
+        infinity for the last one), because (the event that began it). Iterations that were made again after a
+        recovery are in `metrics` twice, in two lives: `pandas.merge_asof(metrics, lives, left_on="time_s",
+        right_on="begins_s")` says which."""
+        import pandas
+
+        events = self.events()
+        begun = events[events["event"].isin(["opened", "attached", "recovered"])]
+        ends_s = [*begun["time_s"].iloc[1:], float("inf")][: len(begun)]
+        return pandas.DataFrame({"begins_s": begun["time_s"].tolist(), "ends_s": ends_s,
+                                 "because": begun["event"].tolist()})  # fmt: skip
+
     def memory(self) -> pandas.DataFrame:
         """One row an owner and use in each host's answer, in order: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
         import pandas
