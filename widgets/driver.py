@@ -46,18 +46,19 @@ class Driver:
             self.told = result if isinstance(result, str) else f"{what}: done"
         except Exception as error:
             stopped = self.stopping and isinstance(error, WorkbenchError)
-            self.told = f"{what}: stopped" if stopped else ""
+            self.told = f"{what}: stopped. {error}" if stopped else ""
             self.error = "" if stopped else f"{what}: {type(error).__name__}: {error}"
         finally:
             self.busy = ""
 
     def stop(self) -> None:
-        """Stop after the stage that is under way: what was called and has not begun is not begun; no more is called."""
+        """Stop: stages that are under way are left where nothing is half done, as an interrupt of a cell leaves them;
+        what has not begun is not begun, and no more is called."""
         if not self.busy:
             return
         self._stopping.set()
         for run in self._lab.open_runs():
-            if run.state == "waiting" and run not in self._others:
+            if run not in self._others:
                 run.cancel()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -191,11 +191,14 @@ class Run:
             except KeyboardInterrupt:  # pressed again
                 raise self._left_alone() from None
 
-    def _press(self) -> None:
-        """Called wherever the notebook's thread is: takes no lock, but leaves a stage that this thread computes."""
-        if self._backend is not None and self._backend.name == "inline" and not self.done:
-            self._abandoned = "it was cancelled"
-            self._leave()
+    def _press(self) -> bool:
+        """Called wherever the notebook's thread is: takes no lock, but leaves a stage that this process computes, and
+        says whether that is so."""
+        if self._backend is None or self._backend.name != "inline" or self.done:
+            return False
+        self._abandoned = "it was cancelled"
+        self._leave()
+        return True
 
     def _wait(self, bar: Progress, presses: Presses) -> Any:
         while not (self._future.done() and (self.over or not presses.count)):
@@ -242,6 +245,8 @@ class Run:
         """
         if self.done:
             return False
+        if self.calls and self._press():  # the lock is with who computes it
+            return True
         with self.lock:  # not while it is being sent, or ended
             if self.done:
                 return False
