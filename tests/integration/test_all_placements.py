@@ -10,7 +10,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 FOUR = ("actor", "critic", "reference", "reward")
 TOLERANCE: dict[str, Any] = {"rel": 1e-5, "abs": 1e-6}  # fp32, where pools of fewer threads sum in another order

@@ -34,7 +34,9 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["tensor parallel, and ZeRO-1", pytest.param("ZeRO-3, and replicas", marks=pytest.mark.thorough)]
+)
 def test_another_process_goes_on(case: str, tmp_path: Path) -> None:
     models, placement, other = CASES[case]
     table, all_models = stored(), {**models, "reference": TINY, "reward": vowels}

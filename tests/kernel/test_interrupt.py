@@ -13,7 +13,9 @@ RAY = 'tiny_lab("interrupts", Path("runs"), placement=wb.Placement.colocate(devi
 INLINE = 'tiny_lab("interrupts", Path("runs"), backend="inline", if_exists="replace")'
 
 
-@pytest.fixture(scope="module", params=[RAY, INLINE], ids=["ray", "inline"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(RAY, id="ray"), pytest.param(INLINE, id="inline", marks=pytest.mark.thorough)]
+)
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupting]:
     kernel = Interrupting(tmp_path_factory.mktemp("kernel"), request.param)
     yield kernel
