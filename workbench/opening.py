@@ -351,8 +351,10 @@ def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)
     if mine is not None:
+        drives = mine._drives()
         mine.end()
-        return
+        if drives:
+            return
     record = registry.get(name)
     try:
         end_hosts(record.id, record.address, record.hosts, record.hosts.values())

@@ -22,7 +22,7 @@ import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
 from workbench.dataflow.columns import Ragged, Table
 from workbench.display import Progress
-from workbench.errors import HostDied, MissingDependency, NameTaken, RewardError, StageError
+from workbench.errors import HostDied, MissingDependency, NameTaken, NotDriving, RewardError, StageError
 from workbench.workers.roles.critic import CriticWorker
 
 Stored = tuple[Table, dict[str, Any]]
@@ -200,22 +200,27 @@ def test_opening_again(full: wb.Workbench, runs: Path) -> None:
         tiny_lab("full", runs, **same, if_exists="error")
 
 
-def test_another_kernel_takes_it_up(full: wb.Workbench) -> None:
+def test_another_kernel_takes_it_up(runs: Path) -> None:
     script = """
 import json, ray, workbench as wb  # Ray imported first: its settings are then read before ours are made
-lab = wb.attach("full")
+lab = wb.attach("given", take_over=True)
 batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
 uids = batch.df(["prompt_uid"])["prompt_uid"].tolist()
 weights = {role: weights.steps for role, weights in lab.weights.items()}
 print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": uids, "weights": weights}))
 """
-    before, drawn = full.iteration, full.prompts.drawn
-    weights = {role: weights.steps for role, weights in full.weights.items()}
+    lab = tiny_lab("given", runs, models={"actor": TINY, "reward": vowels}, devices=1)
+    wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4)).run(1)
+    before, drawn = lab.iteration, lab.prompts.drawn
+    weights = {role: weights.steps for role, weights in lab.weights.items()}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer == {"rows": 2, "iteration": before + 1, "uids": [drawn, drawn + 1], "weights": weights}
     assert weights["actor"] > 0
+    with pytest.raises(NotDriving, match=r"process \d+ on .* drives it"):
+        lab.prompts.next(2)
+    wb.stop("given")
 
 
 def test_the_command_line_sees_it(full: wb.Workbench) -> None:

@@ -44,8 +44,9 @@ class Idle:
                 break
             time.sleep(min(LOOK_S, self._info.idle_s / 4))
         print(f"closing: nobody has used this workbench for {self._info.idle_s / 3600:g} h", flush=True)
-        command = [sys.executable, "-m", "workbench", "stop", "--id", self._info.lab]
+        # a grandchild: Ray ends the children of a process that it ends, and this one has more to do after that
+        command = ["/bin/sh", "-c", '"$0" "$@" >/dev/null 2>&1 &', sys.executable, "-m", "workbench", "stop", "--id"]
         with contextlib.suppress(OSError):
-            subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run([*command, self._info.lab], start_new_session=True)
         time.sleep(GRACE_S)
         os._exit(0)  # the record is on another machine
