@@ -143,7 +143,7 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     page.keyboard.press("Enter")
     stop = panel.get_by_role("button", name="Stop")
     stop.wait_for()
-    stop.click()
+    stop.click(timeout=120_000)  # on a busy machine the page is slow to follow
     notebook.wait_for("not panel.driver.busy")
     assert notebook.ask("lab.iteration") < 100
     panel.locator(".wb-status", has_text="stopped").wait_for()

@@ -126,7 +126,7 @@ def test_a_cell_run_again_and_another_kernel(lab: Any, files: Files) -> None:
 
     script = """
 import workbench as wb
-lab = wb.attach("reloaded")
+lab = wb.attach("reloaded", take_over=True)
 print(lab.critic.lazily(), lab.reload())
 """
     paths = os.pathsep.join([str(files.folder), *filter(None, sys.path)])
@@ -135,4 +135,5 @@ print(lab.critic.lazily(), lab.reload())
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[22, 22] <Reload: nothing has changed>"
-    assert rewards(lab) == [2.5] * 4
+    with wb.attach("reloaded") as lab:  # that kernel has ended
+        assert rewards(lab) == [2.5] * 4
