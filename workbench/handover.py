@@ -312,14 +312,7 @@ def _position(algorithm: Algorithm) -> dict[str, Any]:
                 made[stage] = {"held": value.id}
         elif isinstance(value, Mapping):
             made[stage] = {"metrics": dict(value)}
-    return {
-        "class": type(algorithm).__name__,
-        "iteration": algorithm.iteration,
-        "state": algorithm.state(),
-        "under_way": bool(made),
-        "made": made,
-        "last_metrics": {stage: dict(values) for stage, values in algorithm.lab.last_metrics.items()} if made else {},
-    }
+    return algorithm.position(made)
 
 
 def _settle(lab: Workbench, run: OpenRun, note: Callable[[str], None]) -> None:

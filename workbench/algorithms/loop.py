@@ -182,6 +182,21 @@ class Algorithm(NamedFields, ABC):
         """The fields that `finish` moves, as plain values: what a checkpoint keeps of the algorithm itself."""
         return {}
 
+    def position(self, made: Mapping[str, Any]) -> dict[str, Any]:
+        """Where it stands, as plain values: what checkpoints keep, and what the next kernel goes on from.
+
+        made: what the stages of the iteration under way have made, in whatever form it is kept.
+        """
+        last = self.lab.last_metrics if made else {}
+        return {
+            "class": type(self).__name__,
+            "iteration": self.iteration,
+            "state": self.state(),
+            "under_way": bool(made),
+            "made": dict(made),
+            "last_metrics": {stage: dict(values) for stage, values in last.items()},
+        }
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` gave."""
         for name, value in state.items():

@@ -205,11 +205,4 @@ def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
                     "batches and metrics can be saved",
                     "finish the iteration first, with iterate()",
                 )
-    return {
-        "class": type(algorithm).__name__,
-        "iteration": algorithm.iteration,
-        "state": algorithm.state(),
-        "under_way": bool(made),
-        "made": made,
-        "last_metrics": {stage: dict(values) for stage, values in algorithm.lab.last_metrics.items()} if made else {},
-    }
+    return algorithm.position(made)
