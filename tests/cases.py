@@ -9,7 +9,7 @@ import torch
 
 import workbench as wb
 from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.run import MetricValues
+from workbench.dataflow.metric_values import MetricValues
 
 TINY = "tiny-llama-tied"
 

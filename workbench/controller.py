@@ -30,8 +30,9 @@ from workbench import registry
 from workbench.checkpoint.checkpoints import Checkpoints
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.branch import Comparison, compare, kept
+from workbench.dataflow.metric_values import MetricValues
 from workbench.dataflow.references import ShardCounts
-from workbench.dataflow.run import MetricValues, Run
+from workbench.dataflow.run import Run
 from workbench.dataflow.sources import Source
 from workbench.dataflow.store import Store, Weights
 from workbench.dataflow.unfinished import UnfinishedUpdates

@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from workbench.dataflow.run import AS_BEFORE, MetricValues, Run
+from workbench.dataflow.interruptions import AS_BEFORE
+from workbench.dataflow.metric_values import MetricValues
+from workbench.dataflow.run import Run
 from workbench.dataflow.store import Weights
 from workbench.dataflow.unfinished import UnfinishedUpdate, UnfinishedUpdates
 from workbench.errors import StageInterrupted

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 from workbench.checkpoint.files import Checkpoint, read_checkpoint
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.location import Location
+from workbench.dataflow.metric_values import MetricValues
 from workbench.dataflow.references import Column
-from workbench.dataflow.run import GRACE_S, MetricValues, Run
+from workbench.dataflow.run import GRACE_S, Run
 from workbench.dataflow.store import Origin, Weights
 from workbench.dataflow.unfinished import UnfinishedUpdate
 from workbench.display.interrupts import uninterrupted

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from workbench import registry
 from workbench.dataflow.batch import Batch
 from workbench.dataflow.location import Location, ShardId
+from workbench.dataflow.metric_values import MetricValues
 from workbench.dataflow.planning import calls_on_batch, calls_without_batch
 from workbench.dataflow.references import Column
-from workbench.dataflow.run import MetricValues, Run
+from workbench.dataflow.run import Run
 from workbench.dataflow.run_log import RunLog
 from workbench.dataflow.scheduler import Scheduler
 from workbench.dataflow.stage_names import StageNames

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.checkpoint.files import Checkpoint
 from workbench.checkpoint.saving import saved_parts
-from workbench.dataflow.run import MetricValues
+from workbench.dataflow.metric_values import MetricValues
 from workbench.dataflow.store import Weights
 from workbench.errors import BadInput
 from workbench.placement import ROLLOUT

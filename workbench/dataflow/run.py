@@ -12,11 +12,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.dataflow import interruptions
 from workbench.dataflow.leaving import Leaving
+from workbench.dataflow.metric_values import MetricValues
 from workbench.dataflow.rank_errors import one_error
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
-from workbench.errors import HostDied, StageInterrupted, StageTimeout, UpstreamError, WorkbenchError
+from workbench.errors import HostDied, StageTimeout, UpstreamError, WorkbenchError
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.calls import Call, Failure, Reply, UpdatePart
 
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 GRACE_S = 60.0
 SHOW_S = 0.2
 STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
-AS_BEFORE = "things are as before the stage"
-STUCK_RULE = "it waits in a collective, or for code that does not return: its pool is lost"
-STUCK_REMEDY = "lab.recover() starts it again, and goes on from the last checkpoint"
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -189,7 +188,7 @@ class Run:
             try:
                 yield presses
             except KeyboardInterrupt:  # pressed again
-                raise self._left_alone() from None
+                raise interruptions.left_alone(self.name) from None
 
     def _press(self) -> bool:
         """Called wherever the notebook's thread is: takes no lock, but leaves a stage that this process computes, and
@@ -273,6 +272,7 @@ class Run:
         """`result`, without blocking. A task that is given up, or runs out of time, gives the run up too, and ends when
         the run's ranks have left it: the next call waits for nothing."""
         waited = asyncio.wrap_future(self._future)
+        waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # read here, in any case
         try:
             while not waited.done():  # an interrupt of a notebook is heard when its loop wakes
                 await asyncio.wait([waited], timeout=SHOW_S)
@@ -300,43 +300,15 @@ class Run:
         """What an interrupt made of it, once it is over: as before, or after which optimizer step. A failure of its own
         stays that."""
         if self.state == "cancelled":
-            return StageInterrupted(f"{self.name} was interrupted before it began", AS_BEFORE)
+            return interruptions.before_it_began(self.name)
         if self.state == "done":
             self._unheard(self)
         if self.updates and self.state == "done":
-            return StageInterrupted(
-                f"{self.name} was interrupted after its last optimizer step",
-                "the update is done",
-                "the same call again takes no step, and gives its metrics",
-            )
+            return interruptions.after_all_steps(self.name)
         error = None if self.state == "done" else self._future.exception()
         if isinstance(error, WorkbenchError) and not isinstance(error, UpstreamError):
             return error.with_traceback(None)
-        return StageInterrupted(f"{self.name} was interrupted", AS_BEFORE)
-
-    def _left_alone(self) -> StageInterrupted:
-        return StageInterrupted(
-            f"{self.name} was interrupted twice",
-            "its ranks stop at the next place where nothing is half done, and nobody waits for them",
-            "the next call waits for them",
-        )
-
-    def _cut_short(self) -> StageInterrupted:
-        """Inline, where the second interrupt ends what this thread computes."""
-        if self.updates:
-            rule = "it was left in the middle of an optimizer step: what it updates may be half updated"
-            return StageInterrupted(f"{self.name} was interrupted twice", rule, "go back with lab.recover()")
-        return StageInterrupted(f"{self.name} was interrupted twice", "it was left where it was; its result is dropped")
-
-    def _stopped(self, parts: Sequence[UpdatePart]) -> StageInterrupted:
-        """What is raised where ranks left it."""
-        part = parts[0]
-        if not self.updates or not part.steps:
-            return StageInterrupted(f"{self.name} was interrupted", AS_BEFORE)
-        return StageInterrupted(
-            f"{self.name} was interrupted after optimizer step {part.steps} of {part.of}",
-            f"the weights are as after that step; the same call again goes on with step {part.steps + 1}",
-        )
+        return interruptions.as_before(self.name)
 
     def _show(self, bar: Progress, *, stopping: bool = False) -> None:
         upstream = next((run for run in self._inputs if run.state == "running"), None)
@@ -397,7 +369,7 @@ class Run:
             # ranks that have their call would wait for those that have not
             self.stuck = 0 < len(self._pending) < len(self.group.hosts)
             if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
-                self.fail(self._cut_short())
+                self.fail(interruptions.cut_short(self.name, updates=self.updates))
                 raise
             if not isinstance(error, Exception):
                 raise
@@ -553,15 +525,12 @@ class Run:
             raise one_error(self.group, self.stage, self.number, failures, stuck=self.stuck)
         if self.stuck:
             ranks = ", ".join(map(str, self._waiting_ranks))
-            raise StageInterrupted(
-                f"{self.name} was to stop, and rank {ranks} showed no progress for {GRACE_S:g} s",
-                STUCK_RULE,
-                STUCK_REMEDY,
-            )
+            raise interruptions.stuck(self.name, ranks, GRACE_S)
         parts = [reply.stopped for reply in self.replies if reply.stopped is not None]
         if parts:
             self.parts = tuple(parts)
-            raise self._stopped(parts)
+            part = parts[0]
+            raise interruptions.after(self.name, part) if self.updates else interruptions.as_before(self.name)
 
 
 class _Counts:
@@ -590,12 +559,3 @@ def _failed(pending: Pending) -> bool:
         return pending.result().failure is not None
     except Exception:  # a host that is gone, an answer that cannot be read
         return True
-
-
-class MetricValues(dict[str, float]):
-    """What an update reports: metrics by name, with a table for a repr."""
-
-    def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
-        return table([{"metric": name, "value": f"{value:.6g}"} for name, value in self.items()], max_rows=60)
