@@ -75,7 +75,10 @@ class Description:
         one_of("backend", backend, BACKENDS)
         one_of("share_memory", share_memory, SHARE_MEMORY)
         if idle_hours is not None:
-            at_least("idle_hours", idle_hours, 0, strictly=True)
+            try:
+                at_least("idle_hours", idle_hours, 0, strictly=True)
+            except BadInput as error:
+                raise BadInput(error.value, error.rule, "None for a workbench that never closes itself") from None
         if not isinstance(models, Mapping):
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
