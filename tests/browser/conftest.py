@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.notebook import CHROMIUM, Notebook, jupyter_lab
+from tests.browser.notebook import CHROMIUM, PATIENCE_S, Notebook, jupyter_lab
 
 NO_BROWSER = "no Chromium here: install the system's (`apt-get install chromium`), and these tests run"
 
@@ -42,6 +42,7 @@ def open_notebook(browser: Any, lab_address: tuple[str, Path]) -> Iterator[Calla
     address, folder = lab_address
     opened: list[Notebook] = []
     context = browser.new_context(viewport={"width": 1300, "height": 1100})
+    context.set_default_timeout(1000 * PATIENCE_S)
 
     def make(cells: Sequence[str]) -> Notebook:
         opened.append(Notebook(context.new_page(), address, folder, cells))

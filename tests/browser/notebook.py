@@ -21,6 +21,7 @@ from jupyter_client import BlockingKernelClient
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
+PATIENCE_S = 240  # what a busy machine may take for anything
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "runs" / "browser"
 
@@ -53,7 +54,7 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
 
 
 def _address(server: subprocess.Popen[bytes], runtime: Path, token: str) -> str:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for found in runtime.glob("jpserver-*.json"):
             with suppress(ValueError, KeyError):
@@ -79,13 +80,13 @@ class Notebook:
         nbformat.write(notebook, folder / file)
         self.path = folder / file
         page.goto(address.format(name=file), wait_until="domcontentloaded")
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
         self._wait_until_idle()
         self._client = BlockingKernelClient(connection_file=str(self._connection_file(before)))
         self._client.load_connection_file()
         self._client.start_channels()
 
-    def _connection_file(self, before: set[Path], timeout_s: float = 60) -> Path:
+    def _connection_file(self, before: set[Path], timeout_s: float = PATIENCE_S) -> Path:
         """The file that was added to those before, once all of it is written."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -97,7 +98,7 @@ class Notebook:
         raise TimeoutError(f"no kernel wrote its connection file into {self._runtime} in {timeout_s:.0f} s")
 
     def _wait_until_idle(self) -> None:
-        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
 
     def start(self, n: int) -> Any:
         """Run cell n and do not wait; its element."""
@@ -107,14 +108,14 @@ class Notebook:
         self.page.keyboard.press("Control+Enter")
         return cell
 
-    def run(self, n: int, timeout_s: float = 60) -> Any:
+    def run(self, n: int, timeout_s: float = PATIENCE_S) -> Any:
         """Run cell n and wait until it has ended; its element, which must hold no error."""
         cell = self.start(n)
         self.wait_until_ended(n, timeout_s)
         assert cell.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0, cell.inner_text()
         return cell
 
-    def wait_until_ended(self, n: int, timeout_s: float = 60) -> None:
+    def wait_until_ended(self, n: int, timeout_s: float = PATIENCE_S) -> None:
         """Until cell n, which was started, has its number."""
         cell = self.page.locator(".jp-Notebook .jp-CodeCell").nth(n)
         deadline = time.monotonic() + timeout_s
@@ -123,7 +124,7 @@ class Notebook:
                 raise TimeoutError(f"cell {n}, see {self.picture('failed')}: {cell.inner_text()}")
             time.sleep(0.1)
 
-    def ask(self, expression: str, timeout_s: float = 60) -> Any:
+    def ask(self, expression: str, timeout_s: float = PATIENCE_S) -> Any:
         """The value of an expression in the kernel: plain values only."""
         reply = self._client.execute(
             "", silent=True, user_expressions={"asked": f"repr({expression})"}, reply=True, timeout=timeout_s
@@ -132,14 +133,14 @@ class Notebook:
         assert told["status"] == "ok", told
         return ast.literal_eval(ast.literal_eval(told["data"]["text/plain"]))
 
-    def wait_for(self, expression: str, timeout_s: float = 60) -> None:
+    def wait_for(self, expression: str, timeout_s: float = PATIENCE_S) -> None:
         """Until the kernel says that an expression is true."""
         deadline = time.monotonic() + timeout_s
         while not self.ask(f"bool({expression})"):
             assert time.monotonic() < deadline, f"{expression} did not come true"
             time.sleep(0.1)
 
-    def in_thread(self, call: str, timeout_s: float = 120) -> None:
+    def in_thread(self, call: str, timeout_s: float = PATIENCE_S) -> None:
         """Make this call in a thread of the kernel, whose main thread stays free for the page, and wait for its end."""
         self.ask(f"__import__('threading').Thread(target=lambda: {call}, name='called').start()")
         self.wait_for("'called' not in [t.name for t in __import__('threading').enumerate()]", timeout_s)

@@ -27,9 +27,9 @@ AREAS = """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-pl
 def test_areas_are_what_hosts_hold(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook([OPEN, "panel"])
     page = notebook.page
-    notebook.run(0, timeout_s=180)
+    notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
-    panel.locator(".js-plotly-plot").wait_for(timeout=60_000)
+    panel.locator(".js-plotly-plot").wait_for()
     areas = page.evaluate(AREAS)
     held = notebook.ask('lab.topology().set_index("role").filter(like="_bytes").to_dict("index")')
     for role in ("actor", "critic", "reference"):

@@ -35,10 +35,10 @@ DRAWN = """([title, kind]) => {
 def test_curves_are_live_and_lead_to_samples(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook([OPEN, 'panel.show("metrics"); panel'])
     page = notebook.page
-    notebook.run(0, timeout_s=180)
+    notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
     panel.locator(".wb-charts svg").first.wait_for()
-    panel.locator(".js-plotly-plot").nth(5).wait_for(timeout=60_000)
+    panel.locator(".js-plotly-plot").nth(5).wait_for()
 
     def drawn(name: str, title: str = ENTROPY) -> Any:
         return page.evaluate(DRAWN, [title, name])
@@ -136,7 +136,7 @@ def test_curves_are_live_and_lead_to_samples(open_notebook: Callable[[Sequence[s
 def test_the_still_picture_stays_where_plotly_does_not_come(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook([OPEN.replace("ppo.run(2)", "ppo.run(1)"), 'lab.panel("metrics", "memory")'])
     notebook.page.evaluate("() => { window.DecompressionStream = undefined; }")
-    notebook.run(0, timeout_s=180)
+    notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
     panel.get_by_text("Still pictures: plotly could not be loaded here").first.wait_for()
     picture = panel.locator(".wb-charts svg")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.notebook import Notebook
+from tests.browser.notebook import PATIENCE_S, Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -21,12 +21,12 @@ lab = tiny_lab("panel", Path("runs"), backend="inline", if_exists="replace")
 ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 """
 SHOW = "panel = lab.panel(algorithm=ppo); panel"
+BLOCKS = "while not Path('gate0').exists(): time.sleep(0.1)"
+AWAITS = "while not Path('gate1').exists(): await asyncio.sleep(0.1)"
 
 
 def test_a_panel_lives_beside_its_cells(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook(
-        [OPEN, SHOW, "time.sleep(5)", "await asyncio.sleep(25)", "lab.panel()", "lab.close()"]
-    )
+    notebook: Notebook = open_notebook([OPEN, SHOW, BLOCKS, AWAITS, "lab.panel()", "lab.close()"])
     page = notebook.page
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
@@ -41,7 +41,8 @@ def test_a_panel_lives_beside_its_cells(open_notebook: Callable[[Sequence[str]],
     assert step.is_disabled()
     assert "buttons wait" in (step.get_attribute("title") or "")
     notebook.picture("panel_blocked")
-    panel.locator('[data-kind=""]').wait_for(timeout=20_000)
+    (notebook.path.parent / "gate0").touch()
+    panel.locator('[data-kind=""]').wait_for()
     assert step.is_enabled()
 
     # one that awaits does not
@@ -49,8 +50,9 @@ def test_a_panel_lives_beside_its_cells(open_notebook: Callable[[Sequence[str]],
     page.wait_for_timeout(1000)
     assert step.is_enabled()
     step.click()
-    panel.locator('[data-stage="prompts"][aria-label*="done"]').wait_for(timeout=15_000)
+    panel.locator('[data-stage="prompts"][aria-label*="done"]').wait_for()
     assert notebook.page.locator(".jp-CodeCell").nth(3).locator(".jp-InputPrompt").inner_text().strip() == "[*]:"
+    (notebook.path.parent / "gate1").touch()
     notebook.wait_until_ended(3)
 
     # tabs by keyboard, and the tab that is shown is the same where the panel is shown twice
@@ -69,19 +71,19 @@ def test_a_panel_lives_beside_its_cells(open_notebook: Callable[[Sequence[str]],
     # by mouse and by keyboard, checks are run beside the notebook
     twice.get_by_role("button", name="Check", exact=True).focus()
     page.keyboard.press("Enter")
-    page.wait_for_function("() => document.body.innerText.includes('all that apply hold')", timeout=60_000)
+    page.wait_for_function("() => document.body.innerText.includes('all that apply hold')")
     assert notebook.ask("panel.views['checks'].report.ok")
     notebook.picture("checks")
 
     # the page is closed and comes back: the same panel, on the tab where it was left
     page.keyboard.press("Control+s")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while "widget-view" not in notebook.path.read_text():
         assert time.monotonic() < deadline, "it was not saved"
         page.wait_for_timeout(200)
     page.reload(wait_until="domcontentloaded")
     again = page.locator(".wb-panel").first
-    again.wait_for(timeout=60_000)
+    again.wait_for()
     again.get_by_role("table").wait_for()
     assert again.get_by_role("tab", name="Checks").get_attribute("aria-selected") == "true"
     again.get_by_role("tab", name="Stepper").click()
@@ -123,7 +125,7 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     # branching from it leaves the iteration where it stands
     details.locator('select[data-act="against"]').select_option("ReMax")
     details.get_by_role("button", name="Branch from here").click()
-    panel.get_by_text("arms on").wait_for(timeout=60_000)
+    panel.get_by_text("arms on").wait_for()
     assert notebook.ask("list(ppo.made)") == ["prompts", "generate_sequences"]
     notebook.picture("stepper_branch")
 
@@ -143,7 +145,7 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     page.keyboard.press("Enter")
     stop = panel.get_by_role("button", name="Stop")
     stop.wait_for()
-    stop.click(timeout=120_000)  # on a busy machine the page is slow to follow
+    stop.click()
     notebook.wait_for("not panel.driver.busy")
     assert notebook.ask("lab.iteration") < 100
     panel.locator(".wb-status", has_text="stopped").wait_for()

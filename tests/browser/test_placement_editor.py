@@ -78,7 +78,7 @@ class Editor:
 
 def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook([OPEN, 'lab.panel("stepper", "placement", algorithm=ppo)', MOVE, "lab.close()"])
-    notebook.run(0, timeout_s=240)
+    notebook.run(0)
     editor = Editor(notebook, notebook.run(1))
     live = {"actor": "policy", "critic": "policy", "reference": "scorers", "reward": "scorers"}
     editor.panel.locator("svg[aria-label^='memory of']").wait_for()
@@ -97,7 +97,7 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     assert notebook.ask("pools()") == {**live, "critic": "scorers"}
     editor.panel.get_by_role("tab", name="Stepper").click()
     editor.button("Iterate").click()
-    notebook.wait_for("lab.weights['critic'].steps > 0 and not editor().driver.busy", 120)
+    notebook.wait_for("lab.weights['critic'].steps > 0 and not editor().driver.busy")
     assert notebook.ask("lab.iteration") == 1
     assert not notebook.ask("editor().driver.error")
     editor.panel.get_by_role("tab", name="Placement").click()
@@ -156,14 +156,14 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     editor.button("Discard draft").click()
     notebook.wait_for("editor().draft is None")
     editor.button("Undo (2)").press("Enter")
-    notebook.wait_for("'rollout' not in lab.groups and not editor().driver.busy", 120)
+    notebook.wait_for("'rollout' not in lab.groups and not editor().driver.busy")
     editor.panel.locator('[data-plan="colocate"] button').click()
     notebook.wait_for("drafted().devices == 3")
     editor.press("critic", "Enter")
     notebook.picture("placement-plan")
 
     # what a cell moves meanwhile is followed
-    notebook.run(2, timeout_s=120)
+    notebook.run(2)
     editor.panel.get_by_text("This draft was made when").wait_for()
     notebook.picture("placement-followed")
     editor.button("Keep it").click()
@@ -171,7 +171,7 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     editor.button("Discard draft").click()
     editor.pool("scorers").locator('[data-role="critic"]').wait_for()
     editor.pool("apart").locator('[data-role="reward"]').wait_for()
-    notebook.run(3, timeout_s=60)
+    notebook.run(3)
 
 
 def test_inline_shows_its_one_process(open_notebook: Callable[[Sequence[str]], Any]) -> None:

@@ -41,7 +41,7 @@ def says(value: float) -> str:
 
 def test_samples_are_found_and_read_token_by_token(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook([OPEN, "panel", "more = ppo.iterate()", LONG])
-    notebook.run(0, timeout_s=180)
+    notebook.run(0)
     cell = notebook.run(1)
     panel, page = cell.locator(".wb-panel"), notebook.page
 
@@ -186,7 +186,7 @@ def test_samples_are_found_and_read_token_by_token(open_notebook: Callable[[Sequ
 
     # a point of a curve leads to its iteration; one whose batches are gone says so
     control("beside").select_option("")
-    notebook.run(2, timeout_s=120)
+    notebook.run(2)
     control("iteration").select_option("1")
     notebook.wait_for("view.iteration == 1")
     control("iteration").select_option("")

@@ -35,7 +35,7 @@ class Kernel:
         """Begin a cell, and return when the kernel is at it; what `answer` takes."""
         request: str = self._client.execute(text)
         while True:
-            message = self._client.get_iopub_msg(timeout=60)
+            message = self._client.get_iopub_msg(timeout=240)
             if message["parent_header"].get("msg_id") == request and message["msg_type"] == "execute_input":
                 return request
 

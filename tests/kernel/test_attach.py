@@ -12,15 +12,22 @@ from tests.kernel.kernels import Kernel
 
 OPEN = """
 from pathlib import Path
-import time
+import threading, time
 import workbench as wb
 from tests.cases import tiny_lab, vowels
-def opened(name):
-    return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices=2), if_exists="replace")
+def opened(name, devices=2):
+    return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices), if_exists="replace")
 def algorithm(lab):
     return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=30)
-def plain(metrics):
-    return {name: value for name, value in metrics.items()}
+def watched(lab, stage):
+    "Write a file of that name when the stage has done three of its steps."
+    def watch():
+        while True:
+            busy, done, *_ = lab._backend.ask("shared-0", "status").result()
+            if busy.endswith(stage) and done >= 3:
+                return Path(stage).touch()
+            time.sleep(0.02)
+    threading.Thread(target=watch, daemon=True).start()
 """
 
 
@@ -39,13 +46,21 @@ def kernels(tmp_path: Path) -> Iterator[Callable[[], Kernel]]:
         kernel.kill()
 
 
-def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], Kernel]) -> None:
+def wait_for(file: Path) -> None:
+    last = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < last, file
+        time.sleep(0.02)
+
+
+def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], Kernel], tmp_path: Path) -> None:
     """The first is ended after an interrupt in the middle of an update, the second in the middle of the next update."""
     first = kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
+    first.run("watched(lab, 'update_critic')")
     request = first.start("ppo.step()")  # an update of both minibatches, 30 times
-    time.sleep(0.4)
+    wait_for(tmp_path / "update_critic")
     first.interrupt()
     error, _ = first.answer(request)
     assert "critic.update_critic was interrupted after optimizer step" in error
@@ -57,8 +72,9 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     assert "PPO goes on in iteration 2" in said
     assert "critic.update_critic: goes on at optimizer step" in second.run("ppo.step()")
     second.run("assert ppo.next_stage == 'update_actor'")
+    second.run("watched(lab, 'update_actor')")
     second.start("ppo.step()")
-    time.sleep(0.4)
+    wait_for(tmp_path / "update_actor")
     second.kill()
 
     third = kernels()
@@ -81,7 +97,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
 
 def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:
     first, second = kernels(), kernels()
-    first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
+    first.run("lab = opened('left', 1); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
     assert "looking at left, which process" in second.run("lab = wb.attach('left')")
     assert second.run("print(lab.looks, len(lab.batches()), lab.batch('batch1 v1').rows)").split() == ["True", "2", "4"]
     second.run("lab.topology(); lab.batch('batch1 v1').df()")

@@ -246,7 +246,7 @@ def test_while_nothing_happens_nothing_is_sent(lab: wb.Workbench, monkeypatch: p
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -287,7 +287,7 @@ def test_a_slow_host_keeps_no_cell_waiting(lab: wb.Workbench, monkeypatch: pytes
     began_s = time.monotonic()
     assert panel.still().bundle()["text/html"] == "<div>the hosts did not answer in time</div>"
     panel.close()
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < 30  # the view would wait for a minute
     Slow.answers.set()
 
 

@@ -75,7 +75,7 @@ print(json.dumps([None if mine else refused, other, joined_address(ray), ray.is_
 """
 
 
-@pytest.mark.parametrize("how", ["address", "mine"])
+@pytest.mark.parametrize("how", ["address", pytest.param("mine", marks=pytest.mark.thorough)])
 def test_another_cluster_is_refused_and_the_one_that_is_joined_stays(tmp_path: Path, how: str) -> None:
     with run(JOIN, tmp_path / "theirs") as owner:
         _, address = answer(owner)
@@ -99,8 +99,14 @@ os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64, RAY_ACCEL_ENV_
 import ray
 from ray.cluster_utils import Cluster
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-cluster.add_node(num_cpus=2)
+for attempt in range(3):  # Ray gives a node 30 s, which a busy machine can exceed
+    try:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        cluster.add_node(num_cpus=2)
+        break
+    except Exception:
+        if attempt == 2:
+            raise
 import workbench as wb
 
 def length(prompt, response, **row):
@@ -128,6 +134,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.thorough
 def test_pools_lie_on_one_machine_where_they_can(tmp_path: Path) -> None:
     with run(MACHINES, tmp_path) as process:
         apart, moved, trained, same = answer(process)
