@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,7 +73,7 @@ class Notebook:
     """
 
     def __init__(self, page: Any, address: str, folder: Path, cells: Sequence[str], name: str = "test") -> None:
-        self.page, self._runtime = page, folder / "runtime"
+        self.page, self._runtime, self._address = page, folder / "runtime", address
         before = set(self._runtime.glob("kernel-*.json"))
         file = f"{name}-{secrets.token_hex(3)}.ipynb"
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -104,9 +105,17 @@ class Notebook:
         """Run cell n and do not wait; its element."""
         cell = self.page.locator(".jp-Notebook .jp-CodeCell").nth(n)
         cell.scroll_into_view_if_needed()
-        cell.locator(".cm-content").click()
-        self.page.keyboard.press("Control+Enter")
-        return cell
+        before, deadline = cell.locator(".jp-InputPrompt").inner_text(), time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:  # a page that is still being built can take the focus away, or drop a key
+            cell.locator(".cm-content").click()
+            with suppress(Exception):
+                cell.locator(".cm-editor.cm-focused").wait_for(timeout=2_000)
+                self.page.keyboard.press("Control+Enter")
+                for _ in range(200):
+                    if cell.locator(".jp-InputPrompt").inner_text() != before:
+                        return cell
+                    time.sleep(0.1)
+        raise TimeoutError(f"cell {n} did not start, see {self.picture('failed')}")
 
     def run(self, n: int, timeout_s: float = PATIENCE_S) -> Any:
         """Run cell n and wait until it has ended; its element, which must hold no error."""
@@ -153,6 +162,14 @@ class Notebook:
         return path
 
     def close(self) -> None:
-        """End its kernel."""
-        self._client.shutdown()
+        """Leave the page, and end its kernel: through the server, which would start a new one for one that died."""
         self._client.stop_channels()
+        self.page.goto("about:blank")
+        server, _, rest = self._address.partition("/doc/tree/")
+        token = rest.partition("?")[2]
+        with urllib.request.urlopen(f"{server}/api/sessions?{token}") as answer:
+            sessions = json.load(answer)
+        for session in sessions:
+            if session["path"] == self.path.name:
+                url = f"{server}/api/sessions/{session['id']}?{token}"
+                urllib.request.urlopen(urllib.request.Request(url, method="DELETE")).close()

@@ -134,6 +134,7 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     steps = notebook.ask("lab.weights['actor'].steps")
     panel.locator('input[data-act="iterations"]').fill("2")
     page.keyboard.press("Enter")
+    notebook.wait_for("panel.views['stepper'].iterations == '2'")
     panel.get_by_role("button", name="Run", exact=True).click()
     notebook.wait_for("lab.iteration >= 3 and not panel.driver.busy")
     assert notebook.ask("lab.weights['actor'].steps") == steps + 4
@@ -141,8 +142,8 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     # Stop: what was asked for ends early
     panel.locator('input[data-act="iterations"]').fill("500")
     page.keyboard.press("Enter")
-    panel.get_by_role("button", name="Run", exact=True).focus()
-    page.keyboard.press("Enter")
+    notebook.wait_for("panel.views['stepper'].iterations == '500'")
+    panel.get_by_role("button", name="Run", exact=True).press("Enter")
     stop = panel.get_by_role("button", name="Stop")
     stop.wait_for()
     stop.click()

@@ -63,7 +63,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "engine"),
     [
-        (wb.Layout(1, 2, 1), "torch"),
+        pytest.param(wb.Layout(1, 2, 1), "torch", marks=pytest.mark.thorough),
         (wb.Layout(2, 1, 1), "torch"),
         pytest.param(wb.Layout(1, 2, 1, 1, 1), "torch", marks=pytest.mark.thorough),
         pytest.param(wb.Layout(1, 2, 1), "deepspeed", marks=pytest.mark.thorough),

@@ -18,6 +18,7 @@ MODELS = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=4, alpha=16)), "critic": 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_of_zero_3_give_what_one_rank_gives(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     with tiny_lab("one", tmp_path, backend="inline", devices=1, models=MODELS) as lab:

@@ -72,6 +72,7 @@ class OwnDenominator(ActorWorker):
         return [ranks * denominator(mask[r], term.aggregation, term.max_response_tokens) for r in minibatches]
 
 
+@pytest.mark.thorough
 def test_a_mean_of_rank_means(tmp_path: Path) -> None:
     models = {"actor": wb.Model(TINY, worker=OwnDenominator)}
     with tiny_lab("means", tmp_path, placement=wb.Placement.colocate(2), devices=2, models=models) as lab:

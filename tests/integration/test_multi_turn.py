@@ -60,6 +60,7 @@ def test_two_ranks_converse_as_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.thorough
 def test_a_tensor_group_converses_as_one_rank_does(tmp_path: Path) -> None:
     def open_lab(size: int) -> wb.Workbench:
         return wb.open(

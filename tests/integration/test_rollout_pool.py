@@ -133,11 +133,11 @@ def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     batch = cut.compute_advantages(batch, estimator="rloo")
     before, version = cut._run_number, batch.meta["weights_version"]
     with cut.overlap():
-        ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=8, max_new_tokens=48)
-        cut.actor.update_actor(batch, epochs=8)
+        ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=8, max_new_tokens=64)
+        cut.actor.update_actor(batch, epochs=32)  # seconds of work, so that a late start is still beside it
         after = cut.actor.generate_sequences(cut.prompts.next(4), max_new_tokens=4)
     assert ahead.meta["weights_version"] == version
-    assert after.meta["weights_version"] == cut.weights["actor"].steps == version + 8
+    assert after.meta["weights_version"] == cut.weights["actor"].steps == version + 32
     spans = cut.spans()
     spans = (
         spans[(spans["kind"] == "compute") & (spans["run"] > before)]
@@ -178,6 +178,7 @@ def test_a_rollout_host_that_dies_takes_no_actor_with_it(
     assert set(cut._backend.processes) == {"train-0", "train-1"}  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_weights_that_zero_has_sharded_arrive(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     training = wb.Training(zero_stage=3, learning_rate=1e-2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import threading, time
 import workbench as wb
 from tests.cases import tiny_lab, vowels
-def opened(name, devices=2):
+def opened(name, devices=1):
     return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices), if_exists="replace")
 def algorithm(lab):
     return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=30)
@@ -97,7 +97,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
 
 def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:
     first, second = kernels(), kernels()
-    first.run("lab = opened('left', 1); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
+    first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
     assert "looking at left, which process" in second.run("lab = wb.attach('left')")
     assert second.run("print(lab.looks, len(lab.batches()), lab.batch('batch1 v1').rows)").split() == ["True", "2", "4"]
     second.run("lab.topology(); lab.batch('batch1 v1').df()")

@@ -75,7 +75,8 @@ print(json.dumps([None if mine else refused, other, joined_address(ray), ray.is_
 """
 
 
-@pytest.mark.parametrize("how", ["address", pytest.param("mine", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", ["address", "mine"])
+@pytest.mark.thorough
 def test_another_cluster_is_refused_and_the_one_that_is_joined_stays(tmp_path: Path, how: str) -> None:
     with run(JOIN, tmp_path / "theirs") as owner:
         _, address = answer(owner)

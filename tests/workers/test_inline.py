@@ -39,7 +39,7 @@ def settings() -> tuple[dict[str, str], int]:
 
 # DeepSpeed imports parts of torch that use torch's own deprecated decorators.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_deepspeed_works_again_after_closing_and_beside_another(
     kernel: dict[str, str], tmp_path: Path, zero_stage: int
 ) -> None:

@@ -1,0 +1,9 @@
+"""Which mapping of models to devices is best: descriptions, cost models, the search. Pure: nothing is started."""
+
+from workbench.mapping.costs import Constants as Constants
+from workbench.mapping.hardware import Hardware as Hardware
+from workbench.mapping.plan import Plan as Plan
+from workbench.mapping.plan import Plans as Plans
+from workbench.mapping.search import search as search
+from workbench.mapping.workload import Call as Call
+from workbench.mapping.workload import Workload as Workload

@@ -1,0 +1,166 @@
+"""The cluster that a mapping is searched for: machines of equal devices, in rates that a data sheet or a minute gives.
+
+Three links carry everything: a device's memory, the fabric inside a machine, the network between machines, which the
+devices of a machine share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.engines.settings import at_least, whole
+from workbench.errors import BadInput
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Equal machines of equal devices.
+
+    devices_per_machine: devices that share a machine's fabric and network. memory_bytes: of one device, or of its share
+    of a CPU machine. matrix_flop_s: peak of matrix products by dtype, floating-point operations a second, of one
+    device. memory_bytes_s: of a device's memory. inside_bytes_s: one way, of one device, to others of its machine.
+    machine_bytes_s: one way, of one machine's network, shared by its devices. inside_latency_s, between_latency_s: of
+    one hop of a collective. usable: share of the memory that models may fill; the rest is the framework's.
+    """
+
+    name: str
+    devices_per_machine: int
+    memory_bytes: int
+    matrix_flop_s: Mapping[str, float]
+    memory_bytes_s: float
+    inside_bytes_s: float
+    machine_bytes_s: float
+    inside_latency_s: float = 8e-6
+    between_latency_s: float = 25e-6
+    usable: float = 0.92
+
+    def __post_init__(self) -> None:
+        whole("Hardware.devices_per_machine", self.devices_per_machine, 1)
+        for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "usable"):
+            at_least(f"Hardware.{name}", getattr(self, name), 0, strictly=True)
+        for name in ("inside_latency_s", "between_latency_s"):
+            at_least(f"Hardware.{name}", getattr(self, name), 0)
+        if self.usable > 1:
+            raise BadInput(f"Hardware.usable={self.usable}", "a share of the memory is at most 1", "write 0.92")
+        if not self.matrix_flop_s:
+            raise BadInput("Hardware.matrix_flop_s={}", "a rate for each dtype that is used",
+                           'write {"bfloat16": 312e12, "float32": 19.5e12}')  # fmt: skip
+        for dtype, rate in self.matrix_flop_s.items():
+            at_least(f"Hardware.matrix_flop_s[{dtype!r}]", rate, 0, strictly=True)
+
+    def flop_s(self, dtype: str) -> float:
+        """Peak rate of one device in a dtype. `BadInput` where none is given."""
+        if dtype not in self.matrix_flop_s:
+            raise BadInput(
+                f"dtype {dtype!r} on {self.name}",
+                f"rates are known for {', '.join(self.matrix_flop_s)}",
+                "add it to Hardware.matrix_flop_s",
+            )
+        return self.matrix_flop_s[dtype]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of one device's memory, for models."""
+        return int(self.memory_bytes * self.usable)
+
+    def link(self, ranks: int, stride: int = 1) -> tuple[float, float]:
+        """(bytes a second of one rank, seconds of a hop) of a ring over `ranks` ranks that are `stride` devices apart,
+        while every other such ring of the machines runs too. Inside one machine it is the fabric; over machines, the
+        ranks of a machine that belong to one ring pass data on inside and share one entry to the network, and the
+        rings of a machine share its bandwidth."""
+        if ranks * stride <= self.devices_per_machine:
+            return self.inside_bytes_s, self.inside_latency_s
+        rings = min(stride, self.devices_per_machine)
+        return min(self.inside_bytes_s, self.machine_bytes_s / rings), self.between_latency_s
+
+    @classmethod
+    def this_machine(cls, devices: int | None = None) -> Hardware:
+        """This machine, measured in about two seconds: its GPUs if it has some, else its cores as slots. devices: slots
+        of a CPU machine; None: as many as cores. Latencies are not measured: `lab.calibrate` finds what they cost."""
+        import torch
+
+        from workbench.machine import total_bytes
+
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda" if gpus else "cpu")
+        count = gpus or devices or torch.get_num_threads()
+        memory = torch.cuda.get_device_properties(0).total_memory if gpus else total_bytes() // count
+        threads = torch.get_num_threads()
+        try:
+            if not gpus:
+                torch.set_num_threads(max(1, threads // count))
+            rates = {str(dtype).removeprefix("torch."): _matrix_rate(device, dtype)
+                     for dtype in (torch.float32, torch.bfloat16)}  # fmt: skip
+            copied = _copy_rate(device)
+        finally:
+            torch.set_num_threads(threads)
+        # between processes of a CPU machine bytes are written once and read once; a GPU's fabric is not measured here
+        return cls(name="this machine", devices_per_machine=count, memory_bytes=int(memory), matrix_flop_s=rates,
+                   memory_bytes_s=2 * copied, inside_bytes_s=copied / 2, machine_bytes_s=copied / 2,
+                   inside_latency_s=5e-6 if gpus else 1e-4, between_latency_s=1e-4)  # fmt: skip
+
+
+def _timed(call: Callable[[], Any], device: Any) -> float:
+    """Seconds of a call: the quickest of several."""
+    import torch
+
+    found = []
+    for _ in range(4):
+        start_s = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start_s)
+    return min(found)
+
+
+def _matrix_rate(device: Any, dtype: Any) -> float:
+    import torch
+
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    return float(2 * n**3 / _timed(lambda: a @ a, device))
+
+
+def _copy_rate(device: Any) -> float:
+    """Bytes a second that are read, and as many written."""
+    import torch
+
+    a = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    b = torch.empty_like(a)
+    return float(a.nbytes / _timed(lambda: b.copy_(a), device))
+
+
+# NVIDIA's data sheets (dense rates, SXM); links one way. The network is that of DGX machines: eight NICs of 200 Gbit/s
+# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s.
+PRESETS: dict[str, Hardware] = {
+    one.name: one
+    for one in (
+        Hardware(name="a100-80g", devices_per_machine=8, memory_bytes=80 * GIB,
+                 matrix_flop_s={"bfloat16": 312e12, "float32": 19.5e12}, memory_bytes_s=2.039e12,
+                 inside_bytes_s=300e9, machine_bytes_s=25e9),
+        Hardware(name="h100", devices_per_machine=8, memory_bytes=80 * GIB,
+                 matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=3.35e12,
+                 inside_bytes_s=450e9, machine_bytes_s=400e9),
+        Hardware(name="h200", devices_per_machine=8, memory_bytes=141 * 10**9,
+                 matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=4.8e12,
+                 inside_bytes_s=450e9, machine_bytes_s=400e9),
+    )
+}  # fmt: skip
+
+
+def hardware(given: str | Hardware) -> Hardware:
+    """A preset by name, "this machine" (measured), or what is given. `BadInput` for other names."""
+    if isinstance(given, Hardware):
+        return given
+    if given in ("this machine", "this-machine"):
+        return Hardware.this_machine()
+    if given not in PRESETS:
+        raise BadInput(f"hardware {given!r}", f"known are {', '.join(PRESETS)} and 'this machine'",
+                       "name one of these, or give a wb.mapping.Hardware(...)")  # fmt: skip
+    return PRESETS[given]

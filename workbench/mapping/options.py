@@ -1,0 +1,230 @@
+"""The layouts that a role can have on a number of devices, with what each costs and holds (HybridFlow, algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.errors import BadInput
+from workbench.mapping.costs import Constants, CostModel, Terms
+from workbench.mapping.hardware import Hardware
+from workbench.mapping.plan import CallPlan
+from workbench.mapping.shapes import Shape
+from workbench.mapping.workload import STAGES, Workload
+from workbench.placement.layout import Layout
+from workbench.placement.rank_memory import rank_memory
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to lay a role out on the devices of its set.
+
+    layout: of training, and of inference where `inference` is None; with t_g where the role generates. inference: of
+    forward passes, where each call may have its own. lasting, passing: bytes of the device that holds most.
+    seconds: of the role's calls by stage, without generation, whose rows a cache has to hold first.
+    """
+
+    layout: Layout
+    lasting: int
+    passing: int
+    seconds: tuple[float, float, float]
+    inference: Layout | None = None
+
+
+class RoleOptions:
+    """The options of one role, by number of devices; each is worked out once.
+
+    strategy: of the transition to generation. t_g: the only tensor size of generation; None: any. by_call: whether
+    inference may have another layout than training, with its weights moved there and back.
+    """
+
+    def __init__(self, shape: Shape, model: CostModel, constants: Constants, role: str, *, strategy: str,
+                 t_g: int | None, by_call: bool) -> None:  # fmt: skip
+        self.shape, self.model, self.constants = shape, model, constants
+        self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
+        self.calls = model.workload.of(role)
+        self._alone = replace(shape.role, generation=None)  # generation's memory is counted here, see `search`
+        self._found: dict[int, tuple[Option, ...]] = {}
+        self._bytes: dict[tuple[int, int, int], tuple[int, int] | None] = {}
+        self._terms: dict[tuple[str, int, int, int], Terms] = {}
+        self._generated: dict[tuple[int, int, int], float] = {}
+
+    @cached_property
+    def generates(self) -> bool:
+        """Whether it draws responses."""
+        return any(call.kind == "generate" for call in self.calls)
+
+    def on(self, devices: int) -> tuple[Option, ...]:
+        """The options on so many devices that no other is at least as good as in time and memory."""
+        if devices not in self._found:
+            self._found[devices] = _best(list(self._options(devices)))
+        return self._found[devices]
+
+    def _options(self, devices: int) -> Iterator[Option]:
+        kinds = [call.kind for call in self.calls]
+        several = self._by_call and "infer" in kinds and "train" in kinds
+        layouts = self.layouts(devices)
+        for layout in layouts:
+            held = self._held(layout)
+            assert held is not None
+            for generating in self._generating(layout):
+                yield self._option(generating, *held)
+                for other in layouts if several else ():
+                    if other != layout:
+                        copy = self.shape.nbytes // (other.p * other.t)
+                        passing = max(held[1], copy + self._forward_bytes(other))
+                        yield self._option(generating, held[0], passing, other)
+
+    def _option(self, layout: Layout, lasting: int, passing: int, inference: Layout | None = None) -> Option:
+        option = Option(layout, lasting, passing, (0.0, 0.0, 0.0), inference)
+        seconds = dict.fromkeys(STAGES, 0.0)
+        for call in self.calls_of(option):
+            seconds[call.stage] += call.seconds
+        first, second, third = seconds.values()
+        return replace(option, seconds=(first, second, third))
+
+    def calls_of(self, option: Option, cache_bytes: int | None = None) -> tuple[CallPlan, ...]:
+        """The role's calls under an option, with what its weights need before them. cache_bytes: of a device, for
+        generation; None: without it."""
+        found, layout, model = [], option.layout, self.model
+
+        def add(name: str, stage: str, terms: Terms) -> None:
+            if terms != Terms():
+                found.append(CallPlan(name, stage, terms, self.constants.seconds(terms)))
+
+        if self.generates:
+            add("transition", STAGES[0], model.transition(self.shape, layout, self.strategy))
+        if option.inference is not None:
+            add("relayout", STAGES[1], self._moved(layout, option.inference))
+        for call in self.calls:
+            if call.kind == "infer":
+                add(call.name, call.stage, self._term("infer", option.inference or layout))
+            elif call.kind == "train":
+                add(call.name, call.stage, self._term("train", layout))
+            elif cache_bytes is not None:
+                t_g = layout.t_g or 1
+                waves = int(self._waves(layout.size, t_g, np.array([cache_bytes]))[0])
+                add(call.name, call.stage, model.generate(self.shape, layout.size, t_g, waves))
+        return tuple(found)
+
+    def _term(self, kind: str, layout: Layout) -> Terms:
+        key = kind, layout.p, layout.t, layout.d
+        if key not in self._terms:
+            self._terms[key] = (self.model.infer if kind == "infer" else self.model.train)(self.shape, layout)
+        return self._terms[key]
+
+    def _moved(self, train: Layout, infer: Layout) -> Terms:
+        """Weights from one layout to another on the same ranks: at most all that a rank holds there."""
+        nbytes = self.shape.elements * self.shape.role.frozen_bytes / (infer.p * infer.t)
+        rate, _ = self.model.hardware.link(train.size)
+        return Terms(transition=nbytes / rate, transitions=1)
+
+    def _forward_bytes(self, layout: Layout) -> int:
+        frozen = replace(self._alone, trained=False)
+        return rank_memory(frozen, layout, 0).passing
+
+    def layouts(self, devices: int) -> list[Layout]:
+        """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and that fits alone."""
+        hardware, found = self.model.hardware, []
+        deepspeed = self.shape.role.trained and self.shape.training.engine == "deepspeed"
+        zero3 = self.shape.role.engine == "zero3"
+        for t in range(1, min(devices, hardware.devices_per_machine) + 1):
+            if devices % t or hardware.devices_per_machine % t or (zero3 and t > 1):
+                continue
+            for p in range(1, min(devices // t, self.shape.layers) + 1):
+                if (devices // t) % p or self.shape.layers % p or (deepspeed and p > 1):
+                    continue
+                layout = Layout(p, t, devices // (p * t))
+                held = self._held(layout)
+                if held is not None and sum(held) <= hardware.usable_bytes:
+                    found.append(layout)
+        return found
+
+    def _generating(self, layout: Layout) -> Iterator[Layout]:
+        if not self.generates:
+            yield layout
+            return
+        for t_g in range(1, layout.t + 1):
+            if layout.t % t_g == 0 and self._t_g in (None, t_g):
+                yield layout.generating(t_g)
+
+    def _held(self, layout: Layout) -> tuple[int, int] | None:
+        """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
+        replicas = layout.d if self.shape.role.engine.startswith("zero") else min(layout.d, 2)
+        key = layout.p, layout.t, replicas
+        if key not in self._bytes:
+            role, one = self._alone, Layout(layout.p, layout.t, replicas)
+            gpu = self.model.hardware.memory_bytes
+            try:
+                role.weights.check(one.p, one.t)
+                ends = [rank_memory(role, one, rank, device_bytes=gpu) for rank in {0, (one.p - 1) * one.t}]
+            except BadInput:
+                self._bytes[key] = None
+            else:
+                self._bytes[key] = max(end.lasting for end in ends), max(end.passing for end in ends)
+        return self._bytes[key]
+
+    def generation_bytes(self, t_g: int) -> int:
+        """Of the generation engine's weights on one device."""
+        return math.ceil(self.shape.elements * self.shape.role.frozen_bytes / t_g)
+
+    def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of all its generations, for each of several sizes of a device's cache; infinite where no row fits."""
+        waves, found = self._waves(devices, t_g, cache_bytes), np.full(len(cache_bytes), np.inf)
+        for wave in np.unique(waves[waves > 0]):
+            found[waves == wave] = self._generation(devices, t_g, int(wave))
+        return found
+
+    def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
+        """How many times the cache is filled; 0 where no row fits."""
+        held = np.floor(np.maximum(cache_bytes, 0) / self.model.row_bytes(self.shape, t_g))
+        rows = self.model.replica_rows(devices, t_g)
+        waves = np.ceil(rows / np.clip(held, 1, rows)).astype(np.int64)
+        return np.where(held >= 1, waves, 0)
+
+    def _generation(self, devices: int, t_g: int, waves: int) -> float:
+        key = devices, t_g, waves
+        if key not in self._generated:
+            count = sum(call.kind == "generate" for call in self.calls)
+            terms = self.model.generate(self.shape, devices, t_g, waves)
+            self._generated[key] = count * self.constants.seconds(terms)
+        return self._generated[key]
+
+
+def _best(options: list[Option]) -> tuple[Option, ...]:
+    """Those that no other of the same tensor size of generation matches or beats in every second and byte."""
+    kept: list[Option] = []
+    for t_g in sorted({option.layout.t_g or 0 for option in options}):
+        group = [option for option in options if (option.layout.t_g or 0) == t_g]
+        figures = np.array([(*option.seconds, option.lasting, option.passing) for option in group])
+        kept += [group[n] for n in undominated(figures)]
+    return tuple(kept)
+
+
+def undominated(figures: NDArray[np.float64]) -> list[int]:
+    """Of rows of finite figures, less being better in each column, those that no other row matches or beats in all; of
+    equal rows the first."""
+    # a row of the smallest sum is beaten by none: keep it, drop what it beats, go on with the others
+    scaled = figures / np.maximum(np.abs(figures).max(axis=0, initial=0.0), 1e-300)
+    sums, left, found = scaled.sum(axis=1), np.arange(len(figures)), []
+    while len(left):
+        best = left[np.lexsort((left, *figures[left].T[::-1], sums[left]))[0]] if len(left) < 64 else left[
+            sums[left].argmin()]  # fmt: skip
+        found.append(int(best))
+        left = left[~(figures[best] <= figures[left]).all(axis=1)]
+    return sorted(found)
+
+
+def options_of(
+    models: dict[str, Shape], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
+    t_g: int | None, by_call: bool,
+) -> dict[str, RoleOptions]:  # fmt: skip
+    """The options of every role that is placed."""
+    model = CostModel(hardware, workload)
+    return {role: RoleOptions(shape, model, constants, role, strategy=strategy, t_g=t_g, by_call=by_call)
+            for role, shape in models.items()}  # fmt: skip

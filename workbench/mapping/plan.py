@@ -1,0 +1,303 @@
+"""One mapping with what it is predicted to take, and the plans that a search has found, the quickest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from workbench.display.html import bytes_text, seconds_text, table
+from workbench.mapping.costs import Terms
+from workbench.mapping.hardware import Hardware
+from workbench.mapping.workload import STAGES, Workload
+from workbench.placement.layout import Layout
+from workbench.placement.placement import Placement
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """A call of a role, or what its weights need before one: what it is made of, and how long it takes."""
+
+    name: str
+    stage: str
+    terms: Terms
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """A role of a set. inference: its layout there, where it has its own. calls: in the order of the iteration."""
+
+    role: str
+    layout: Layout
+    inference: Layout | None
+    calls: tuple[CallPlan, ...]
+    lasting_bytes: int
+    passing_bytes: int
+    generation_bytes: int = 0
+
+    def seconds(self, stage: str) -> float:
+        """Of its calls in a stage."""
+        return sum(call.seconds for call in self.calls if call.stage == stage)
+
+    def layouts(self) -> dict[str, int]:
+        """Its sizes, as plain values."""
+        found = {"p": self.layout.p, "t": self.layout.t, "d": self.layout.d}
+        if self.layout.t_g is not None:
+            found |= {"p_g": self.layout.p_g or 1, "t_g": self.layout.t_g}
+        if self.inference is not None:
+            one = self.inference
+            found |= {"inference_p": one.p, "inference_t": one.t, "inference_d": one.d}
+        return found
+
+
+@dataclass(frozen=True)
+class SetPlan:
+    """Roles that share devices. transfers: by stage, rows from other sets. cache_bytes: of keys and values."""
+
+    roles: tuple[RolePlan, ...]
+    devices: int
+    transfers: Mapping[str, CallPlan]
+    cache_bytes: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its roles."""
+        return tuple(role.role for role in self.roles)
+
+    def seconds(self, stage: str) -> float:
+        """It is at work in a stage, one role after another."""
+        return sum(role.seconds(stage) for role in self.roles) + self.transfers[stage].seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Most that is held on one of its devices at a time, without the cache, which takes what is left."""
+        lasting = sum(role.lasting_bytes for role in self.roles)
+        generating = max(role.generation_bytes for role in self.roles)
+        return lasting + max(generating, *(role.passing_bytes for role in self.roles))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A mapping. devices: that it was made for; `placement` has those that it uses. why: what decides its time."""
+
+    sets: tuple[SetPlan, ...]
+    devices: int
+    workload: Workload
+    hardware: Hardware
+    why: str = ""
+
+    @cached_property
+    def placement(self) -> Placement:
+        """As `wb.open` and `lab.move` take it. Generation's tensor ranks are a setting of the engine: see `t_g`; a
+        layout of inference alone has no place in it."""
+        pools: dict[str, tuple[int, tuple[str, ...]]] = {}
+        layouts: dict[str, Any] = {}
+        for one in self.sets:
+            pools["shared" if len(self.sets) == 1 else one.names[0]] = (one.devices, one.names)
+            layouts |= {role.role: (role.layout.p, role.layout.t, role.layout.d) for role in one.roles}
+        return Placement.of(pools, layouts)
+
+    @property
+    def t_g(self) -> int:
+        """For `Generation(tensor_parallel_size=...)`."""
+        return next((role.layout.t_g for one in self.sets for role in one.roles if role.layout.t_g is not None), 1)
+
+    @cached_property
+    def stage_s(self) -> dict[str, float]:
+        """Seconds of each stage: those of its slowest set."""
+        return {stage: max(one.seconds(stage) for one in self.sets) for stage in STAGES}
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration."""
+        return sum(self.stage_s.values())
+
+    @property
+    def throughput_tokens_per_s(self) -> float:
+        """Prompt and response tokens of the global batch, by the seconds of an iteration."""
+        return self.workload.tokens / self.iteration_s
+
+    def slowest(self, stage: str) -> SetPlan:
+        """The set that a stage waits for."""
+        return max(self.sets, key=lambda one: one.seconds(stage))
+
+    def terms(self) -> Terms:
+        """What the iteration's time is made of: the terms of the slowest set of each stage."""
+        found = Terms()
+        for stage in STAGES:
+            one = self.slowest(stage)
+            found += one.transfers[stage].terms
+            for role in one.roles:
+                for call in role.calls:
+                    if call.stage == stage:
+                        found += call.terms
+        return found
+
+    @property
+    def used(self) -> int:
+        """Devices that have a set."""
+        return sum(one.devices for one in self.sets)
+
+    @property
+    def idle_share(self) -> float:
+        """Of the time of all devices, those that no set uses among them, the part in which they do nothing."""
+        busy = sum(one.devices * one.seconds(stage) for one in self.sets for stage in STAGES)
+        return 1 - busy / (self.devices * self.iteration_s)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the fullest device, see `SetPlan.memory_bytes`."""
+        return max(one.memory_bytes for one in self.sets)
+
+    def memory(self) -> pd.DataFrame:
+        """One row a role: its set and devices, and bytes of each device by use. What is passing is held while the role
+        computes; the cache takes what models leave."""
+        import pandas as pd
+
+        rows = [
+            {"role": role.role, "set": one.names[0], "devices": one.devices, "lasting_bytes": role.lasting_bytes,
+             "passing_bytes": role.passing_bytes, "generation_bytes": role.generation_bytes,
+             "cache_bytes": one.cache_bytes if role.generation_bytes else 0}
+            for one in self.sets for role in one.roles
+        ]  # fmt: skip
+        return pd.DataFrame(rows)
+
+    def reason(self, other: Plan | None) -> str:
+        """In a sentence what decides its time, beside another plan."""
+        told = []
+        for stage, seconds in self.stage_s.items():
+            if seconds:
+                slowest = self.slowest(stage)
+                told.append(f"{stage} takes {seconds_text(seconds)}"
+                            + (f" by {' and '.join(slowest.names)}" if len(self.sets) > 1 else ""))  # fmt: skip
+        text = ", ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
+        if other is None:
+            return text + "."
+        gap = {stage: seconds - other.stage_s[stage] for stage, seconds in self.stage_s.items()}
+        if self.iteration_s <= other.iteration_s:
+            most = min(gap, key=lambda stage: gap[stage])
+            slower = other.iteration_s / self.iteration_s - 1
+            return f"{text}; the next plan, {describe(other)}, is {slower:.1%} slower, most of it in {most}."
+        most = max(gap, key=lambda stage: gap[stage])
+        slower = self.iteration_s / other.iteration_s - 1
+        return f"{text}; {slower:.1%} slower than the best, most of it in {most}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "sets": [
+                {"roles": list(one.names), "devices": one.devices, "memory_bytes": one.memory_bytes,
+                 "cache_bytes": one.cache_bytes, "layouts": {role.role: role.layouts() for role in one.roles}}
+                for one in self.sets
+            ],
+            "iteration_s": self.iteration_s,
+            "throughput_tokens_per_s": self.throughput_tokens_per_s,
+            "stage_s": dict(self.stage_s),
+            "memory_bytes": self.memory_bytes,
+            "idle_share": self.idle_share,
+            "why": self.why,
+        }  # fmt: skip
+
+    def row(self) -> dict[str, Any]:
+        """As a row of a table."""
+        stages = {f"{stage}_s": seconds for stage, seconds in self.stage_s.items()}
+        return {"plan": describe(self), "iteration_s": self.iteration_s, **stages,
+                "throughput_tokens_per_s": self.throughput_tokens_per_s, "idle_share": self.idle_share,
+                "memory_bytes": self.memory_bytes, "devices": self.used, "why": self.why}  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<Plan {describe(self)}: {seconds_text(self.iteration_s)} an iteration>"
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a line: sets with their devices and layouts."""
+
+    def role(one: RolePlan) -> str:
+        layout = one.layout
+        return f"{one.role} ({layout.p}, {layout.t}, {layout.d}{f', t_g={layout.t_g}' if layout.t_g else ''})"
+
+    return " | ".join(f"[{one.devices}] {', '.join(map(role, one.roles))}" for one in plan.sets)
+
+
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """What a search has found: plans of different sets, the quickest first, and how it was searched.
+
+    granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
+    exact: whether allocations of every size were weighed, so that no plan is quicker by the cost model; with a
+    coarser granularity that holds among its multiples.
+    """
+
+    plans: tuple[Plan, ...]
+    workload: Workload
+    hardware: Hardware
+    devices: int
+    granularity: int
+    placements_considered: int
+    search_s: float
+    exact: bool
+
+    @property
+    def best(self) -> Plan:
+        """The quickest."""
+        return self.plans[0]
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __getitem__(self, n: int) -> Plan:
+        return self.plans[n]
+
+    def frame(self) -> pd.DataFrame:
+        """One row a plan: seconds by stage, tokens a second, idle share, bytes of the fullest device, and why."""
+        import pandas as pd
+
+        return pd.DataFrame([plan.row() for plan in self.plans])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "best": self.best.to_dict(),
+            "alternatives": [plan.to_dict() for plan in self.plans[1:]],
+            "placements_considered": self.placements_considered,
+            "granularity": self.granularity,
+            "search_s": self.search_s,
+            "exact": self.exact,
+        }
+
+    def _rows(self) -> list[Mapping[str, Any]]:
+        rows: list[Mapping[str, Any]] = []
+        for plan in self.plans:
+            stages = {stage: seconds_text(seconds) for stage, seconds in plan.stage_s.items()}
+            rows.append({"plan": describe(plan), "iteration": seconds_text(plan.iteration_s), **stages,
+                         "tokens/s": f"{plan.throughput_tokens_per_s:,.0f}", "idle": f"{plan.idle_share:.0%}",
+                         "memory": bytes_text(plan.memory_bytes)})  # fmt: skip
+        return rows
+
+    def _caption(self) -> str:
+        how = "exact" if self.exact else f"allocations in multiples of {self.granularity} devices"
+        where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
+        return f"{where}: {self.placements_considered} placements, {how}, searched in {seconds_text(self.search_s)}"
+
+    def __repr__(self) -> str:
+        lines = [
+            "  " + "  ".join(str(value) if name == "plan" else f"{name} {value}" for name, value in row.items())
+            for row in self._rows()
+        ]
+        return "\n".join([self._caption(), *lines, self.best.why])
+
+    def _repr_html_(self) -> str:
+        return table(self._rows(), caption=self._caption()) + f"<p>{self.best.why}</p>"
+
+
+def with_why(plan: Plan, other: Plan | None) -> Plan:
+    """A plan that says why it is as it is."""
+    return replace(plan, why=plan.reason(other))

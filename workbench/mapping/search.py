@@ -1,0 +1,324 @@
+"""The search for the mapping of least time (HybridFlow, algorithm 1), exact, without walking through all mappings.
+
+    seconds of an iteration = sum over the stages of  max over the sets of  sum over the set's roles of  seconds
+
+A set of roles on n devices has a list of (generation, preparation, training) seconds, one for each way to lay its roles
+out, of which those count that no other beats in all three. Two sets side by side take the larger of each number. So for
+a partition of the roles the best of all allocations is found by adding one set after another and keeping, for each
+number of devices, the triples that no other beats: what is dropped can end in no better plan, whatever comes after it,
+as sums and maxima grow with their parts. `tests/mapping` holds this against walking through all mappings.
+
+The printed algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
+`devices / machine`: none at all below a machine, and some whose sizes do not divide. Here every (p, t, d) is tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from workbench.engines.settings import one_of, whole
+from workbench.errors import BadInput
+from workbench.mapping.costs import Constants, Terms
+from workbench.mapping.hardware import Hardware
+from workbench.mapping.hardware import hardware as hardware_of
+from workbench.mapping.options import Option, RoleOptions, options_of, undominated
+from workbench.mapping.plan import CallPlan, Plan, Plans, RolePlan, SetPlan, with_why
+from workbench.mapping.shapes import Shape, role_models
+from workbench.mapping.workload import STAGES, Workload
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MOST_SIZES = 128  # of a set, in the grid of allocations: so fine is the granularity that is chosen
+POLICY = ("actor", "reference")
+Named = Literal["auto", "colocate", "split", "standalone"]
+
+Sets = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A set on some devices: how its roles are laid out, and how long each stage takes there."""
+
+    devices: int
+    options: tuple[Option, ...]
+    cache_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """Triples of stage seconds that no other beats, and where each comes from."""
+
+    seconds: NDArray[np.float64]  # [k, 3]
+    origins: tuple[Any, ...]
+
+
+NOTHING = Front(np.zeros((1, 3)), ((),))
+
+
+def search(
+    models: Mapping[str, Any],
+    *,
+    devices: int,
+    hardware: str | Hardware = "a100-80g",
+    workload: Workload | str = "ppo",
+    placement: Named = "auto",
+    granularity: int | None = None,
+    strategy: str = "hybridflow",
+    t_g: int | None = None,
+    by_call: bool = False,
+    constants: Constants | None = None,
+    top: int | None = None,
+) -> Plans:
+    """The plans for these models on so many devices, the quickest first: the best of each partition of the roles.
+
+    models: role -> size preset ("llama-7b", ...), a model's name or folder, a transformers config; None: a function,
+    which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
+    placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
+    so fine that a set has at most 128 sizes, 1 up to 128 devices. A plan may leave devices idle. strategy: of the
+    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: each call has the layout
+    that is best for it, and weights move between them (ReaLHF's question, arXiv:2406.14088); such a plan is no
+    placement of a workbench yet. constants: of the cost model, such as `lab.calibrate()` gives. top: so many plans.
+
+    Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
+    """
+    whole("devices", devices, 1)
+    if granularity is not None:
+        whole("granularity", granularity, 1)
+    one_of("placement", placement, ("auto", "colocate", "split", "standalone"))
+    one_of("strategy", strategy, ("hybridflow", "v", "full"))
+    workload = Workload(algorithm=workload) if isinstance(workload, str) else workload
+    if "cost_critic" not in models:
+        workload = workload.with_roles(set(workload.roles) - {"cost_critic"})
+    machine, constants = hardware_of(hardware), constants or Constants()
+    machine.flop_s(workload.dtype)
+    shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
+    if idle := [role for role in shapes if role not in workload.roles]:
+        raise BadInput(f"a model for {idle[0]}", f"{workload.algorithm} has no call of {idle[0]}",
+                       f"leave it out, or take an algorithm that uses it: {', '.join(workload.roles)}")  # fmt: skip
+    start_s = time.perf_counter()
+    options = options_of(shapes, machine, workload, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+    partitions = partitions_of(tuple(shapes), placement)
+    unit = granularity or _granularity(devices)
+    if unit > devices:
+        raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
+    one = _Search(options, workload, machine, constants, devices // unit, unit)
+    halves = (devices // 2 // unit) if placement == "split" else None
+    found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
+    if not found:
+        raise BadInput(*_nothing_fits(options, devices, machine, placement))
+    found.sort(key=lambda plan: plan.iteration_s)
+    second = found[1] if len(found) > 1 else None
+    plans = [with_why(plan, found[0] if n else second) for n, plan in enumerate(found[:top])]
+    return Plans(
+        plans=tuple(plans), workload=workload, hardware=machine, devices=devices, granularity=unit,
+        placements_considered=len(partitions), search_s=time.perf_counter() - start_s, exact=unit == 1,
+    )  # fmt: skip
+
+
+def partitions_of(roles: tuple[str, ...], placement: Named = "auto") -> list[Sets]:
+    """All ways to part the roles into sets: 5 of three, 15 of four, 52 of five; or the one of that name."""
+    if placement == "auto":
+        return list(_partitions(roles))
+    if placement == "colocate":
+        return [(roles,)]
+    if placement == "standalone":
+        return [tuple((role,) for role in roles)]
+    halves = tuple(role for role in roles if role in POLICY), tuple(role for role in roles if role not in POLICY)
+    if not all(halves):
+        raise BadInput("placement 'split'", "actor and reference on one half, the others on the other half",
+                       f"there are {', '.join(roles)}: take another placement")  # fmt: skip
+    return [halves]
+
+
+def _partitions(roles: tuple[str, ...]) -> Iterator[Sets]:
+    if not roles:
+        yield ()
+        return
+    first, rest = roles[0], roles[1:]
+    for sets in _partitions(rest):
+        yield ((first,), *sets)
+        for n, one in enumerate(sets):
+            yield (*sets[:n], (first, *one), *sets[n + 1 :])
+
+
+def _granularity(devices: int) -> int:
+    unit = 1
+    while devices // unit > MOST_SIZES:
+        unit *= 2
+    return unit
+
+
+class _Search:
+    """What partitions share: the times of sets, and of several sets side by side."""
+
+    def __init__(self, options: Mapping[str, RoleOptions], workload: Workload, hardware: Hardware,
+                 constants: Constants, units: int, unit: int) -> None:  # fmt: skip
+        self.options, self.workload, self.hardware, self.constants = options, workload, hardware, constants
+        self.units, self.unit = units, unit
+        self._sets: dict[tuple[str, ...], list[Front]] = {}
+        self._several: dict[Sets, list[Front]] = {}
+
+    def best(self, sets: Sets, exactly: int | None = None) -> Plan | None:
+        """The quickest plan of a partition; None where none fits. exactly: units of each set."""
+        # those that generate come last, with most triples; the merges of the others are shared by partitions
+        order = tuple(sorted(sets, key=lambda one: (any(self.options[r].generates for r in one), len(one), one)))
+        if exactly is not None:
+            fronts = [self._alone(one, exactly * self.unit) for one in order]
+            last = fronts[0]
+            for front in fronts[1:]:
+                last = _both([last], [front], 0)
+        elif len(order) == 1:
+            last = self._times(order[0])[self.units]
+        else:
+            last = _both(self._side_by_side(order[:-1]), self._times(order[-1]), self.units)
+        if not len(last.seconds):
+            return None
+        n = int(last.seconds.sum(axis=1).argmin())
+        return self._plan(order, last.origins[n])
+
+    def _side_by_side(self, sets: Sets) -> list[Front]:
+        """The fronts of several sets together, by the units that they have at most."""
+        if len(sets) == 1:
+            return self._times(sets[0])
+        if sets not in self._several:
+            before, times = self._side_by_side(sets[:-1]), self._times(sets[-1])
+            self._several[sets] = [_both(before, times, units) for units in range(self.units + 1)]
+        return self._several[sets]
+
+    def _times(self, roles: tuple[str, ...]) -> list[Front]:
+        """The fronts of a set, by the units that it has at most."""
+        if roles not in self._sets:
+            fronts = [Front(np.zeros((0, 3)), ())]
+            for units in range(1, self.units + 1):
+                own, before = self._alone(roles, units * self.unit), fronts[-1]
+                fronts.append(_front(np.concatenate([before.seconds, own.seconds]), (*before.origins, *own.origins))
+                              if len(own.seconds) else before)  # fmt: skip
+            self._sets[roles] = fronts
+        return self._sets[roles]
+
+    def _alone(self, roles: tuple[str, ...], devices: int) -> Front:
+        """The ways of a set on exactly so many devices."""
+        choices = [self.options[role].on(devices) for role in roles]
+        counts = [len(choice) for choice in choices]
+        if not all(counts):
+            return Front(np.zeros((0, 3)), ())
+        grids = np.meshgrid(*map(np.arange, counts), indexing="ij")
+        picks = np.stack([grid.ravel() for grid in grids], axis=1)  # [ways, roles]
+        columns = list(zip(choices, picks.T, strict=True))
+        lasting = sum(
+            (np.array([float(o.lasting) for o in some])[pick] for some, pick in columns), np.zeros(len(picks))
+        )
+        passing = np.max([np.array([o.passing for o in some])[pick] for some, pick in columns], axis=0)
+        fits = lasting + passing <= self.hardware.usable_bytes
+        picks, lasting = picks[fits], lasting[fits]
+        columns = list(zip(choices, picks.T, strict=True))
+        seconds = sum((np.array([o.seconds for o in some])[pick] for some, pick in columns), np.zeros((len(picks), 3)))
+        caches = np.zeros(len(picks))
+        for n, role in enumerate(roles):
+            if self.options[role].generates:
+                sizes = np.array([option.layout.t_g or 1 for option in choices[n]])[picks[:, n]]
+                taken, caches = self._generation(role, devices, sizes, lasting)
+                seconds[:, 0] += taken
+        seconds += [one.seconds for one in self._transfers(roles, devices).values()]
+        possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
+        kept = possible[undominated(seconds[possible])]
+        ways = []
+        for k in kept:
+            laid_out = tuple(some[i] for some, i in zip(choices, picks[k], strict=True))
+            ways.append(((roles, Way(devices, laid_out, int(caches[k]))),))
+        return Front(seconds[kept], tuple(ways))
+
+    def _generation(self, role: str, devices: int, sizes: NDArray[np.int64], lasting: NDArray[np.float64]) -> tuple[
+        NDArray[np.float64], NDArray[np.float64]
+    ]:  # fmt: skip
+        """Seconds of generation by tensor ranks and what the set's models hold, and bytes that the cache then has."""
+        options, seconds, caches = self.options[role], np.zeros(len(sizes)), np.zeros(len(sizes))
+        for t_g in np.unique(sizes):
+            mine = sizes == t_g
+            caches[mine] = self.hardware.usable_bytes - lasting[mine] - options.generation_bytes(int(t_g))
+            seconds[mine] = options.generation_seconds(devices, int(t_g), caches[mine])
+        return seconds, caches
+
+    def _transfers(self, roles: tuple[str, ...], devices: int) -> dict[str, CallPlan]:
+        """By stage, the rows that come to a set from others. Each call sends what it wrote, one column a token for a
+        pass, two for generation, to each set that reads it."""
+        calls = {call.name: call for call in self.workload.calls}
+        found = {stage: Terms() for stage in STAGES}
+        for role in roles:
+            options = self.options[role]
+            for call in options.calls:
+                sent = sum(2 if calls[i].kind == "generate" else 1 for i in call.inputs if calls[i].role not in roles)
+                found[call.stage] += options.model.transfer(sent, devices)
+        return {
+            stage: CallPlan("transfer", stage, terms, self.constants.seconds(terms)) for stage, terms in found.items()
+        }
+
+    def _plan(self, order: Sets, ways: Sequence[tuple[tuple[str, ...], Way]]) -> Plan:
+        sets = []
+        for roles, way in ways:
+            placed = []
+            for role, option in zip(roles, way.options, strict=True):
+                options = self.options[role]
+                weights = options.generation_bytes(option.layout.t_g or 1) if options.generates else 0
+                placed.append(RolePlan(role, option.layout, option.inference, options.calls_of(option, way.cache_bytes),
+                                       option.lasting, option.passing, weights))  # fmt: skip
+            sets.append(SetPlan(tuple(placed), way.devices, self._transfers(roles, way.devices),
+                                max(0, way.cache_bytes)))  # fmt: skip
+        sets.sort(key=lambda one: [list(self.options).index(role.role) for role in one.roles])
+        return Plan(tuple(sets), devices=self.units * self.unit, workload=self.workload, hardware=self.hardware)
+
+
+def _front(seconds: NDArray[np.float64], origins: Sequence[Any]) -> Front:
+    kept = undominated(seconds)
+    return Front(seconds[kept], tuple(origins[k] for k in kept))
+
+
+def _both(one: Sequence[Front], other: Sequence[Front], units: int) -> Front:
+    """Two groups of sets side by side on at most so many units in all: of each stage the larger seconds."""
+    seconds: list[NDArray[np.float64]] = []
+    pairs: list[tuple[int, int, int, int]] = []
+    for mine in range(units + 1):
+        a, b = one[mine].seconds, other[units - mine].seconds
+        if not len(a) or not len(b):
+            continue
+        # where one more unit changes nothing on either side, it is the pair before
+        if mine and one[mine] is one[mine - 1]:
+            continue
+        seconds.append(np.maximum(a[:, None, :], b[None, :, :]).reshape(-1, 3))
+        pairs += [(mine, i, units - mine, j) for i, j in product(range(len(a)), range(len(b)))]
+    if not seconds:
+        return Front(np.zeros((0, 3)), ())
+    every = np.concatenate(seconds)
+    kept = undominated(every)
+    origins = []
+    for k in kept:
+        mine, i, theirs, j = pairs[k]
+        origins.append((*one[mine].origins[i], *other[theirs].origins[j]))
+    return Front(every[kept], tuple(origins))
+
+
+def _nothing_fits(options: Mapping[str, RoleOptions], devices: int, hardware: Hardware, placement: str) -> tuple[
+    str, str, str
+]:  # fmt: skip
+    from workbench.display.html import bytes_text
+
+    needs = {
+        role: one.shape.elements * (16 if one.shape.role.trained else one.shape.role.frozen_bytes)
+        for role, one in options.items()
+    }
+    told = ", ".join(f"{role} {bytes_text(n)}" for role, n in needs.items())
+    return (
+        f"{len(options)} models on {devices} devices of {bytes_text(hardware.memory_bytes)} ({hardware.name}), "
+        f"placement {placement!r}",
+        f"no layout of them fits: weights, gradients and optimizers alone take {bytes_text(sum(needs.values()))} "
+        f"({told}), and the devices have {bytes_text(devices * hardware.usable_bytes)} for them",
+        "take more devices, smaller models, or Workload(training=Training(...)) with activation_checkpointing=True, a "
+        "smaller micro_batch_tokens, or DeepSpeed's zero_stage=3",
+    )

@@ -1,0 +1,166 @@
+"""What one iteration has to do: its calls, in order, and how many rows there are, of what length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from workbench.engines.settings import Training, at_least, one_of, whole
+from workbench.errors import BadInput
+
+Kind = Literal["generate", "infer", "train"]
+STAGES = ("generation", "preparation", "training")
+"""The three stages of an iteration (HybridFlow, section 6): calls of one wait for all of the one before."""
+
+STAGE_OF: dict[Kind, str] = dict(zip(("generate", "infer", "train"), STAGES, strict=True))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of a role. kind: what bounds it. inputs: the names of the calls whose rows it reads."""
+
+    name: str
+    role: str
+    kind: Kind
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def stage(self) -> str:
+        """The stage of `STAGES` that it belongs to."""
+        return STAGE_OF[self.kind]
+
+
+_Line = tuple[str, str, Kind]
+
+
+def _calls(*lines: _Line) -> tuple[Call, ...]:
+    """Calls that read what the stages before theirs made."""
+    found: list[Call] = []
+    for name, role, kind in lines:
+        before = tuple(c.name for c in found if STAGES.index(c.stage) < STAGES.index(STAGE_OF[kind]))
+        found.append(Call(name, role, kind, before))
+    return tuple(found)
+
+
+_GENERATE: _Line = ("generate_sequences", "actor", "generate")
+_LOG_PROB: _Line = ("compute_log_prob", "actor", "infer")
+_REFERENCE: _Line = ("compute_ref_log_prob", "reference", "infer")
+_VALUES: _Line = ("compute_values", "critic", "infer")
+_REWARD: _Line = ("compute_reward", "reward", "infer")
+_CRITIC: _Line = ("update_critic", "critic", "train")
+_ACTOR: _Line = ("update_actor", "actor", "train")
+
+CALLS: dict[str, tuple[Call, ...]] = {
+    "ppo": _calls(_GENERATE, _LOG_PROB, _REFERENCE, _VALUES, _REWARD, _CRITIC, _ACTOR),
+    "grpo": _calls(_GENERATE, _LOG_PROB, _REFERENCE, _REWARD, _ACTOR),
+    "remax": _calls(_GENERATE, ("generate_sequences_2", "actor", "generate"), _LOG_PROB, _REFERENCE, _REWARD,
+                    ("compute_reward_2", "reward", "infer"), _ACTOR),
+    "safe-rlhf": _calls(_GENERATE, _LOG_PROB, _REFERENCE, _VALUES, ("compute_cost_values", "cost_critic", "infer"),
+                        _REWARD, ("compute_cost", "cost", "infer"), _CRITIC,
+                        ("update_cost_critic", "cost_critic", "train"), _ACTOR),
+}  # fmt: skip
+"""The calls of an algorithm. Of Safe-RLHF, the cost critic's fall away where no model is named for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One iteration of an algorithm.
+
+    algorithm: a name of `CALLS`, or any where `calls` are given. prompt_tokens: of each row. response_tokens: of each
+    row, or a sample of lengths, whose mean fills passes and whose longest row ends generation. rows: responses an
+    iteration (prompts x samples). updates: optimizer steps that an epoch cuts the rows into. epochs: over the rows.
+    dtype: in which products are computed. training: the engine of what is trained, its micro-batches and whether
+    activations are recomputed.
+    """
+
+    algorithm: str = "ppo"
+    prompt_tokens: int = 1024
+    response_tokens: int | Sequence[int] = 1024
+    rows: int = 1024
+    updates: int = 8
+    epochs: int = 1
+    dtype: str = "bfloat16"
+    training: Training = field(
+        default_factory=lambda: Training(engine="torch", micro_batch_tokens=4096, activation_checkpointing=True)
+    )
+    calls: tuple[Call, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "rows", "updates", "epochs"):
+            whole(f"Workload.{name}", getattr(self, name), 1)
+        if not self.lengths:
+            raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
+        for length in self.lengths:
+            whole("Workload.response_tokens", length, 1)
+        at_least("Workload.rows", self.rows, self.updates)
+        one_of("Workload.dtype", self.dtype, ("bfloat16", "float32"))
+        if not self.calls:
+            one_of("Workload.algorithm", self.algorithm, tuple(CALLS))
+            object.__setattr__(self, "calls", CALLS[self.algorithm])
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of responses: one, or the sample."""
+        given = self.response_tokens
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    @cached_property
+    def mean_response(self) -> float:
+        """Tokens of the mean response."""
+        return sum(self.lengths) / len(self.lengths)
+
+    @cached_property
+    def row_tokens(self) -> float:
+        """Tokens of the mean row."""
+        return self.prompt_tokens + self.mean_response
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and response tokens of the global batch: what throughput is told in (HybridFlow, section 8.1)."""
+        return self.rows * self.row_tokens
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that have work, in the order of their first call."""
+        return tuple(dict.fromkeys(call.role for call in self.calls))
+
+    def of(self, role: str) -> tuple[Call, ...]:
+        """The calls of a role."""
+        return tuple(call for call in self.calls if call.role == role)
+
+    def without(self, names: Iterable[str]) -> Workload:
+        """Without some calls; those that read them read what these read."""
+        gone = set(names)
+        if unknown := gone - {call.name for call in self.calls}:
+            raise BadInput(f"call {sorted(unknown)[0]!r}", f"the calls are {', '.join(c.name for c in self.calls)}")
+        calls = [replace(c, inputs=tuple(i for i in c.inputs if i not in gone)) for c in self.calls]
+        return replace(self, calls=tuple(call for call in calls if call.name not in gone))
+
+    def with_roles(self, roles: Iterable[str]) -> Workload:
+        """With the calls of these roles only."""
+        kept = set(roles)
+        return self.without(call.name for call in self.calls if call.role not in kept)
+
+    @classmethod
+    def of_algorithm(cls, algorithm: Any, *, response_tokens: int | Sequence[int], prompt_tokens: int) -> Workload:
+        """The workload of an algorithm that is set up on a workbench: its graph, its rows, the workbench's settings.
+        Arithmetic without a model, and calls of functions, cost nothing here."""
+        lab, stages, calls = algorithm.lab, algorithm.graph().stages, []
+        kinds: Mapping[str, Kind] = {"generate_sequences": "generate"}
+        models = lab.description.role_models()
+        modelled = {role for role, model in models.items() if model is not None}
+        sources: dict[str, tuple[str, ...]] = {}
+        for stage in stages:
+            inputs = tuple(dict.fromkeys(name for i in stage.inputs for name in sources.get(i, ())))
+            kind = kinds.get(stage.operation, "train" if stage.updates else "infer")
+            if stage.role in modelled:
+                calls.append(Call(stage.name, stage.role, kind, inputs))
+                inputs = (stage.name, *inputs) if not stage.updates else ()
+            sources[stage.name] = inputs
+        lead = models[lab.description.lead]
+        rows = getattr(algorithm, "prompts", 1) * getattr(algorithm, "samples", 1)
+        return cls(algorithm=type(algorithm).__name__, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
+                   rows=rows, updates=lead.training.minibatches, epochs=getattr(algorithm, "epochs", 1),
+                   dtype=lead.dtype, training=lead.training, calls=tuple(calls))  # fmt: skip
