@@ -27,3 +27,19 @@ def test_trace_of_what_is_no_run_says_what_one_is(tmp_path: Path, capsys: pytest
         assert f"{wrong} holds no spans" in said
         assert "spans.jsonl as soon as a stage has run" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_map_answers_with_the_keys_that_scripts_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    models = "actor=llama-7b,critic=llama-7b,reference=llama-7b,reward=llama-7b"
+    asked = ["map", "--algorithm", "ppo", "--models", models, "--gpus", "16", "--hardware", "a100-80g"]
+    assert cli.main([*asked, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) >= {"best", "alternatives", "placements_considered", "search_s", "exact"}
+    assert set(answer["best"]) >= {"sets", "iteration_s", "throughput_tokens_per_s", "stage_s", "memory_bytes"}
+    assert all(set(one) >= {"roles", "devices", "layouts"} for one in answer["best"]["sets"])
+    assert (answer["placements_considered"], answer["exact"], len(answer["alternatives"])) == (15, True, 4)
+    assert cli.main([*asked, "--placement", "split"]) == 0
+    assert "1 placements" not in (said := capsys.readouterr().out)
+    assert "tokens/s" in said
+    assert cli.main(["map", "--models", "actor", "--gpus", "8"]) == 1
+    assert "'actor' must be ROLE=MODEL" in capsys.readouterr().err

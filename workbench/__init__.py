@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
+    from workbench import mapping as mapping
     from workbench import script as script
     from workbench.algorithms import *  # noqa: F403 (every algorithm)
     from workbench.algorithms.correction import Correction as Correction
@@ -58,11 +59,12 @@ _PUBLIC = {
     "restore": "workbench.opening",
     "protocol": "workbench.workers.protocols",
     "register": "workbench.workers.operation",
+    "mapping": "workbench",
     "script": "workbench",
     "stop": "workbench.opening",
     "verifiers": "workbench.dataflow",
 }
-_MODULES = ("script", "verifiers")
+_MODULES = ("mapping", "script", "verifiers")
 
 __all__ = sorted(_PUBLIC)
 

@@ -56,6 +56,23 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder, or a config file; not loaded"
     )
     reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
+    mapping = add("map", _map, "which placement is best on a cluster: a search over all of them, nothing is started")
+    mapping.add_argument("--algorithm", default="ppo", help="ppo (default), grpo, remax or safe-rlhf")
+    mapping.add_argument(
+        "--models", metavar="ROLE=MODEL", required=True,
+        help="comma-separated; a size (llama-7b, 13b, 34b, 70b), a model's name, its folder or a config file",
+    )  # fmt: skip
+    mapping.add_argument("--gpus", metavar="N", type=int, required=True, help="devices of the cluster")
+    mapping.add_argument("--hardware", default="a100-80g", help="a100-80g (default), h100, h200 or 'this machine'")
+    mapping.add_argument("--prompt", metavar="TOKENS", type=int, default=1024, help="of a row; default: 1024")
+    mapping.add_argument("--response", metavar="TOKENS", type=int, default=1024, help="of a row; default: 1024")
+    mapping.add_argument("--batch", metavar="ROWS", type=int, default=1024, help="an iteration; default: 1024")
+    mapping.add_argument("--updates", metavar="N", type=int, default=8, help="optimizer steps an epoch; default: 8")
+    mapping.add_argument(
+        "--placement", choices=("auto", "colocate", "split", "standalone"), default="auto", help="default: auto, all"
+    )
+    mapping.add_argument("--granularity", metavar="N", type=int, help="devices that allocations are multiples of")
+    mapping.add_argument("--top", metavar="N", type=int, default=5, help="plans that are shown; default: 5")
     export = add("export", _export, "write a notebook as a script; --check proves that they agree")
     export.add_argument("notebook", metavar="NOTEBOOK")
     export.add_argument("-o", "--output", metavar="SCRIPT", help="default: the notebook's name, .py, in this folder")
@@ -154,6 +171,24 @@ def _reshard(arguments: argparse.Namespace) -> int:
     print(f"generation tensor groups {groups['generation_tensor']}")
     print(f"micro data-parallel groups {groups['micro_data']}")
     print(_table([{key: f"{value:,}" for key, value in row.items()} for row in found["per_rank"]]))
+    return 0
+
+
+def _map(arguments: argparse.Namespace) -> int:
+    from workbench.mapping import Workload, search
+
+    models: dict[str, str] = {}
+    for part in arguments.models.split(","):
+        role, equals, model = part.partition("=")
+        if not (role and equals and model) or role in models:
+            raise BadInput(f"--models {arguments.models}", f"{part!r} must be ROLE=MODEL, each role once",
+                           "write --models actor=llama-7b,critic=llama-7b")  # fmt: skip
+        models[role] = model
+    workload = Workload(algorithm=arguments.algorithm, prompt_tokens=arguments.prompt, rows=arguments.batch,
+                        response_tokens=arguments.response, updates=arguments.updates)  # fmt: skip
+    plans = search(models, devices=arguments.gpus, hardware=arguments.hardware, workload=workload,
+                   placement=arguments.placement, granularity=arguments.granularity, top=arguments.top)  # fmt: skip
+    print(json.dumps(plans.to_dict(), indent=2) if arguments.json else plans)
     return 0
 
 

@@ -48,6 +48,7 @@ from workbench.models.spec import Model
 from workbench.moving import add, drop, move
 from workbench.named_fields import meant
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
+from workbench.predicting import Predicting
 from workbench.prompt_stream import PromptStream
 from workbench.recovering import Recovering
 from workbench.stages import Stages
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
 
 
-class Workbench(Stages, Checkpoints, Recovering):
+class Workbench(Stages, Checkpoints, Recovering, Predicting):
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import BadInput
 from workbench.mapping.costs import Constants, Terms
 
-SWEEPS = 5000
+SWEEPS = 500
 # Gradients are summed while a backward pass goes on, so "data" may take less than its links' seconds.
 AT_LEAST_ONE = ("training", "inference", "memory", "tensor", "transition", "transfer")
 NAMES = tuple(field.name for field in fields(Terms))
@@ -33,8 +33,8 @@ def fit(
     Relative errors, so that a short call counts as much as a long one. pull: so much do constants keep to those of
     `start`, which decides alone where no sample has a term. peaks: nothing is faster than the hardware's peak rates, so
     constants of `AT_LEAST_ONE` are not below 1; not where rates were measured only roughly. The sum is convex:
-    coordinates are descended one after another until nothing moves. Raises `BadInput` without a sample, or for one
-    that took no time.
+    coordinates are descended one after another, and those that no bound holds solved for, until nothing moves. Raises
+    `BadInput` without a sample, or for one that took no time.
     """
     start = start or Constants()
     if not samples:
@@ -53,6 +53,11 @@ def fit(
         before = found.copy()
         for n in range(len(NAMES)):
             found[n] = max(floors[n], found[n] + (aim[n] - gram[n] @ found) / gram[n, n])
-        if np.abs(found - before).max() < 1e-12:
+        free = found > floors  # those that no bound holds are where the gradient is 0: solved for at once
+        exact = found.copy()
+        exact[free] = np.linalg.solve(gram[np.ix_(free, free)], aim[free] - gram[np.ix_(free, ~free)] @ found[~free])
+        if (exact >= floors).all():
+            found = exact
+        if np.abs(found - before).max() < 1e-12 * max(1.0, np.abs(found).max()):
             break
     return Constants(*(float(value) for value in found * scale))

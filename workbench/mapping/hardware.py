@@ -91,12 +91,13 @@ class Hardware:
         count = gpus or devices or torch.get_num_threads()
         memory = torch.cuda.get_device_properties(0).total_memory if gpus else total_bytes() // count
         threads = torch.get_num_threads()
+        share = 1.0 if gpus else min(1.0, threads / count)  # slots beyond the cores have a part of one
         try:
             if not gpus:
                 torch.set_num_threads(max(1, threads // count))
-            rates = {str(dtype).removeprefix("torch."): _matrix_rate(device, dtype)
+            rates = {str(dtype).removeprefix("torch."): share * _matrix_rate(device, dtype)
                      for dtype in (torch.float32, torch.bfloat16)}  # fmt: skip
-            copied = _copy_rate(device)
+            copied = share * _copy_rate(device)
         finally:
             torch.set_num_threads(threads)
         # between processes of a CPU machine bytes are written once and read once; a GPU's fabric is not measured here

@@ -80,6 +80,16 @@ class RoleOptions:
                         passing = max(held[1], copy + self._forward_bytes(other))
                         yield self._option(generating, held[0], passing, other)
 
+    def as_given(self, layout: Layout, t_g: int) -> Option:
+        """A layout that was chosen by somebody, whether it fits or not."""
+        held = self._held(layout)
+        if held is None:
+            self._alone.weights.check(layout.p, layout.t)
+            raise BadInput(f"layout {layout}", "cannot hold the model")
+        if self.generates and layout.p * layout.t > 1:
+            layout = layout.generating(t_g)
+        return self._option(layout, *held)
+
     def _option(self, layout: Layout, lasting: int, passing: int, inference: Layout | None = None) -> Option:
         option = Option(layout, lasting, passing, (0.0, 0.0, 0.0), inference)
         seconds = dict.fromkeys(STAGES, 0.0)

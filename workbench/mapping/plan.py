@@ -83,13 +83,20 @@ class SetPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A mapping. devices: that it was made for; `placement` has those that it uses. why: what decides its time."""
+    """A mapping. devices: that it was made for; `placement` has those that it uses. functions: roles without a model,
+    which cost nothing and go along with the actor. why: what decides its time."""
 
     sets: tuple[SetPlan, ...]
     devices: int
     workload: Workload
     hardware: Hardware
+    functions: tuple[str, ...] = ()
     why: str = ""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the sets: each by its first role."""
+        return ("shared",) if len(self.sets) == 1 else tuple(one.names[0] for one in self.sets)
 
     @cached_property
     def placement(self) -> Placement:
@@ -97,8 +104,9 @@ class Plan:
         layout of inference alone has no place in it."""
         pools: dict[str, tuple[int, tuple[str, ...]]] = {}
         layouts: dict[str, Any] = {}
-        for one in self.sets:
-            pools["shared" if len(self.sets) == 1 else one.names[0]] = (one.devices, one.names)
+        for name, one in zip(self.pools, self.sets, strict=True):
+            led = "actor" in one.names or (one is self.sets[0] and "actor" not in sum((s.names for s in self.sets), ()))
+            pools[name] = (one.devices, one.names + (self.functions if led else ()))
             layouts |= {role.role: (role.layout.p, role.layout.t, role.layout.d) for role in one.roles}
         return Placement.of(pools, layouts)
 
@@ -285,7 +293,7 @@ class Plans:
     def _caption(self) -> str:
         how = "exact" if self.exact else f"allocations in multiples of {self.granularity} devices"
         where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
-        return f"{where}: {self.placements_considered} placements, {how}, searched in {seconds_text(self.search_s)}"
+        return f"{where}: {_counted(self.placements_considered)}, {how}, searched in {seconds_text(self.search_s)}"
 
     def __repr__(self) -> str:
         lines = [
@@ -301,3 +309,7 @@ class Plans:
 def with_why(plan: Plan, other: Plan | None) -> Plan:
     """A plan that says why it is as it is."""
     return replace(plan, why=plan.reason(other))
+
+
+def _counted(placements: int) -> str:
+    return f"{placements} placement{'s' if placements != 1 else ''}"

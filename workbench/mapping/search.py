@@ -24,13 +24,14 @@ import numpy as np
 
 from workbench.engines.settings import one_of, whole
 from workbench.errors import BadInput
-from workbench.mapping.costs import Constants, Terms
+from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
-from workbench.mapping.plan import CallPlan, Plan, Plans, RolePlan, SetPlan, with_why
+from workbench.mapping.plan import Plan, Plans, with_why
+from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.shapes import Shape, role_models
-from workbench.mapping.workload import STAGES, Workload
+from workbench.mapping.workload import Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +49,6 @@ class Way:
 
     devices: int
     options: tuple[Option, ...]
-    cache_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,8 @@ def search(
     unit = granularity or _granularity(devices)
     if unit > devices:
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
-    one = _Search(options, workload, machine, constants, devices // unit, unit)
+    functions = tuple(role for role, model in models.items() if model is None)
+    one = _Search(options, workload, machine, constants, devices // unit, unit, functions)
     halves = (devices // 2 // unit) if placement == "split" else None
     found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
     if not found:
@@ -159,9 +160,9 @@ class _Search:
     """What partitions share: the times of sets, and of several sets side by side."""
 
     def __init__(self, options: Mapping[str, RoleOptions], workload: Workload, hardware: Hardware,
-                 constants: Constants, units: int, unit: int) -> None:  # fmt: skip
+                 constants: Constants, units: int, unit: int, functions: tuple[str, ...]) -> None:  # fmt: skip
         self.options, self.workload, self.hardware, self.constants = options, workload, hardware, constants
-        self.units, self.unit = units, unit
+        self.units, self.unit, self.functions = units, unit, functions
         self._sets: dict[tuple[str, ...], list[Front]] = {}
         self._several: dict[Sets, list[Front]] = {}
 
@@ -181,7 +182,7 @@ class _Search:
         if not len(last.seconds):
             return None
         n = int(last.seconds.sum(axis=1).argmin())
-        return self._plan(order, last.origins[n])
+        return self._plan(last.origins[n])
 
     def _side_by_side(self, sets: Sets) -> list[Front]:
         """The fronts of several sets together, by the units that they have at most."""
@@ -220,59 +221,36 @@ class _Search:
         picks, lasting = picks[fits], lasting[fits]
         columns = list(zip(choices, picks.T, strict=True))
         seconds = sum((np.array([o.seconds for o in some])[pick] for some, pick in columns), np.zeros((len(picks), 3)))
-        caches = np.zeros(len(picks))
         for n, role in enumerate(roles):
             if self.options[role].generates:
                 sizes = np.array([option.layout.t_g or 1 for option in choices[n]])[picks[:, n]]
-                taken, caches = self._generation(role, devices, sizes, lasting)
-                seconds[:, 0] += taken
-        seconds += [one.seconds for one in self._transfers(roles, devices).values()]
+                seconds[:, 0] += self._generation(role, devices, sizes, lasting)
+        moved = transfers(roles, devices, self.options, self.constants)
+        seconds += [one.seconds for one in moved.values()]
         possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
         kept = possible[undominated(seconds[possible])]
         ways = []
         for k in kept:
             laid_out = tuple(some[i] for some, i in zip(choices, picks[k], strict=True))
-            ways.append(((roles, Way(devices, laid_out, int(caches[k]))),))
+            ways.append(((roles, Way(devices, laid_out)),))
         return Front(seconds[kept], tuple(ways))
 
-    def _generation(self, role: str, devices: int, sizes: NDArray[np.int64], lasting: NDArray[np.float64]) -> tuple[
-        NDArray[np.float64], NDArray[np.float64]
-    ]:  # fmt: skip
-        """Seconds of generation by tensor ranks and what the set's models hold, and bytes that the cache then has."""
-        options, seconds, caches = self.options[role], np.zeros(len(sizes)), np.zeros(len(sizes))
+    def _generation(
+        self, role: str, devices: int, sizes: NDArray[np.int64], lasting: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Seconds of generation, by its tensor ranks and by what the set's models leave to the cache."""
+        options, seconds = self.options[role], np.zeros(len(sizes))
         for t_g in np.unique(sizes):
             mine = sizes == t_g
-            caches[mine] = self.hardware.usable_bytes - lasting[mine] - options.generation_bytes(int(t_g))
-            seconds[mine] = options.generation_seconds(devices, int(t_g), caches[mine])
-        return seconds, caches
+            caches = self.hardware.usable_bytes - lasting[mine] - options.generation_bytes(int(t_g))
+            seconds[mine] = options.generation_seconds(devices, int(t_g), caches)
+        return seconds
 
-    def _transfers(self, roles: tuple[str, ...], devices: int) -> dict[str, CallPlan]:
-        """By stage, the rows that come to a set from others. Each call sends what it wrote, one column a token for a
-        pass, two for generation, to each set that reads it."""
-        calls = {call.name: call for call in self.workload.calls}
-        found = {stage: Terms() for stage in STAGES}
-        for role in roles:
-            options = self.options[role]
-            for call in options.calls:
-                sent = sum(2 if calls[i].kind == "generate" else 1 for i in call.inputs if calls[i].role not in roles)
-                found[call.stage] += options.model.transfer(sent, devices)
-        return {
-            stage: CallPlan("transfer", stage, terms, self.constants.seconds(terms)) for stage, terms in found.items()
-        }
-
-    def _plan(self, order: Sets, ways: Sequence[tuple[tuple[str, ...], Way]]) -> Plan:
-        sets = []
-        for roles, way in ways:
-            placed = []
-            for role, option in zip(roles, way.options, strict=True):
-                options = self.options[role]
-                weights = options.generation_bytes(option.layout.t_g or 1) if options.generates else 0
-                placed.append(RolePlan(role, option.layout, option.inference, options.calls_of(option, way.cache_bytes),
-                                       option.lasting, option.passing, weights))  # fmt: skip
-            sets.append(SetPlan(tuple(placed), way.devices, self._transfers(roles, way.devices),
-                                max(0, way.cache_bytes)))  # fmt: skip
+    def _plan(self, ways: Sequence[tuple[tuple[str, ...], Way]]) -> Plan:
+        sets = [set_plan(roles, list(way.options), way.devices, self.options, self.constants) for roles, way in ways]
         sets.sort(key=lambda one: [list(self.options).index(role.role) for role in one.roles])
-        return Plan(tuple(sets), devices=self.units * self.unit, workload=self.workload, hardware=self.hardware)
+        return Plan(tuple(sets), devices=self.units * self.unit, workload=self.workload, hardware=self.hardware,
+                    functions=self.functions)  # fmt: skip
 
 
 def _front(seconds: NDArray[np.float64], origins: Sequence[Any]) -> Front:

@@ -1,0 +1,38 @@
+"""A workbench that predicts itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.cases import tiny_lab
+from workbench.errors import BadInput
+
+
+def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
+    with tiny_lab("predicted", tmp_path, backend="inline") as lab:
+        with pytest.raises(BadInput, match="no algorithm has taken a step"):
+            lab.calibrate()
+        with pytest.raises(BadInput, match="is not calibrated"):
+            lab.predict()
+        ppo = wb.PPO(lab, prompts=8, samples=2, sampling=wb.Sampling(max_new_tokens=12))
+        ppo.run(2)
+        lab.calibrate()
+        told = lab.predict()
+        frame = told.frame().set_index("call")
+        calls = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic",
+                 "update_actor", "iteration"}  # fmt: skip
+        assert set(frame.index) == calls
+        assert (frame["measured_s"] > 0).all()
+        spans = lab.spans()
+        last = spans[(spans["stage"] == "update_actor") & (spans["kind"] == "compute")].iloc[-1]
+        assert frame.loc["update_actor", "measured_s"] == pytest.approx(last["duration_s"])
+        assert frame.drop("iteration")["error"].abs().mean() < 0.5  # it was fitted to them
+        other = lab.predict(wb.Placement.split(2))
+        assert other.frame()["measured_s"].isna().all()
+        plans = lab.suggest(devices=4)
+        assert plans.best.iteration_s <= min(plan.iteration_s for plan in plans)
+        assert set(plans.best.placement.roles) == set(lab.placement.roles)
+        assert "error" in told._repr_html_()

@@ -1,0 +1,228 @@
+"""The search against walking through all mappings, and what it answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+import workbench as wb
+from workbench.errors import BadInput
+from workbench.mapping import Constants, Hardware, Workload, predict, search, simulate
+from workbench.mapping.costs import CostModel
+from workbench.mapping.options import options_of, undominated
+from workbench.mapping.predict import transfers
+from workbench.mapping.search import partitions_of
+from workbench.mapping.shapes import Shape, config_of, role_models
+from workbench.mapping.workload import STAGES
+
+ROLES = ("actor", "critic", "reference", "reward", "cost")
+GIB = 2**30
+
+
+def small(layers: int, hidden: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, vocab_size=512,
+                       num_attention_heads=heads, num_key_value_heads=heads)  # fmt: skip
+
+
+def machine(memory_mib: float, devices_per_machine: int) -> Hardware:
+    return Hardware(name="made up", devices_per_machine=devices_per_machine, memory_bytes=int(memory_mib * 2**20),
+                    matrix_flop_s={"bfloat16": 1e12}, memory_bytes_s=1e10, inside_bytes_s=2e9, machine_bytes_s=5e8,
+                    usable=1.0)  # fmt: skip
+
+
+def every_layout(role: Any, devices: int, hardware: Hardware) -> Iterator[wb.Layout]:
+    """(p, t, d) of a role, by trying all numbers."""
+    for p, t, d in itertools.product(range(1, devices + 1), repeat=3):
+        if p * t * d == devices and hardware.devices_per_machine % t == 0 and role.shape.layers % p == 0:
+            try:
+                role.shape.role.weights.check(p, t)
+            except BadInput:
+                continue
+            yield wb.Layout(p, t, d)
+
+
+def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: Workload, constants: Constants) -> float:
+    """Seconds of the best mapping: every partition, every allocation, every layout, one after another."""
+    shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
+    options = options_of(shapes, hardware, workload, constants, strategy="hybridflow", t_g=None, by_call=False)
+    model, best = CostModel(hardware, workload), math.inf
+    usable = hardware.usable_bytes
+
+    def of_set(roles: Sequence[str], n: int) -> list[tuple[float, ...]]:
+        moved = transfers(tuple(roles), n, options, constants)
+        found: list[tuple[float, ...]] = []
+        for layouts in itertools.product(*(every_layout(options[role], n, hardware) for role in roles)):
+            held = [options[role]._held(layout) for role, layout in zip(roles, layouts, strict=True)]
+            lasting, passing = sum(h[0] for h in held if h), max(h[1] for h in held if h)
+            if lasting + passing > usable:
+                continue
+            seconds = {stage: moved[stage].seconds for stage in STAGES}
+            generated = [0.0]
+            for role, layout in zip(roles, layouts, strict=True):
+                for call in workload.of(role):
+                    if call.kind != "generate":
+                        term = model.infer if call.kind == "infer" else model.train
+                        seconds[call.stage] += constants.seconds(term(shapes[role], layout))
+                count = sum(call.kind == "generate" for call in workload.of(role))
+                if count:
+                    generated = []
+                    for t_g in (t for t in range(1, layout.t + 1) if layout.t % t == 0):
+                        cache = usable - lasting - math.ceil(shapes[role].nbytes / t_g)
+                        rows = math.ceil(workload.rows / (n // t_g))
+                        held_rows = int(max(cache, 0) // model.row_bytes(shapes[role], t_g))
+                        if held_rows:
+                            waves = math.ceil(rows / min(held_rows, rows))
+                            one = constants.seconds(model.generate(shapes[role], n, t_g, waves))
+                            one = count * one + constants.seconds(
+                                model.transition(shapes[role], layout.generating(t_g))
+                            )
+                            generated.append(one)
+            found += [(seconds["generation"] + g, seconds["preparation"], seconds["training"]) for g in generated]
+        return found
+
+    known: dict[tuple[Sequence[str], int], list[tuple[float, ...]]] = {}
+    for sets in partitions_of(tuple(shapes)):
+        for sizes in itertools.product(range(1, devices + 1), repeat=len(sets)):
+            if sum(sizes) > devices:
+                continue
+            ways = []
+            for roles, n in zip(sets, sizes, strict=True):
+                if (roles, n) not in known:
+                    known[roles, n] = of_set(roles, n)
+                ways.append(known[roles, n])
+            for picked in itertools.product(*map(_front, ways)) if len(sets) > 2 else itertools.product(*ways):
+                best = min(best, sum(map(max, zip(*picked, strict=True))))
+    return best
+
+
+def _front(ways: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Those that none beats: without them three and more sets would be walked through for hours."""
+    return [a for a in ways if not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in ways)]
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 5), st.integers(1, 16), st.sampled_from([2, 4, 8]), st.floats(2, 60), st.integers(1, 4),
+    st.sampled_from([4, 30]), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_the_optimum_is_that_of_walking_through_all(
+    count: int, devices: int, per_machine: int, memory: float, layers: int, tokens: int, dice: Any
+) -> None:
+    roles = ROLES[:count]
+    if count > 3:
+        devices = min(devices, 10)  # of five models on sixteen devices all allocations take minutes: see below
+    models = {role: small(layers, dice.choice([32, 64]), 4) for role in roles}
+    workload = Workload(algorithm="safe-rlhf", prompt_tokens=tokens, response_tokens=tokens, rows=16, updates=2,
+                        training=wb.Training(engine="torch", micro_batch_tokens=64)).with_roles(roles)  # fmt: skip
+    constants = Constants(*(dice.choice([0.5, 1.0, 3.0]) * (1 if n < 5 or n > 8 else 1e-3) for n in range(12)))
+    hardware = machine(memory, per_machine)
+    expected = walked(models, devices, hardware, workload, constants)
+    if math.isinf(expected):
+        with pytest.raises(BadInput, match="no layout of them fits"):
+            search(models, devices=devices, hardware=hardware, workload=workload, constants=constants)
+        return
+    plans = search(models, devices=devices, hardware=hardware, workload=workload, constants=constants)
+    assert plans.exact
+    assert plans.best.iteration_s == pytest.approx(expected, rel=1e-9)
+    assert sorted(plan.iteration_s for plan in plans) == [plan.iteration_s for plan in plans]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [12, 16])
+def test_the_optimum_of_five_models(devices: int) -> None:
+    models = {role: small(2, 64 if role in ("actor", "critic") else 32, 4) for role in ROLES}
+    workload = Workload(algorithm="safe-rlhf", prompt_tokens=8, response_tokens=8, rows=16, updates=2,
+                        training=wb.Training(engine="torch", micro_batch_tokens=64)).with_roles(ROLES)  # fmt: skip
+    hardware = machine(8, 8)
+    plans = search(models, devices=devices, hardware=hardware, workload=workload)
+    assert plans.best.iteration_s == pytest.approx(walked(models, devices, hardware, workload, Constants()), rel=1e-9)
+
+
+@pytest.mark.parametrize(("count", "partitions"), [(3, 5), (4, 15), (5, 52)])
+def test_partitions_are_those_of_the_paper(count: int, partitions: int) -> None:
+    found = partitions_of(ROLES[:count])
+    assert len(found) == partitions
+    assert len({frozenset(map(frozenset, sets)) for sets in found}) == partitions
+    assert all(sorted(sum(sets, ())) == sorted(ROLES[:count]) for sets in found)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=40))
+def test_rows_that_none_beats(rows: list[tuple[int, ...]]) -> None:
+    kept = undominated(np.array(rows, dtype=float).reshape(-1, 3))
+    for n, row in enumerate(rows):
+        beaten = [k for k, other in enumerate(rows) if k != n and all(a <= b for a, b in zip(other, row, strict=True))]
+        first_of_equals = all(rows[k] != row or k > n for k in beaten)
+        assert (n in kept) == (first_of_equals and all(rows[k] == row for k in beaten))
+
+
+def four(size: str) -> dict[str, Any]:
+    return dict.fromkeys(ROLES[:4], config_of(size))
+
+
+def test_an_answer() -> None:
+    plans = search(four("llama-7b"), devices=16)
+    assert (plans.placements_considered, plans.granularity, plans.exact, len(plans)) == (15, 1, True, 15)
+    best = plans.best
+    assert best.placement.devices <= 16
+    assert best.memory_bytes <= plans.hardware.usable_bytes
+    assert best.iteration_s == pytest.approx(sum(best.stage_s.values()))
+    assert best.throughput_tokens_per_s == pytest.approx(1024 * 2048 / best.iteration_s)
+    assert 0 <= best.idle_share < 1
+    assert "slower" in best.why and "slower than the best" in plans[1].why
+    again = predict(best.placement, four("llama-7b"), hardware=plans.hardware, workload=plans.workload, t_g=best.t_g)
+    assert again.stage_s == pytest.approx(best.stage_s)
+    assert plans.frame()["iteration_s"].is_monotonic_increasing
+    assert {"sets", "iteration_s", "throughput_tokens_per_s", "stage_s", "memory_bytes"} <= set(plans.to_dict()["best"])
+
+
+def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
+    whole = search(four("llama-7b"), devices=32)
+    named = {name: search(four("llama-7b"), devices=32, placement=name) for name in ("colocate", "split", "standalone")}
+    assert [len(plans.best.sets) for plans in named.values()] == [1, 2, 4]
+    assert [one.devices for one in named["split"].best.sets] == [16, 16]
+    assert min(plans.best.iteration_s for plans in named.values()) >= whole.best.iteration_s
+    by_call = search(four("llama-7b"), devices=32, by_call=True)
+    assert by_call.best.iteration_s <= whole.best.iteration_s
+    coarse = search(four("llama-7b"), devices=32, granularity=8)
+    assert not coarse.exact
+    assert coarse.best.iteration_s >= whole.best.iteration_s
+
+
+def test_a_simulation_keeps_to_the_plan() -> None:
+    for plan in search(four("llama-13b"), devices=32, granularity=8):
+        barred = simulate(plan, barriers=True)
+        assert barred.iteration_s == pytest.approx(plan.iteration_s)
+        assert simulate(plan).iteration_s <= plan.iteration_s * (1 + 1e-9)
+        frame = barred.frame()
+        for _, lane in frame.sort_values("start_s").groupby("device"):
+            ends = lane["end_s"].to_numpy()
+            assert (lane["start_s"].to_numpy()[1:] >= ends[:-1] - 1e-9).all()  # one call at a time
+    assert "<svg" in barred._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {"actor": "llama-7b"}}, "no model for reference, critic, reward"),
+        ({"models": {**dict.fromkeys(ROLES, "llama-7b")}}, "a model for cost"),
+        ({"hardware": "a100"}, "hardware 'a100'"),
+        ({"workload": "dqn"}, "'dqn'"),
+        ({"placement": "together"}, "placement='together'"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": 1}, "no layout of them fits"),
+        ({"granularity": 64}, "granularity=64"),
+    ],
+)
+def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
+    asked = {"models": dict.fromkeys(ROLES[:4], "llama-7b"), "devices": 8, **changes}
+    with pytest.raises(BadInput) as error:
+        search(asked.pop("models"), **asked)
+    assert message in str(error.value)

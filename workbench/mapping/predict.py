@@ -1,0 +1,79 @@
+"""What a placement that is given would take: the plan of it, by the same costs that the search weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import BadInput
+from workbench.mapping.costs import Constants, Terms
+from workbench.mapping.hardware import Hardware
+from workbench.mapping.options import Option, RoleOptions, options_of
+from workbench.mapping.plan import CallPlan, Plan, RolePlan, SetPlan
+from workbench.mapping.shapes import Shape, role_models
+from workbench.mapping.workload import STAGES, Workload
+from workbench.placement.placement import Placement
+
+
+def predict(
+    placement: Placement,
+    models: Mapping[str, Any],
+    *,
+    hardware: Hardware,
+    workload: Workload,
+    constants: Constants | None = None,
+    t_g: int = 1,
+    strategy: str = "hybridflow",
+) -> Plan:
+    """The plan of a placement. Whether it fits is not asked, see `search` and `estimate_memory`: where the cache would
+    hold no row, it is taken to hold one. t_g: tensor ranks of generation. Raises `BadInput` for roles without a pool.
+    """
+    constants = constants or Constants()
+    shapes = {role: Shape(model) for role, model in role_models(models, workload).items() if role in workload.roles}
+    options = options_of(shapes, hardware, workload, constants, strategy=strategy, t_g=None, by_call=False)
+    sets = []
+    for pool in placement.pools:
+        roles = tuple(role for role in pool.roles if role in shapes)
+        if roles:
+            ways = [options[role].as_given(placement.layout_of(role), t_g) for role in roles]
+            sets.append(set_plan(roles, ways, pool.devices, options, constants))
+    if missing := sorted(set(shapes) - {role for one in sets for role in one.names}):
+        raise BadInput(
+            f"role {missing[0]!r} has no pool", f"the placement is {placement}", "name it in one of the pools"
+        )
+    functions = tuple(role for role, model in models.items() if model is None)
+    return Plan(tuple(sets), devices=placement.devices, workload=workload, hardware=hardware, functions=functions)
+
+
+def set_plan(
+    roles: tuple[str, ...], ways: list[Option], devices: int, options: Mapping[str, RoleOptions], constants: Constants
+) -> SetPlan:
+    """The plan of a set of roles on some devices, each laid out in a way that was chosen."""
+    model = next(iter(options.values())).model
+    left = float(model.hardware.usable_bytes - sum(way.lasting for way in ways))
+    placed, cache = [], 0.0
+    for role, way in zip(roles, ways, strict=True):
+        one, weights = options[role], 0
+        if one.generates:
+            weights = one.generation_bytes(way.layout.t_g or 1)
+            cache = max(left - weights, model.row_bytes(one.shape, way.layout.t_g or 1))
+        calls = one.calls_of(way, int(np.ceil(cache)))
+        placed.append(RolePlan(role, way.layout, way.inference, calls, way.lasting, way.passing, weights))
+    return SetPlan(tuple(placed), devices, transfers(roles, devices, options, constants), int(cache))
+
+
+def transfers(
+    roles: tuple[str, ...], devices: int, options: Mapping[str, RoleOptions], constants: Constants
+) -> dict[str, CallPlan]:
+    """By stage, the rows that come to a set from others. Each call sends what it wrote, one column a token for a pass,
+    two for generation, to each set that reads it."""
+    model = next(iter(options.values())).model
+    calls = {call.name: call for call in model.workload.calls}
+    found = {stage: Terms() for stage in STAGES}
+    for role in roles:
+        for call in options[role].calls:
+            sent = sum(2 if calls[i].kind == "generate" else 1 for i in call.inputs if calls[i].role not in roles)
+            found[call.stage] += model.transfer(sent, devices)
+    return {stage: CallPlan("transfer", stage, terms, constants.seconds(terms)) for stage, terms in found.items()}

@@ -1,0 +1,115 @@
+"""The timeline that a plan predicts: its calls, each as soon as its inputs are there and its devices are free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from workbench.display.html import seconds_text
+from workbench.mapping.plan import CallPlan, Plan, RolePlan
+from workbench.mapping.workload import STAGES
+from workbench.telemetry.spans import Span
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.display.timeline import Timeline
+
+KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "transfer": "transfer"}
+MOST_LANES = 8  # of one set: its devices all do the same
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """One iteration of a plan. spans: as a workbench records them, in seconds from its beginning."""
+
+    plan: Plan
+    spans: tuple[Span, ...]
+
+    @property
+    def iteration_s(self) -> float:
+        """Until its last call has ended. Without barriers, at most that of the plan, in which a stage waits for all of
+        the stage before."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def frame(self) -> pd.DataFrame:
+        """The spans, one a row, with the columns of `lab.spans()`."""
+        import pandas as pd
+
+        rows = [span.row() for span in self.spans]
+        frame = pd.DataFrame(rows)
+        frame.insert(0, "duration_s", frame["end_s"] - frame["start_s"])
+        return frame
+
+    def timeline(self) -> Timeline:
+        """The same picture as `lab.timeline()`."""
+        from workbench.display.timeline import timeline
+
+        return timeline([span.row() for span in self.spans])
+
+    def __repr__(self) -> str:
+        return f"<Simulation of an iteration of {seconds_text(self.iteration_s)}>\n{self.timeline()!r}"
+
+    def _repr_html_(self) -> str:
+        return self.timeline()._repr_html_()
+
+
+def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
+    """One iteration of a plan. barriers: as the search counts, no call begins before all of the stage before have
+    ended; else each begins when its inputs are there and its devices are free, in the order of the algorithm, as the
+    workbench runs it with `overlap()`.
+
+    Of a set with many devices, the first are drawn: all of them do the same.
+    """
+    ends: dict[str, float] = {}
+    free = [0.0] * len(plan.sets)
+    stage_end = dict.fromkeys(STAGES, 0.0)
+    spans: list[Span] = []
+    order = [call.name for call in plan.workload.calls]
+    places = [(n, one, role, call) for n, one in enumerate(plan.sets) for role in one.roles for call in role.calls]
+    # what a role needs before a call comes right before its first call of that stage
+    places.sort(key=lambda place: (_position(place[3], place[2], order), place[0]))
+    inputs = {call.name: call.inputs for call in plan.workload.calls}
+    first = _first_devices(plan)
+    moved = {(n, stage): one.transfers[stage].seconds for n, one in enumerate(plan.sets) for stage in STAGES}
+    for run, (n, one, role, call) in enumerate(places, 1):
+        lanes = partial(_spans, plan.pools[n], min(one.devices, MOST_LANES), first[n], role.role, call.name, run)
+        begins = max([free[n], *(ends[name] for name in inputs.get(call.name, ()) if name in ends)])
+        if barriers and call.stage != STAGES[0]:
+            begins = max(begins, *(stage_end[stage] for stage in STAGES[: STAGES.index(call.stage)]))
+        if call.name in inputs and (pulled := moved.pop((n, call.stage), 0.0)):
+            spans += lanes("transfer", begins, begins + pulled)
+            begins += pulled
+        end = begins + call.seconds
+        spans += lanes(KINDS.get(call.name, "compute"), begins, end)
+        free[n] = end
+        stage_end[call.stage] = max(stage_end[call.stage], end)
+        if call.name in inputs:
+            ends[call.name] = end
+    return Simulation(plan, tuple(sorted(spans, key=lambda span: (span.start_s, span.rank))))
+
+
+def _position(call: CallPlan, role: RolePlan, order: list[str]) -> tuple[int, int, int]:
+    if call.name in order:
+        return STAGES.index(call.stage), order.index(call.name), 1
+    own = [order.index(c.name) for c in role.calls if c.name in order and c.stage == call.stage]
+    return STAGES.index(call.stage), min(own, default=0), 0
+
+
+def _first_devices(plan: Plan) -> list[int]:
+    found, number = [], 0
+    for one in plan.sets:
+        found.append(number)
+        number += one.devices
+    return found
+
+
+def _spans(
+    pool: str, lanes: int, first: int, role: str, stage: str, run: int, kind: str, start_s: float, end_s: float
+) -> list[Span]:
+    return [
+        Span(stage=stage, run=run, role=role, pool=pool, kind=kind, rank=rank, device=f"gpu:{first + rank}",
+             start_s=start_s, end_s=end_s)
+        for rank in range(lanes)
+    ]  # fmt: skip
