@@ -225,6 +225,11 @@ class PlacementEditor(View):
         wanted = plan.placement
         self._edit(lambda _: wanted)
 
+    def on_suggest(self) -> None:
+        """Calibrate the workbench by its last iteration, and offer the quickest placements."""
+        self.lab.calibrate()
+        self._asked_again += 1
+
     def on_open(self, role: str) -> None:
         """Open a card, or shut it."""
         self._opened = "" if role == self._opened else role

@@ -128,25 +128,29 @@ def offers_html(offers: Iterable[Offer], live: Placement, *, known: bool, contro
     rows = "".join(_offer(offer, live, known=known, controls=controls) for offer in offers)
     if not rows:
         return ""
-    names = ("plan", "placement", "moves", "time", "room", *([""] if controls else []))
+    names = ("plan", "placement", "iteration", "moves", "time", "room", *([""] if controls else []))
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
+    told = "fit the cost model to the last iteration, and search for the quickest placements"
+    suggest = button("Suggest", "suggest", title=told) if controls else ""
     return (
         '<section aria-label="plans"><table style="border-collapse:collapse;font-size:13px;margin-top:8px">'
-        '<caption style="text-align:left;font-weight:600">placements with a name, from what is live</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
+        '<caption style="text-align:left;font-weight:600">placements with a name, and the quickest; an iteration as '
+        "predicted from what was timed here, what would move from what is live, and how long that takes</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{suggest}</section>"
     )
 
 
 def _offer(offer: Offer, live: Placement, *, known: bool, controls: bool) -> str:
     plan, change = offer.plan, offer.change
     if change is None:
-        cells = ["", "", "", f"\N{MULTIPLICATION X} {offer.why}"]
+        cells = ["", "", "", "", f"\N{MULTIPLICATION X} {offer.why}"]
         off = offer.why
     else:
         off = "it is live" if same(change.new, live) else ""
         figures = [bytes_text(change.total_bytes), _time(change), "live" if off else verdict(change)]
-        cells = [str(change.new), *(figures if known else ["...", "...", "asking the hosts"])]
-    wraps = [False, True, False, False, True]
+        iteration = "" if plan.predicted_s is None else seconds_text(plan.predicted_s)
+        cells = [str(change.new), iteration, *(figures if known else ["...", "...", "asking the hosts"])]
+    wraps = [False, True, False, False, False, True]
     shown = "".join(
         f'<td style="{_CELL}{"" if wrap else ";white-space:nowrap"}">{escape(cell)}</td>'
         for cell, wrap in zip((plan.name, *cells), wraps, strict=True)

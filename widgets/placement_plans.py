@@ -1,22 +1,26 @@
-"""The placements that the editor offers. What ranks placements for a workbench adds its plans to `plans`."""
+"""The placements that the editor offers: those with a name, and the quickest that the mapping search finds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, WorkbenchError
 from workbench.placement import Placement
 from workbench.placement.named import named_placements
+
+SUGGESTED = ("quickest", "second", "third")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement on offer. placement: None where there is none of that name here; why: the reason then."""
+    """A placement on offer. placement: None where there is none of that name here; why: the reason then, or of a
+    suggestion what decides its time. predicted_s: of an iteration; None where the workbench is not calibrated."""
 
     name: str
     placement: Placement | None
     why: str = ""
+    predicted_s: float | None = None
 
 
 def plans(lab: Any) -> list[Plan]:
@@ -24,8 +28,32 @@ def plans(lab: Any) -> list[Plan]:
     description = lab.description
     roles = [description.lead, *(role for role in lab.placement.roles if role != description.lead)]
     devices = 1 if description.backend == "inline" else description.devices or lab.placement.devices
-    named = named_placements(roles, devices)
+    found = []
+    for name, placement in named_placements(roles, devices).items():
+        if isinstance(placement, BadInput):
+            found.append(Plan(name, None, f"{placement.value}: {placement.rule}"))
+        else:
+            found.append(Plan(name, placement, predicted_s=_predicted(lab, placement)))
+    return found + suggested(lab, devices)
+
+
+def suggested(lab: Any, devices: int) -> list[Plan]:
+    """The quickest placements by the cost model that is fitted to this workbench; none before `lab.calibrate()`."""
+    if lab.placement.has_rollout:  # the search knows no rollout workers
+        return []
+    try:
+        quickest = lab.suggest(devices=devices, top=len(SUGGESTED))
+    except WorkbenchError:
+        return []
+    # by the same simulation as the others: calls of different pools overlap
     return [
-        Plan(name, None, f"{found.value}: {found.rule}") if isinstance(found, BadInput) else Plan(name, found)
-        for name, found in named.items()
+        Plan(name, plan.placement, plan.why, _predicted(lab, plan.placement))
+        for name, plan in zip(SUGGESTED, quickest, strict=False)
     ]
+
+
+def _predicted(lab: Any, placement: Placement) -> float | None:
+    try:
+        return float(lab.predict(placement).iteration_s)
+    except WorkbenchError:
+        return None

@@ -90,7 +90,7 @@ class Predicting(Views):
     """The methods of a `Workbench` that say what other placements would take."""
 
     algorithm: Algorithm | None
-    _calibration: Calibration | None = None
+    calibration: Calibration | None = None  # what `calibrate` has found
 
     def calibrate(self, algorithm: Algorithm | None = None) -> Constants:
         """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
@@ -143,19 +143,19 @@ class Predicting(Views):
 
     def _need_calibration(self) -> Calibration:
         self._check_open()
-        if self._calibration is None or not self._calibration.samples:
+        if self.calibration is None or not self.calibration.samples:
             raise BadInput(
                 f"workbench {self.name!r} is not calibrated",
                 "what a placement would take is predicted from calls that were timed here",
                 "run two iterations, then lab.calibrate()",
             )
-        return self._calibration
+        return self.calibration
 
     def _calibrated(self) -> Calibration:
-        if self._calibration is None:
+        if self.calibration is None:
             slots = self.description.devices or self.placement.devices
-            self._calibration = Calibration(Hardware.this_machine(slots))
-        return self._calibration
+            self.calibration = Calibration(Hardware.this_machine(slots))
+        return self.calibration
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:
         self._check_open()

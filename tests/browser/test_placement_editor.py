@@ -101,6 +101,13 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     assert notebook.ask("lab.iteration") == 1
     assert not notebook.ask("editor().driver.error")
     editor.panel.get_by_role("tab", name="Placement").click()
+    editor.button("Suggest").click()
+    editor.panel.locator('[data-plan="quickest"]').wait_for()
+    notebook.picture("placement-suggested")
+    editor.panel.locator('[data-plan="second"]').get_by_role("button").press("Enter")
+    notebook.wait_for("editor().draft == lab.suggest(devices=3)[1].placement")
+    editor.button("Discard draft").click()
+    notebook.wait_for("editor().draft is None")
     editor.button("Undo (1)").click()
     editor.told("moved ")
     assert notebook.ask("(pools(), live('critic'))") == (live, {"policy"})

@@ -195,3 +195,21 @@ def test_plans_are_priced_and_taken(shared: Any) -> None:
     assert bytes_text(shared.diff(wb.Placement.colocate(4)).total_bytes) in drawn(editor)
     with pytest.raises(BadInput, match="not on offer"):
         editor.act("take", {"name": "best"})
+
+
+def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
+    editor = PlacementEditor(shared, Driver(shared))
+    with pytest.raises(BadInput, match="no algorithm has taken a step"):
+        editor.act("suggest", {})
+    ppo = wb.PPO(shared, prompts=4, sampling=wb.Sampling(max_new_tokens=4))
+    ppo.run(2)
+    editor.act("suggest", {})
+    html = drawn(editor)
+    offers = {offer.plan.name: offer.plan for offer in editor._costs.offers}
+    assert list(offers) == ["colocate", "split", "standalone", "quickest", "second", "third"]
+    best = shared.suggest(devices=shared.description.devices or 1).best
+    assert offers["quickest"].placement == best.placement
+    assert offers["colocate"].predicted_s == shared.predict(offers["colocate"].placement).iteration_s
+    assert 'data-plan="quickest"' in html
+    editor.act("take", {"name": "second"})
+    assert editor.draft == offers["second"].placement
