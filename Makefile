@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test thorough lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel bench-interrupts bench-faults prove bench-learning clean help
+.PHONY: setup demo test thorough lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel bench-mapping bench-interrupts bench-faults prove bench-learning clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -72,6 +72,11 @@ bench-move: $(READY) ## measure a move of an actor with its optimizer against a 
 
 bench-panel: $(READY) ## measure the timeline of a live panel in a browser, and what a panel costs a run
 	$(BIN)/python tests/benchmarks/panel.py
+
+bench-mapping: $(READY) ## hold the cost model to published measurements, to this machine, and the search to a clock
+	$(BIN)/python tests/benchmarks/mapping_published.py
+	$(BIN)/python tests/benchmarks/mapping_speed.py
+	$(BIN)/python tests/benchmarks/mapping_measured.py --model smollm2-135m --rows 8 --tokens 24
 
 bench-interrupts: $(READY) ## interrupt every stage at random moments, 200 times, in a real kernel
 	$(BIN)/python tests/benchmarks/interrupts.py

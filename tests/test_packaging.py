@@ -27,6 +27,12 @@ def test_importing_workbench_loads_no_engine_and_no_widget() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+def test_mapping_and_placement_answer_without_a_runtime() -> None:
+    code = "import sys, workbench.mapping.search, workbench.placement.estimate as _; "
+    code += "print(sorted({'ray', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
 def test_set_up_installs_extras_and_versions_that_pyproject_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*setup_env.EXTRAS, "vllm-cpu", "vllm-gpu"} <= set(project["optional-dependencies"])

@@ -59,7 +59,7 @@ def main() -> None:
     )
     sampling = wb.Sampling(max_new_tokens=arguments.tokens, ignore_eos=True)
     rows, calls, known = [], [], Calibration(wb.mapping.Hardware.this_machine(3))
-    known: Calibration
+
     with lab:
         ppo = wb.PPO(lab, prompts=arguments.rows, sampling=sampling)
         for n, (name, placement) in enumerate(PLACEMENTS.items()):

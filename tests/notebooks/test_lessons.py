@@ -78,7 +78,7 @@ def test_lesson_103(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_104(tmp_path: Path) -> None:
-    html = run("104_what_if.ipynb", tmp_path)
+    html = run("104_estimate_and_compare.ipynb", tmp_path)
     assert sum("<svg" in text for text in html) == 3  # memory by device, bytes of a sync, advantages of the arms
     assert sum("<polyline" in text for text in html) == 2
     assert any("reinforce++" in text for text in html)
@@ -114,6 +114,16 @@ def test_lesson_202(tmp_path: Path) -> None:
 def test_lesson_203(tmp_path: Path) -> None:
     html = run("203_resharding_traffic.ipynb", tmp_path)
     assert sum("(1.00 times)" in text for text in html) == 2  # no more moved than had to: as told, and in the panel
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_204(tmp_path: Path) -> None:
+    html = run("204_what_if.ipynb", tmp_path)
+    assert sum("placements, exact" in text for text in html) == 2  # of the cluster, and of the workbench
+    assert sum("<svg" in text for text in html) == 2  # a simulated iteration, and the curves
+    assert sum("update_actor" in text and "predicted" in text for text in html) == 2
+    assert "measured" in "".join(SAID)
 
 
 @pytest.mark.slow
