@@ -14,7 +14,7 @@ from workbench.mapping.plan import Plan, Plans
 from workbench.mapping.predict import predict
 from workbench.mapping.search import search
 from workbench.mapping.workload import Workload
-from workbench.placement import Placement
+from workbench.placement import ROLLOUT, Placement
 from workbench.views import Views
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Predicting(Views):
         has ended.
         """
         algorithm = self._whose(algorithm)
+        self._know(self.placement)
         workload = self._workload(algorithm)
         known = self._calibrated()
         plan = self._plan(self.placement, workload, known)
@@ -120,7 +121,9 @@ class Predicting(Views):
         a role, or before any `calibrate`.
         """
         known = self._need_calibration()
-        placed = self.placement if placement is None else placement.restrict(self.placement.roles)
+        placed = self.placement if placement is None else placement
+        self._know(placed)
+        placed = placed.restrict(role for role in self.placement.roles if role != ROLLOUT)
         plan = self._plan(placed, self._workload(self._whose(algorithm)), known)
         return Prediction(plan, known.measured.get(str(placed), {}))
 
@@ -128,6 +131,7 @@ class Predicting(Views):
         """The quickest placements of this workbench's models by the fitted cost model, which `move` takes: see
         `wb.mapping.search`. devices: None: those that it has. Raises `BadInput` before any `calibrate`."""
         known = self._need_calibration()
+        self._know(self.placement)
         roles = self.description.role_models()
         count = devices or self.description.devices or self.placement.devices
         return search(roles, devices=count, hardware=known.hardware, workload=self._workload(self._whose(algorithm)),
@@ -156,6 +160,15 @@ class Predicting(Views):
             slots = self.description.devices or self.placement.devices
             self.calibration = Calibration(Hardware.this_machine(slots))
         return self.calibration
+
+    def _know(self, placement: Placement) -> None:
+        """Raise `BadInput` for what the cost model has no terms for."""
+        if placement.has_rollout:
+            raise BadInput(
+                f"placement {placement}",
+                "the cost model knows no pool of rollout workers: the actor generates on its own devices",
+                "leave 'rollout' out of the placement that you ask about",
+            )
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:
         self._check_open()

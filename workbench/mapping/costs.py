@@ -189,13 +189,14 @@ class CostModel:
         squares = sum(n * n for n in work.lengths) / len(work.lengths)
         read = rows * (mean * work.prompt_tokens + squares / 2) * shape.kv_bytes_per_token
         bandwidth, rate = t_g * hardware.memory_bytes_s, t_g * hardware.flop_s(work.dtype)
-        memory = (steps * shape.elements * shape.role.frozen_bytes + read) / bandwidth
+        memory = (steps * shape.nbytes + read) / bandwidth
         products = shape.forward_flop(drawn, work.prompt_tokens + mean / 2) / rate
         prefill = shape.forward_flop(rows * work.prompt_tokens, work.prompt_tokens / 2) / rate
         hidden = shape.hidden * shape.role.frozen_bytes
         reduced = self._all_reduce(drawn / steps * hidden, t_g, 1) * steps
         reduced += self._all_reduce(rows / waves * work.prompt_tokens * hidden, t_g, 1) * waves
-        bound_by_products = products > memory
+        # weighed with the cache filled once, so that more waves never take less time
+        bound_by_products = products > (longest * shape.nbytes + read) / bandwidth
         return Terms(
             inference=prefill + (products if bound_by_products else 0.0),
             memory=0.0 if bound_by_products else memory,
