@@ -29,12 +29,12 @@ START = Constants(training=1.5, inference=1.5, memory=1.5, tensor=2.0, data=1.0,
 
 @dataclass
 class Calibration:
-    """What a workbench has measured of itself. samples: calls, over all placements in which it was calibrated.
+    """What a workbench has measured of itself. samples: by placement, iteration and call, over all calibrations.
     measured: seconds by call, of the last calibration under a placement."""
 
     hardware: Hardware
     constants: Constants = START
-    samples: list[Sample] = field(default_factory=list)
+    samples: dict[tuple[str, int, str], Sample] = field(default_factory=dict)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -46,6 +46,7 @@ class Prediction:
     """
 
     plan: Plan
+    constants: Constants
     measured: dict[str, float]
 
     @property
@@ -61,8 +62,8 @@ class Prediction:
         import pandas as pd
 
         rows = [
-            {"call": call, "pool": pool, "role": role, "predicted_s": seconds}
-            for (call, pool, role), seconds in _by_call(self.plan).items()
+            {"call": call, "pool": pool, "role": role, "predicted_s": self.constants.seconds(terms)}
+            for (call, pool, role), terms in _terms_by_call(self.plan).items()
         ]
         rows.append({"call": "iteration", "pool": "", "role": "", "predicted_s": self.iteration_s})
         frame = pd.DataFrame(rows)
@@ -97,19 +98,27 @@ class Predicting(Views):
         those of earlier calibrations, such as under another placement: the more different they are, the better. Run
         two iterations before, as the first one warms up.
 
-        algorithm: whose iteration it was; None: the one that took the last step. Raises `BadInput` where no iteration
-        has ended.
+        algorithm: whose iteration it was; None: the one that took the last step. Raises `BadInput` where it has not
+        ended, or was made under an earlier placement.
         """
         algorithm = self._whose(algorithm)
         self._know(self.placement)
+        if algorithm.under_way:
+            raise BadInput(
+                f"iteration {algorithm.iteration} of {type(algorithm).__name__} is under way",
+                "the calls of a whole iteration are timed",
+                "end it with iterate(), or give it up with restart() and run one",
+            )
         workload = self._workload(algorithm)
         known = self._calibrated()
         plan = self._plan(self.placement, workload, known)
-        measured = self._measured({call for call, _, _ in _by_call(plan)})
-        for (call, _, role), terms in _terms_by_call(plan).items():
+        terms = _terms_by_call(plan)
+        measured = self._measured({call for call, _, _ in terms}, algorithm)
+        for (call, _, role), made_of in terms.items():
             if call in measured:
-                known.samples.append(Sample(terms, measured[call], f"{role}.{call}"))
-        known.constants = fit(known.samples, START, peaks=False)
+                key = str(self.placement), algorithm.iteration, call
+                known.samples[key] = Sample(made_of, measured[call], f"{role}.{call}")
+        known.constants = fit(list(known.samples.values()), START, peaks=False)
         known.measured[str(self.placement)] = measured
         return known.constants
 
@@ -125,16 +134,19 @@ class Predicting(Views):
         self._know(placed)
         placed = placed.restrict(role for role in self.placement.roles if role != ROLLOUT)
         plan = self._plan(placed, self._workload(self._whose(algorithm)), known)
-        return Prediction(plan, known.measured.get(str(placed), {}))
+        return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
 
     def suggest(self, algorithm: Algorithm | None = None, *, devices: int | None = None, top: int = 3) -> Plans:
         """The quickest placements of this workbench's models by the fitted cost model, which `move` takes: see
         `wb.mapping.search`. devices: None: those that it has. Raises `BadInput` before any `calibrate`."""
         known = self._need_calibration()
         self._know(self.placement)
-        roles = self.description.role_models()
-        count = devices or self.description.devices or self.placement.devices
-        return search(roles, devices=count, hardware=known.hardware, workload=self._workload(self._whose(algorithm)),
+        workload = self._workload(self._whose(algorithm))
+        # a role that the algorithm does not call is placed all the same, and costs no time
+        models = {role: model if role in workload.roles else None
+                  for role, model in self.description.role_models().items()}  # fmt: skip
+        count = (self.description.devices or self.placement.devices) if devices is None else devices
+        return search(models, devices=count, hardware=known.hardware, workload=workload,
                       constants=known.constants, t_g=self._t_g(), top=top)  # fmt: skip
 
     def _plan(self, placement: Placement, workload: Workload, known: Calibration) -> Plan:
@@ -191,16 +203,21 @@ class Predicting(Views):
                                              response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
         raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
 
-    def _measured(self, calls: set[str]) -> dict[str, float]:
-        """Seconds of each call's last run on its slowest rank, and of the last iteration."""
+    def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, float]:
+        """Seconds of each call of the algorithm's last iteration on its slowest rank, and of that iteration."""
+        made = self.metrics()
+        made = made[(made["iteration"] == algorithm.iteration) & made["stage"].isin(calls)]
+        runs = made.groupby("stage")["run"].max()
         spans = self.spans()
-        spans = spans[(spans["kind"] == "compute") & (spans["parent"] == "") & spans["stage"].isin(calls)]
-        if spans.empty:
+        spans = spans[(spans["kind"] == "compute") & (spans["parent"] == "") & spans["run"].isin(runs)]
+        events = self.telemetry.events()
+        moves = events[events["event"].isin(["move", "restored", "recovered"])]["time_s"]
+        if spans.empty or (len(moves) and spans["start_s"].min() < moves.max()):
             raise BadInput(
-                "no call was timed", "constants are fitted to calls that were made", "run an iteration first"
+                f"iteration {algorithm.iteration} of {type(algorithm).__name__} was not made as models are placed now",
+                "constants are fitted to calls that were timed under the present placement",
+                "run an iteration, or two, as the first warms up",
             )
-        last = spans.groupby("stage")["run"].max()
-        spans = spans[spans["run"] == spans["stage"].map(last)]
         found = {str(stage): float(seconds) for stage, seconds in spans.groupby("stage")["duration_s"].max().items()}
         return found | {"iteration": float(spans["end_s"].max() - spans["start_s"].min())}
 
@@ -217,19 +234,4 @@ def _terms_by_call(plan: Plan) -> dict[tuple[str, str, str], Terms]:
                     found[call.name, pool, role.role] = call.terms + before.pop(call.stage, Terms())
                 else:
                     before[call.stage] = before.get(call.stage, Terms()) + call.terms
-    return found
-
-
-def _by_call(plan: Plan) -> dict[tuple[str, str, str], float]:
-    """(call, pool, role) -> its seconds, with those of what its weights need before it."""
-    found: dict[tuple[str, str, str], float] = {}
-    named = {call.name for call in plan.workload.calls}
-    for pool, one in zip(plan.pools, plan.sets, strict=True):
-        for role in one.roles:
-            before = 0.0
-            for call in role.calls:
-                if call.name in named:
-                    found[call.name, pool, role.role], before = call.seconds + before, 0.0
-                else:
-                    before += call.seconds
     return found

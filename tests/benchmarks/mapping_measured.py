@@ -79,7 +79,7 @@ def main() -> None:
             if wanted != lab.placement:
                 lab.move(wanted)
             if n >= CALIBRATED:  # what is asked is what was known before
-                lab.calibration = replace(known, samples=list(known.samples), measured=dict(known.measured))
+                lab.calibration = replace(known, samples=dict(known.samples), measured=dict(known.measured))
             ppo.run(1)
             taken = []
             for _ in range(arguments.repeats):

@@ -20,6 +20,7 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         ppo = wb.PPO(lab, prompts=8, samples=2, sampling=wb.Sampling(max_new_tokens=12))
         ppo.run(2)
         lab.calibrate()
+        assert lab.calibration is not None
         told = lab.predict()
         frame = told.frame().set_index("call")
         calls = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic",
@@ -32,7 +33,24 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         assert frame.drop("iteration")["error"].abs().mean() < 0.5  # it was fitted to them
         other = lab.predict(wb.Placement.split(2))
         assert other.frame()["measured_s"].isna().all()
+        with pytest.raises(BadInput, match="devices=0"):
+            lab.suggest(devices=0)
+        apart = lab.predict(wb.Placement.split(2))
+        assert apart.iteration_s <= apart.plan.iteration_s * (1 + 1e-9)  # without barriers, with what each call reads
+        count = len(lab.calibration.samples)
+        lab.calibrate()
+        assert len(lab.calibration.samples) == count  # of the same iteration
+        ppo.step()
+        with pytest.raises(BadInput, match="iteration 3 of PPO is under way"):
+            lab.calibrate()
+        ppo.iterate()
+        lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=2)  # by hand, and no part of an iteration
+        lab.calibrate()
+        assert len(lab.calibration.samples) == 2 * count
         plans = lab.suggest(devices=4)
-        assert plans.best.iteration_s <= min(plan.iteration_s for plan in plans)
         assert set(plans.best.placement.roles) == set(lab.placement.roles)
         assert "error" in told._repr_html_()
+        grpo = wb.GRPO(lab, prompts=4, samples=2, sampling=wb.Sampling(max_new_tokens=4))  # calls no critic
+        grpo.run(1)
+        lab.calibrate()
+        assert "critic" in lab.suggest(devices=2).best.placement.roles

@@ -126,7 +126,7 @@ def test_the_optimum_is_that_of_walking_through_all(
     hardware = machine(memory, per_machine)
     expected = walked(models, devices, hardware, workload, constants)
     if math.isinf(expected):
-        with pytest.raises(BadInput, match="no layout of them fits"):
+        with pytest.raises(BadInput, match="no layout was found that fits"):
             search(models, devices=devices, hardware=hardware, workload=workload, constants=constants)
         return
     plans = search(models, devices=devices, hardware=hardware, workload=workload, constants=constants)
@@ -189,8 +189,10 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     assert [len(plans.best.sets) for plans in named.values()] == [1, 2, 4]
     assert [one.devices for one in named["split"].best.sets] == [16, 16]
     assert min(plans.best.iteration_s for plans in named.values()) >= whole.best.iteration_s
-    by_call = search(four("llama-7b"), devices=32, by_call=True)
-    assert by_call.best.iteration_s <= whole.best.iteration_s
+    cheap = Constants(transition=1.0, transitions=0.0, tensor=10.0)  # where weights move at what links can do
+    by_role, by_call = (search(four("llama-7b"), devices=32, by_call=each, constants=cheap) for each in (False, True))
+    assert by_call.best.iteration_s <= by_role.best.iteration_s
+    assert any(role.inference is not None for plan in by_call for one in plan.sets for role in one.roles)
     coarse = search(four("llama-7b"), devices=32, granularity=8)
     assert not coarse.exact
     assert coarse.best.iteration_s >= whole.best.iteration_s
@@ -217,8 +219,16 @@ def test_a_simulation_keeps_to_the_plan() -> None:
         ({"workload": "dqn"}, "'dqn'"),
         ({"placement": "together"}, "placement='together'"),
         ({"devices": 0}, "devices=0"),
-        ({"devices": 1}, "no layout of them fits"),
+        ({"devices": 1}, "no layout was found that fits"),
         ({"granularity": 64}, "granularity=64"),
+        ({"top": 0}, "top=0"),
+        ({"t_g": "2"}, "t_g='2'"),
+        ({"t_g": 3}, "t_g=3"),
+        ({"models": ["actor"]}, "models=['actor']"),
+        ({"models": {**dict.fromkeys(ROLES[:4], "llama-7b"), "actor": 5}}, "model 5"),
+        ({"models": {**dict.fromkeys(ROLES[:4], "llama-7b"), "judge": "llama-7b"}}, "'judge'"),
+        ({"workload": 5}, "algorithm=5"),
+        ({"placement": "split", "devices": 16, "granularity": 16}, "2 sets of at least 16"),
     ],
 )
 def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
@@ -226,3 +236,34 @@ def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput) as error:
         search(asked.pop("models"), **asked)
     assert message in str(error.value)
+
+
+def test_a_workload_is_checked_when_it_is_made() -> None:
+    for wrong in (1.5, [], [0], [8, "9"]):
+        with pytest.raises(BadInput, match="response_tokens"):
+            Workload(response_tokens=wrong)  # type: ignore[arg-type]
+    assert Workload(response_tokens=np.int64(5)).lengths == (5,)  # type: ignore[arg-type]
+    for call in (wb.mapping.Call("a", "actor", "infer", ("b",)), wb.mapping.Call("a", "actor", "sample")):  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match="Call 'a'"):
+            Workload(calls=(call,))
+
+
+def test_long_rows_go_alone_and_need_their_memory() -> None:
+    short, long = (
+        search(four("llama-7b"), devices=64, granularity=8, workload=Workload(response_tokens=tokens), top=1,
+               placement="colocate").best
+        for tokens in (1024, 30 * 1024)
+    )  # fmt: skip
+    passing = [max(role.passing_bytes for one in plan.sets for role in one.roles) for plan in (short, long)]
+    assert passing[1] > passing[0]
+
+
+def test_more_waves_never_take_less_time() -> None:
+    work = Workload(prompt_tokens=256, response_tokens=256, rows=4096)
+    for flop_s in (1e12, 312e12):  # bound by products, and by memory
+        hardware = machine(80 * 1024, 8)
+        hardware = Hardware(**{**vars(hardware), "matrix_flop_s": {"bfloat16": flop_s}, "memory_bytes_s": 2e12})
+        actor = Shape(role_models(dict.fromkeys(work.roles, "llama-7b"), work)["actor"])
+        model, constants = CostModel(hardware, work), Constants()
+        taken = [constants.seconds(model.generate(actor, 8, 1, waves)) for waves in range(1, 60)]
+        assert taken == sorted(taken)

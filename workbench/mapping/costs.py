@@ -12,7 +12,7 @@ replicas, m micro-batches, L layers, h hidden elements of b bytes, W weights of 
 | term | unit | training, each update | inference | generation |
 | --- | --- | --- | --- | --- |
 | training | s | (3 or, recomputing, 4) F / (p t R) x (m+p-1)/m | | |
-| inference | s | | F / (p t R) x (m+p-1)/m | prefill F / (t_g R); decoding where products bound it |
+| inference | s | | F / (p t R) x (m+p-1)/m | F / (t_g R) of prefill and of decoding |
 | memory | s | optimizer: 28 bytes a trained weight / (p t) | | steps x W / t_g + key-value bytes read, / bandwidth |
 | tensor | s | all-reduces, 4 (6) a layer and micro-batch | 2 a layer and micro-batch | 2 a layer and step |
 | data | s | all-reduce of fp32 gradients over d | (ZeRO-3: gather of weights) | |
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from workbench.engines.settings import at_least
 from workbench.mapping.hardware import Hardware
@@ -96,11 +96,6 @@ class Constants:
         """Of a call with these terms."""
         return sum(map(operator.mul, _values(self), _values(terms)))
 
-    def parts(self, terms: Terms) -> dict[str, float]:
-        """Seconds by term, those that are not 0."""
-        found = {name: constant * getattr(terms, name) for name, constant in asdict(self).items()}
-        return {name: value for name, value in found.items() if value}
-
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
@@ -116,18 +111,20 @@ class CostModel:
         return 2 * (ranks - 1) / ranks * nbytes / rate + 2 * (ranks - 1) * hop_s
 
     def _passes(self, shape: Shape, layout: Layout, rows: float) -> tuple[float, float, float]:
-        """(tokens of a replica, micro-batches, pipeline slots) of rows that are dealt to the replicas."""
-        tokens = math.ceil(rows / layout.d) * self.workload.row_tokens
-        micro = max(1, math.ceil(tokens / shape.training.micro_batch_tokens))
-        return tokens, micro, micro + layout.p - 1
+        """(tokens of a replica, micro-batches, pipeline slots) of rows that are dealt out; none is cut."""
+        dealt = math.ceil(rows / layout.d)
+        together = max(1, int(shape.training.micro_batch_tokens // self.workload.row_tokens))
+        micro = math.ceil(dealt / together)
+        return dealt * self.workload.row_tokens, micro, micro + layout.p - 1
 
     def _links(self, shape: Shape, layout: Layout, tokens: float, micro: float, slots: float, reduces: int) -> float:
-        """Seconds of all-reduces over tensor ranks and of sends between stages, along the pipeline."""
+        """Seconds of all-reduces over tensor ranks and of sends between stages, along the pipeline: activations, and
+        gradients back."""
         nbytes = tokens / micro * shape.hidden * shape.role.frozen_bytes
         sent = 0.0
         if layout.p > 1:
             rate, hop_s = self.hardware.link(layout.p, layout.t)
-            sent = nbytes / rate + hop_s
+            sent = (1 if reduces == 2 else 2) * (nbytes / rate + hop_s)
         return slots * (reduces * shape.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
 
     def infer(self, shape: Shape, layout: Layout) -> Terms:
@@ -187,7 +184,8 @@ class CostModel:
         steps = max(float(longest), waves * mean if len(work.lengths) > 1 else waves * longest)
         drawn = rows * mean
         squares = sum(n * n for n in work.lengths) / len(work.lengths)
-        read = rows * (mean * work.prompt_tokens + squares / 2) * shape.kv_bytes_per_token
+        heads = t_g / min(t_g, shape.key_heads)  # ranks beyond the heads read them once more
+        read = heads * rows * (mean * work.prompt_tokens + squares / 2) * shape.kv_bytes_per_token
         bandwidth, rate = t_g * hardware.memory_bytes_s, t_g * hardware.flop_s(work.dtype)
         memory = (steps * shape.nbytes + read) / bandwidth
         products = shape.forward_flop(drawn, work.prompt_tokens + mean / 2) / rate
@@ -195,11 +193,9 @@ class CostModel:
         hidden = shape.hidden * shape.role.frozen_bytes
         reduced = self._all_reduce(drawn / steps * hidden, t_g, 1) * steps
         reduced += self._all_reduce(rows / waves * work.prompt_tokens * hidden, t_g, 1) * waves
-        # weighed with the cache filled once, so that more waves never take less time
-        bound_by_products = products > (longest * shape.nbytes + read) / bandwidth
         return Terms(
-            inference=prefill + (products if bound_by_products else 0.0),
-            memory=0.0 if bound_by_products else memory,
+            inference=prefill + products,
+            memory=memory,
             tensor=2 * shape.layers * reduced,
             steps=shape.layers * steps,
             calls=1,

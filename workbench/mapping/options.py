@@ -48,7 +48,11 @@ class RoleOptions:
         self.shape, self.model, self.constants = shape, model, constants
         self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
         self.calls = model.workload.of(role)
-        self._alone = replace(shape.role, generation=None)  # generation's memory is counted here, see `search`
+        # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
+        longest = model.workload.prompt_tokens + max(model.workload.lengths)
+        training = shape.training
+        training = replace(training, micro_batch_tokens=max(training.micro_batch_tokens, longest))
+        self._alone = replace(shape.role, generation=None, training=training)
         self._found: dict[int, tuple[Option, ...]] = {}
         self._bytes: dict[tuple[int, int, int], tuple[int, int] | None] = {}
         self._terms: dict[tuple[str, int, int, int], Terms] = {}
@@ -86,8 +90,8 @@ class RoleOptions:
         if held is None:
             self._alone.weights.check(layout.p, layout.t)
             raise BadInput(f"layout {layout}", "cannot hold the model")
-        if self.generates and layout.p * layout.t > 1:
-            layout = layout.generating(t_g)
+        if self.generates:
+            layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
         return self._option(layout, *held)
 
     def _option(self, layout: Layout, lasting: int, passing: int, inference: Layout | None = None) -> Option:
@@ -158,6 +162,9 @@ class RoleOptions:
     def _generating(self, layout: Layout) -> Iterator[Layout]:
         if not self.generates:
             yield layout
+            return
+        if layout.p * layout.t == 1:  # its ranks generate one by one, or in groups of replicas
+            yield layout.generating(1)
             return
         for t_g in range(1, layout.t + 1):
             if layout.t % t_g == 0 and self._t_g in (None, t_g):

@@ -32,6 +32,7 @@ from workbench.mapping.plan import Plan, Plans, with_why
 from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.shapes import Shape, role_models
 from workbench.mapping.workload import Workload
+from workbench.placement.placement import check_role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +46,7 @@ Sets = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A set on some devices: how its roles are laid out, and how long each stage takes there."""
+    """A set on some devices: how its roles are laid out there."""
 
     devices: int
     options: tuple[Option, ...]
@@ -82,20 +83,29 @@ def search(
     which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
     placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
     so fine that a set has at most 128 sizes, 1 up to 128 devices. A plan may leave devices idle. strategy: of the
-    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: each call has the layout
-    that is best for it, and weights move between them (ReaLHF's question, arXiv:2406.14088); such a plan is no
-    placement of a workbench yet. constants: of the cost model, such as `lab.calibrate()` gives. top: so many plans.
+    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: the forward passes of a
+    trained role have a layout of their own, to which weights are copied each iteration (ReaLHF's question,
+    arXiv:2406.14088); such a plan is no placement of a workbench yet. constants: of the cost model, such as
+    `lab.calibrate()` gives. top: so many plans.
 
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
     """
     whole("devices", devices, 1)
     if granularity is not None:
         whole("granularity", granularity, 1)
+    if top is not None:
+        whole("top", top, 1)
+    if t_g is not None:
+        whole("t_g", t_g, 1)
     one_of("placement", placement, ("auto", "colocate", "split", "standalone"))
     one_of("strategy", strategy, ("hybridflow", "v", "full"))
-    workload = Workload(algorithm=workload) if isinstance(workload, str) else workload
+    workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
+    if not isinstance(models, Mapping):
+        raise BadInput(f"models={models!r:.60}", "a model for each role", 'write {"actor": "llama-7b", ...}')
     if "cost_critic" not in models:
         workload = workload.with_roles(set(workload.roles) - {"cost_critic"})
+    for role in models:
+        check_role(role)
     machine, constants = hardware_of(hardware), constants or Constants()
     machine.flop_s(workload.dtype)
     shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
@@ -108,6 +118,11 @@ def search(
     unit = granularity or _granularity(devices)
     if unit > devices:
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
+    if (most := min(map(len, partitions))) * unit > devices:
+        raise BadInput(f"placement {placement!r} on {devices} devices", f"{most} sets of at least {unit} each",
+                       "take more devices, or a smaller granularity")  # fmt: skip
+    if t_g is not None and machine.devices_per_machine % t_g:
+        raise BadInput(f"t_g={t_g}", f"tensor ranks divide the {machine.devices_per_machine} devices of a machine")
     functions = tuple(role for role, model in models.items() if model is None)
     one = _Search(options, workload, machine, constants, devices // unit, unit, functions)
     halves = (devices // 2 // unit) if placement == "split" else None
@@ -295,7 +310,7 @@ def _nothing_fits(options: Mapping[str, RoleOptions], devices: int, hardware: Ha
     return (
         f"{len(options)} models on {devices} devices of {bytes_text(hardware.memory_bytes)} ({hardware.name}), "
         f"placement {placement!r}",
-        f"no layout of them fits: weights, gradients and optimizers alone take {bytes_text(sum(needs.values()))} "
+        f"no layout was found that fits: weights, gradients and optimizers take {bytes_text(sum(needs.values()))} "
         f"({told}), and the devices have {bytes_text(devices * hardware.usable_bytes)} for them",
         "take more devices, smaller models, or Workload(training=Training(...)) with activation_checkpointing=True, a "
         "smaller micro_batch_tokens, or DeepSpeed's zero_stage=3",

@@ -40,6 +40,8 @@ def config_of(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
         hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(model)]
         return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
                            num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
+    if not isinstance(model, str | Path):
+        raise BadInput(f"model {model!r:.60}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
     from workbench.models.loading import read_config
 
     return read_config(model)

@@ -96,6 +96,11 @@ class Workload:
             whole("Workload.response_tokens", length, 1)
         at_least("Workload.rows", self.rows, self.updates)
         one_of("Workload.dtype", self.dtype, ("bfloat16", "float32"))
+        names = [call.name for call in self.calls]
+        for call in self.calls:
+            one_of(f"Call {call.name!r}: kind", call.kind, tuple(STAGE_OF))
+            for name in call.inputs:
+                one_of(f"Call {call.name!r}: inputs", name, tuple(names))
         if not self.calls:
             one_of("Workload.algorithm", self.algorithm, tuple(CALLS))
             object.__setattr__(self, "calls", CALLS[self.algorithm])
@@ -104,7 +109,7 @@ class Workload:
     def lengths(self) -> tuple[int, ...]:
         """Lengths of responses: one, or the sample."""
         given = self.response_tokens
-        return (given,) if isinstance(given, int) else tuple(given)
+        return tuple(given) if isinstance(given, Iterable) else (given,)
 
     @cached_property
     def mean_response(self) -> float:
@@ -147,17 +152,17 @@ class Workload:
     def of_algorithm(cls, algorithm: Any, *, response_tokens: int | Sequence[int], prompt_tokens: int) -> Workload:
         """The workload of an algorithm that is set up on a workbench: its graph, its rows, the workbench's settings.
         Arithmetic without a model, and calls of functions, cost nothing here."""
-        lab, stages, calls = algorithm.lab, algorithm.graph().stages, []
+        lab, graph, calls = algorithm.lab, algorithm.graph(), []
         kinds: Mapping[str, Kind] = {"generate_sequences": "generate"}
         models = lab.description.role_models()
         modelled = {role for role, model in models.items() if model is not None}
-        sources: dict[str, tuple[str, ...]] = {}
-        for stage in stages:
-            inputs = tuple(dict.fromkeys(name for i in stage.inputs for name in sources.get(i, ())))
+        read, sources = graph.edges(), dict[str, tuple[str, ...]]()
+        for stage in graph.stages:
+            inputs = tuple(dict.fromkeys(name for i in sorted(read[stage.name]) for name in sources.get(i, ())))
             kind = kinds.get(stage.operation, "train" if stage.updates else "infer")
             if stage.role in modelled:
                 calls.append(Call(stage.name, stage.role, kind, inputs))
-                inputs = (stage.name, *inputs) if not stage.updates else ()
+                inputs = (stage.name,)  # of what is not placed here, those that it reads itself
             sources[stage.name] = inputs
         lead = models[lab.description.lead]
         rows = getattr(algorithm, "prompts", 1) * getattr(algorithm, "samples", 1)
