@@ -166,11 +166,20 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
 
 
 def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
-    """Point along the lane until what is under the pointer is told with this text."""
-    box = drawn.canvas.bounding_box()
-    for step in (3, 1):
+    """Point along the lane until what is under the pointer is told with this text, and goes on being told."""
+
+    def told() -> bool:
+        return bool(tip.is_visible() and tip.inner_text().startswith(text))
+
+    for step, pause_ms in ((3, 0), (2, 30), (1, 60), (1, 120)):  # what is told follows a frame later, or several
+        drawn.canvas.scroll_into_view_if_needed()
+        box = drawn.canvas.bounding_box()
         for x in range(100, int(box["width"]) - 8, step):
             notebook.page.mouse.move(box["x"] + x, box["y"] + 32)
-            if tip.is_visible() and tip.inner_text().startswith(text):
-                return True
+            if pause_ms:
+                notebook.page.wait_for_timeout(pause_ms)
+            if told():
+                notebook.page.wait_for_timeout(300)
+                if told():
+                    return True
     return False

@@ -20,6 +20,7 @@ if torch.cuda.is_available():
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough
 def test_tensor_groups_of_two_worlds_at_once_then_single_ranks(tmp_path):
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()

@@ -145,10 +145,10 @@ def test_what_was_cancelled_is_not_begun(lab: wb.Workbench, tmp_path: Path) -> N
     for read in (waiting.result, lambda: waiting.batch and waiting.batch.df()):
         with pytest.raises(UpstreamError, match="compute_values was not run: it was cancelled"):
             read()
-    assert under_way.cancel()  # its ranks leave it between two rows
-    gate.touch()
+    assert under_way.cancel()  # its ranks leave it, in the middle of a call of the function
     with pytest.raises(StageInterrupted, match=r"compute_reward was interrupted\. things are as before the stage"):
         under_way.result()
+    gate.touch()
     assert not under_way.cancel()
     assert "values" in lab.critic.compute_values(generated).columns
 
