@@ -75,17 +75,17 @@ class Constants:
     """What each term costs: how many times its ideal seconds, or seconds each. The defaults were fitted to the
     published 7B measurements of HybridFlow on A100s (`tests/benchmarks/mapping_published.py`)."""
 
-    training: float = 1.364
-    inference: float = 2.651
+    training: float = 1.78
+    inference: float = 1.36
     memory: float = 1.0
-    tensor: float = 2.907
-    data: float = 1.206
-    passes: float = 1.074e-4
-    steps: float = 3.25e-5
-    updates: float = 0.101
-    calls: float = 1.20
-    transition: float = 96.2
-    transitions: float = 0.757
+    tensor: float = 2.70
+    data: float = 1.62
+    passes: float = 1.10e-4
+    steps: float = 2.76e-5
+    updates: float = 0.091
+    calls: float = 0.745
+    transition: float = 100.6
+    transitions: float = 0.705
     transfer: float = 2.0
 
     def __post_init__(self) -> None:
