@@ -45,10 +45,12 @@ def suggested(lab: Any, devices: int) -> list[Plan]:
         quickest = lab.suggest(devices=devices, top=len(SUGGESTED))
     except WorkbenchError:
         return []
-    # by the same simulation as the others: calls of different pools overlap
+    # by the same simulation as the others: calls of different pools overlap, which the search does not count on
+    found = [(plan, _predicted(lab, plan.placement)) for plan in quickest]
+    found.sort(key=lambda pair: pair[1] or 0.0)
     return [
-        Plan(name, plan.placement, plan.why, _predicted(lab, plan.placement))
-        for name, plan in zip(SUGGESTED, quickest, strict=False)
+        Plan(name, plan.placement, plan.why, predicted_s)
+        for name, (plan, predicted_s) in zip(SUGGESTED, found, strict=False)
     ]
 
 
