@@ -98,7 +98,8 @@ def choice(label: str, act: str, options: Sequence[str] | Mapping[str, str], cho
         f'<option value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
         for value, text in shown.items()
     )
-    return f"<label>{escape(label)} <select {_attributes(act, given, drives=False)}>{inner}</select></label>"
+    name = escape(label)  # the label's own text takes in that of the options
+    return f'<label>{name} <select aria-label="{name}" {_attributes(act, given, drives=False)}>{inner}</select></label>'
 
 
 def entry(label: str, act: str, value: Any, *, kind: str = "text", size: int = 8, **given: Any) -> str:

@@ -1,0 +1,66 @@
+"""Traffic in a real notebook, between real Ray workers: what moved, for which stage, as matrix and as flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.browser.notebook import Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+OPEN = """
+from pathlib import Path
+import workbench as wb
+from tests.cases import tiny_lab
+lab = tiny_lab("moved", Path("runs"), placement=wb.Placement.split(2), devices=2, if_exists="replace")
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
+ppo.iterate()
+shown = lambda **which: wb.display.html.bytes_text(lab.traffic(**which).total_bytes)
+view = (panel := lab.panel("traffic")).views["traffic"]
+"""
+
+
+def test_what_moved_is_chosen_by_mouse_and_keyboard(open_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = open_notebook([OPEN, "panel", "lab.close()"])
+    notebook.run(0)
+    panel = notebook.run(1).locator(".wb-panel")
+    page = notebook.page
+
+    def told(text: str) -> None:
+        panel.get_by_text(text).first.wait_for()
+
+    # a matrix of all, with what is held to be its sum
+    panel.locator("svg").first.wait_for()
+    told(notebook.ask("shown()"))
+    assert notebook.ask("lab.traffic().total_bytes == int(lab.transfers()['moved_bytes'].sum()) > 0")
+    notebook.picture("traffic")
+
+    # by mouse: for one stage; the picture has that stage's bytes
+    panel.get_by_label("for", exact=True).select_option("compute_values")
+    notebook.wait_for("view.stage == 'compute_values'")
+    told(notebook.ask("shown(stage='compute_values')"))
+
+    # by keyboard: as a flow, and back
+    shape = panel.get_by_label("as", exact=True)
+    matrix = panel.locator("svg").first.get_attribute("aria-label")
+    shape.focus()
+    page.keyboard.press("ArrowDown")
+    notebook.wait_for("view.shape == 'flow'")
+    page.wait_for_function(
+        "(before) => document.querySelector('.wb-panel svg')?.getAttribute('aria-label') !== before", arg=matrix
+    )
+    notebook.picture("traffic-flow")
+    panel.get_by_label("as", exact=True).press("ArrowUp")
+    notebook.wait_for("view.shape == 'matrix'")
+
+    # what has not moved says so; what moves from now on is followed
+    panel.get_by_label("what moved", exact=True).select_option("move")
+    told("Nothing of this kind has moved between processes yet.")
+    notebook.ask("lab.move(wb.Placement.colocate(2).restrict(lab.placement.roles)) is None")
+    panel.get_by_label("for", exact=True).select_option("every stage")
+    told(notebook.ask("shown(kind='move')"))
+    notebook.picture("traffic-move")
+    notebook.run(2)
