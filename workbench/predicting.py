@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from workbench.display.html import seconds_text, table
+from workbench.engines.settings import whole
 from workbench.errors import BadInput, NotFound
 from workbench.mapping.calibration import Sample, fit
 from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
-from workbench.mapping.plan import Plan, Plans
+from workbench.mapping.plan import Plan, Plans, ranked
 from workbench.mapping.predict import predict
 from workbench.mapping.search import search
 from workbench.mapping.workload import Workload
@@ -137,17 +138,39 @@ class Predicting(Views):
         return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
 
     def suggest(self, algorithm: Algorithm | None = None, *, devices: int | None = None, top: int = 3) -> Plans:
-        """The quickest placements of this workbench's models by the fitted cost model, which `move` takes: see
-        `wb.mapping.search`. devices: None: those that it has. Raises `BadInput` before any `calibrate`."""
+        """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
+
+        devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
+        what `move` asks of them; whether there is room now, `diff` says. Raises `BadInput` before any `calibrate`, or
+        where no such plan is left.
+        """
         known = self._need_calibration()
         self._know(self.placement)
         workload = self._workload(self._whose(algorithm))
         # a role that the algorithm does not call is placed all the same, and costs no time
         models = {role: model if role in workload.roles else None
                   for role, model in self.description.role_models().items()}  # fmt: skip
-        count = (self.description.devices or self.placement.devices) if devices is None else devices
-        return search(models, devices=count, hardware=known.hardware, workload=workload,
-                      constants=known.constants, t_g=self._t_g(), top=top)  # fmt: skip
+        has = self.description.devices or self.placement.devices
+        count = has if devices is None else devices
+        whole("top", top, 1)
+        plans = search(models, devices=count, hardware=known.hardware, workload=workload,
+                       constants=known.constants, t_g=self._t_g())  # fmt: skip
+        found = ranked(self._possible(plans)) if count <= has else plans.plans
+        return replace(plans, plans=tuple(found[:top]))
+
+    def _possible(self, plans: Plans) -> list[Plan]:
+        """Those with a placement that every role's engine takes."""
+        found, refusal = [], None
+        for plan in plans:
+            try:
+                self.description.placed(plan.placement)
+            except BadInput as error:
+                refusal = refusal or error
+            else:
+                found.append(plan)
+        if refusal is not None and not found:
+            raise refusal
+        return found
 
     def _plan(self, placement: Placement, workload: Workload, known: Calibration) -> Plan:
         return predict(placement, self.description.role_models(), hardware=known.hardware, workload=workload,

@@ -200,6 +200,12 @@ SUBTLE: dict[str, list[str]] = {
     "a chain over several lines": [DO + "(\n    'a b'\n    .upper()\n    .split()\n)\nprint('x')"],
     "a lambda with a default": ["i = 1\nf = lambda x=i: x\ni = 2", DO + "print(f())"],
     "a generator that is used up": ["g = (x for x in range(3))\nnext(g)", DO + "print(list(g))"],
+    "an iterator that is looked at": ["g = iter([1, 2])", "list(g)", DO + "print(list(g))"],
+    "an iterator that is printed": [
+        "g = zip([1, 2], [3, 4])",
+        "for x in g:\n    print(x)",
+        DO + "print([x for x in g])",
+    ],
     "an attribute of an instance": [
         "class S:\n    pass",
         "s = S()\nt = s\nt.rate = 3",
@@ -256,6 +262,30 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "nothing at all": ([], "without code", "do"),
     "blank cells": (["", "  \n"], "without code", "do"),
     "only skipped cells": ([("print(1)", "skip-export")], "without code", "skip-export"),
+    "a builtin that is a variable later": (
+        [DO + "print(len('ab'))", "len = 3\nos.putenv('A', str(len))"],
+        "cell 1 reads the builtin 'len'",
+        "rename",
+    ),
+    "a class body that reads and binds a name": (
+        ["import time\nx = time.time()", "class A:\n    x = x", DO + "print(A.x)"],
+        "cell 2: 'x' in a class body",
+        "rename",
+    ),
+    "a global around which a function has its own": (
+        [
+            DO + "n = 1",
+            "def f():\n    n = 5\n    def g():\n        global n\n        n = 7\n    g()",
+            "f()\n" + DO + "print(n)",
+        ],
+        "cell 2: global n",
+        "rename",
+    ),
+    "a star import over a variable": (
+        [DO + "quote = 3\nprint(quote)", "from shlex import *", DO + "print(quote('a b'))"],
+        "cell 2: from shlex import *",
+        "brings 'quote'",
+    ),
     "a function that reads what no cell makes": (
         ["def f():\n    return lab", DO + "f()"],
         "cell 1 needs 'lab'",

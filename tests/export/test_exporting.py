@@ -166,8 +166,21 @@ def test_repeats_are_offered_as_loops() -> None:
     looped = script_of(cells, loops=True)
     assert looped.text.count("generate_sequences") == 1
     assert looped.parameters == ("REPEATS_1",)
-    assert "for _ in range(REPEATS_1):" in looped.text
+    assert "for _ in lab.iterations(REPEATS_1):" in looped.text  # each turn draws prompts once
+    plain = script_of(page(IMPORT, OPEN, *["lab.actor.save()"] * 3), loops=True)
+    assert "for _ in range(REPEATS_1):" in plain.text
+    by_algorithm = script_of(page(IMPORT, OPEN, "ppo = wb.PPO(lab)", *["ppo.iterate()"] * 3), loops=True)
+    assert "for _ in lab.iterations(REPEATS_1):" in by_algorithm.text
     assert "REPEATS_1: Annotated[int" in looped.text
+
+
+def test_a_protocol_of_the_notebook_is_there_before_the_worker_that_names_it() -> None:
+    worker = 'class Mine(wb.Worker):\n    @wb.register("LAST")\n    def count(self):\n        return 1'
+    cells = page(IMPORT, 'wb.protocol("LAST", collect=lambda layout: [layout.size - 1])', worker, OPEN)
+    text = script_of(cells).text
+    assert text.index("def main") < text.index("wb.protocol") < text.index("class Mine")
+    papers = script_of(page(IMPORT, worker.replace("LAST", "ONE_TO_ALL"), OPEN + "\nlab.reload(Mine)")).text
+    assert papers.index("class Mine") < papers.index("def main")
 
 
 def test_a_move_becomes_the_placement_that_a_script_opens_with() -> None:

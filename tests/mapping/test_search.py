@@ -32,9 +32,9 @@ def small(layers: int, hidden: int, heads: int) -> LlamaConfig:
                        num_attention_heads=heads, num_key_value_heads=heads)  # fmt: skip
 
 
-def machine(memory_mib: float, devices_per_machine: int) -> Hardware:
+def machine(memory_mib: float, devices_per_machine: int, flop_s: float = 1e12) -> Hardware:
     return Hardware(name="made up", devices_per_machine=devices_per_machine, memory_bytes=int(memory_mib * 2**20),
-                    matrix_flop_s={"bfloat16": 1e12}, memory_bytes_s=1e10, inside_bytes_s=2e9, machine_bytes_s=5e8,
+                    matrix_flop_s={"bfloat16": flop_s}, memory_bytes_s=1e10, inside_bytes_s=2e9, machine_bytes_s=5e8,
                     usable=1.0)  # fmt: skip
 
 
@@ -49,81 +49,96 @@ def every_layout(role: Any, devices: int, hardware: Hardware) -> Iterator[wb.Lay
             yield wb.Layout(p, t, d)
 
 
+def held_by_hand(config: LlamaConfig, trained: bool, p: int, t: int) -> int:
+    """Bytes that stay on the fuller of the first and the last stage's devices: 16 a trained weight in fp32, 4 a frozen
+    one. Matrices and embeddings are cut t ways, norms are whole; the last stage has the final norm and the head."""
+    h, v = config.hidden_size, config.vocab_size
+    block = (4 * h * h + 3 * h * config.intermediate_size) // t + 2 * h
+    blocks = config.num_hidden_layers // p * block
+    ends = [blocks + v * h // t, blocks + h + v * h // t] if p > 1 else [blocks + 2 * (v * h // t) + h]
+    return max(ends) * (16 if trained else 4)
+
+
 def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: Workload, constants: Constants) -> float:
-    """Seconds of the best mapping: every partition, every allocation, every layout, one after another."""
+    """Seconds of the best mapping: every partition, every allocation, every combination of layouts; none is left out
+    because another looks better."""
     shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
     options = options_of(shapes, hardware, workload, constants, strategy="hybridflow", t_g=None, by_call=False)
-    model, best = CostModel(hardware, workload), math.inf
-    usable = hardware.usable_bytes
+    model, usable = CostModel(hardware, workload), hardware.usable_bytes
+    generation = STAGES.index("generation")
 
-    def of_set(roles: Sequence[str], n: int) -> list[tuple[float, ...]]:
-        moved = transfers(tuple(roles), n, options, constants)
-        found: list[tuple[float, ...]] = []
-        for layouts in itertools.product(*(every_layout(options[role], n, hardware) for role in roles)):
-            held = [options[role]._held(layout) for role, layout in zip(roles, layouts, strict=True)]
-            lasting, passing = sum(h[0] for h in held if h), max(h[1] for h in held if h)
-            if lasting + passing > usable:
-                continue
-            seconds = {stage: moved[stage].seconds for stage in STAGES}
-            generated = [0.0]
-            for role, layout in zip(roles, layouts, strict=True):
-                for call in workload.of(role):
-                    if call.kind != "generate":
-                        term = model.infer if call.kind == "infer" else model.train
-                        seconds[call.stage] += constants.seconds(term(shapes[role], layout))
-                count = sum(call.kind == "generate" for call in workload.of(role))
-                if count:
-                    generated = []
-                    for t_g in (t for t in range(1, layout.t + 1) if layout.t % t == 0):
-                        cache = usable - lasting - math.ceil(shapes[role].nbytes / t_g)
-                        rows = math.ceil(workload.rows / (n // t_g))
-                        held_rows = int(max(cache, 0) // model.row_bytes(shapes[role], t_g))
-                        if held_rows:
-                            waves = math.ceil(rows / min(held_rows, rows))
-                            one = constants.seconds(model.generate(shapes[role], n, t_g, waves))
-                            one = count * one + constants.seconds(
-                                model.transition(shapes[role], layout.generating(t_g))
-                            )
-                            generated.append(one)
-            found += [(seconds["generation"] + g, seconds["preparation"], seconds["training"]) for g in generated]
+    def generated(role: str, layout: wb.Layout, t_g: int, lasting: Any) -> Any:
+        """Seconds, for each of several sums of lasting bytes; infinite where no row fits."""
+        cache = usable - lasting - math.ceil(shapes[role].nbytes / t_g)
+        rows = math.ceil(workload.rows / (layout.size // t_g))
+        count = sum(call.kind == "generate" for call in workload.of(role))
+        moved = constants.seconds(model.transition(shapes[role], layout.generating(t_g)))
+        taken = {0: math.inf}
+        waves = [math.ceil(rows / min(n, rows)) if n > 0 else 0 for n in cache // model.row_bytes(shapes[role], t_g)]
+        for wave in set(waves) - {0}:
+            one = model.generate(shapes[role], layout.size, t_g, wave)
+            taken[wave] = count * constants.seconds(one) + moved
+        return np.array([taken[wave] for wave in waves])
+
+    def of_role(role: str, n: int) -> list[tuple[wb.Layout, int, tuple[int, int], list[float]]]:
+        found = []
+        for layout in every_layout(options[role], n, hardware):
+            seconds = [0.0] * len(STAGES)
+            for call in workload.of(role):
+                if call.kind != "generate":
+                    term = model.infer if call.kind == "infer" else model.train
+                    seconds[STAGES.index(call.stage)] += constants.seconds(term(shapes[role], layout))
+            held = options[role]._held(layout)
+            if held:
+                found += [(layout, t_g, held, seconds) for t_g in range(1, layout.t + 1) if layout.t % t_g == 0]
         return found
 
-    known: dict[tuple[Sequence[str], int], list[tuple[float, ...]]] = {}
+    def of_set(roles: Sequence[str], n: int) -> Any:
+        """[ways, 3]: seconds of each combination of layouts that fits."""
+        every = [of_role(role, n) for role in roles]
+        if not all(every):
+            return np.zeros((0, 3))
+        picks = np.indices([len(one) for one in every]).reshape(len(roles), -1)
+        lasting = sum(np.array([way[2][0] for way in one])[pick] for one, pick in zip(every, picks, strict=True))
+        passing = np.max(
+            [np.array([w[2][1] for w in one])[pick] for one, pick in zip(every, picks, strict=True)], axis=0
+        )
+        seconds = sum(np.array([way[3] for way in one])[pick] for one, pick in zip(every, picks, strict=True))
+        seconds = seconds + [transfers(tuple(roles), n, options, constants)[stage].seconds for stage in STAGES]
+        for role, one, pick in zip(roles, every, picks, strict=True):
+            if any(call.kind == "generate" for call in workload.of(role)):
+                for k, (layout, t_g, _, _) in enumerate(one):
+                    seconds[pick == k, generation] += generated(role, layout, t_g, lasting[pick == k])
+        fits = (lasting + passing <= usable) & np.isfinite(seconds).all(axis=1)
+        return np.unique(seconds[fits], axis=0)  # equal ones once
+
+    known, best = {}, math.inf
     for sets in partitions_of(tuple(shapes)):
         for sizes in itertools.product(range(1, devices + 1), repeat=len(sets)):
             if sum(sizes) > devices:
                 continue
-            ways = []
-            for roles, n in zip(sets, sizes, strict=True):
-                if (roles, n) not in known:
-                    known[roles, n] = of_set(roles, n)
-                ways.append(known[roles, n])
-            for picked in itertools.product(*map(_front, ways)) if len(sets) > 2 else itertools.product(*ways):
-                best = min(best, sum(map(max, zip(*picked, strict=True))))
+            together = np.zeros((1, 3))
+            for one in zip(sets, sizes, strict=True):
+                ways = known[one] if one in known else known.setdefault(one, of_set(*one))
+                together = np.maximum(together[:, None], ways[None]).reshape(-1, 3)
+            best = min(best, together.sum(axis=1).min(initial=math.inf))
     return best
-
-
-def _front(ways: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Those that none beats: without them three and more sets would be walked through for hours."""
-    return [a for a in ways if not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in ways)]
 
 
 @settings(max_examples=25)
 @given(
     st.integers(1, 5), st.integers(1, 16), st.sampled_from([2, 4, 8]), st.floats(2, 60), st.integers(1, 4),
-    st.sampled_from([4, 30]), st.randoms(use_true_random=False),
+    st.sampled_from([4, 30]), st.sampled_from([1e9, 1e12]), st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_the_optimum_is_that_of_walking_through_all(
-    count: int, devices: int, per_machine: int, memory: float, layers: int, tokens: int, dice: Any
+    count: int, devices: int, per_machine: int, memory: float, layers: int, tokens: int, flop_s: float, dice: Any
 ) -> None:
     roles = ROLES[:count]
-    if count > 3:
-        devices = min(devices, 10)  # of five models on sixteen devices all allocations take minutes: see below
     models = {role: small(layers, dice.choice([32, 64]), 4) for role in roles}
     workload = Workload(algorithm="safe-rlhf", prompt_tokens=tokens, response_tokens=tokens, rows=16, updates=2,
                         training=wb.Training(engine="torch", micro_batch_tokens=64)).with_roles(roles)  # fmt: skip
     constants = Constants(*(dice.choice([0.5, 1.0, 3.0]) * (1 if n < 5 or n > 8 else 1e-3) for n in range(12)))
-    hardware = machine(memory, per_machine)
+    hardware = machine(memory, per_machine, flop_s)
     expected = walked(models, devices, hardware, workload, constants)
     if math.isinf(expected):
         with pytest.raises(BadInput, match="no layout was found that fits"):
@@ -133,17 +148,20 @@ def test_the_optimum_is_that_of_walking_through_all(
     assert plans.exact
     assert plans.best.iteration_s == pytest.approx(expected, rel=1e-9)
     assert sorted(plan.iteration_s for plan in plans) == [plan.iteration_s for plan in plans]
+    for plan in plans:
+        for role in (role for one in plan.sets for role in one.roles):
+            trained = role.role in ("actor", "critic")
+            assert role.lasting_bytes >= held_by_hand(models[role.role], trained, role.layout.p, role.layout.t)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("devices", [12, 16])
-def test_the_optimum_of_five_models(devices: int) -> None:
+def test_the_optimum_of_five_models_on_sixteen_devices() -> None:
     models = {role: small(2, 64 if role in ("actor", "critic") else 32, 4) for role in ROLES}
     workload = Workload(algorithm="safe-rlhf", prompt_tokens=8, response_tokens=8, rows=16, updates=2,
                         training=wb.Training(engine="torch", micro_batch_tokens=64)).with_roles(ROLES)  # fmt: skip
     hardware = machine(8, 8)
-    plans = search(models, devices=devices, hardware=hardware, workload=workload)
-    assert plans.best.iteration_s == pytest.approx(walked(models, devices, hardware, workload, Constants()), rel=1e-9)
+    plans = search(models, devices=16, hardware=hardware, workload=workload)
+    assert plans.placements_considered == 52
+    assert plans.best.iteration_s == pytest.approx(walked(models, 16, hardware, workload, Constants()), rel=1e-9)
 
 
 @pytest.mark.parametrize(("count", "partitions"), [(3, 5), (4, 15), (5, 52)])
@@ -193,6 +211,9 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     by_role, by_call = (search(four("llama-7b"), devices=32, by_call=each, constants=cheap) for each in (False, True))
     assert by_call.best.iteration_s <= by_role.best.iteration_s
     assert any(role.inference is not None for plan in by_call for one in plan.sets for role in one.roles)
+    actors = [role for plan in by_call for one in plan.sets for role in one.roles if role.own_t_g]
+    assert actors and all(role.layout.t % role.own_t_g for role in actors)  # what training's ranks do not gather to
+    assert all(any(call.name == "relayout" and call.stage == "generation" for call in role.calls) for role in actors)
     coarse = search(four("llama-7b"), devices=32, granularity=8)
     assert not coarse.exact
     assert coarse.best.iteration_s >= whole.best.iteration_s

@@ -33,7 +33,7 @@ LAB_LOOKS = {
     "syncs", "tensordict", "timeline", "topology", "traffic", "transfers", "weight_digests",
 }  # fmt: skip
 FRAME_LOOKS = {
-    "agg", "aggregate", "all", "any", "astype", "bar", "copy", "corr", "count", "cumsum", "describe",
+    "agg", "aggregate", "all", "any", "assign", "astype", "bar", "copy", "corr", "count", "cumsum", "describe",
     "drop_duplicates", "dropna", "ewm", "fillna", "filter", "first", "groupby", "head", "hist", "idxmax", "idxmin",
     "info", "isin", "isna", "items", "iterrows", "itertuples", "keys", "last", "line", "max", "mean", "median",
     "melt", "merge", "min", "nlargest", "notna", "nsmallest", "nunique", "pivot", "pivot_table", "plot", "quantile",
@@ -62,6 +62,7 @@ TEXT_METHODS = {
 DISPLAYS = {"display", "clear_output", "HTML", "Markdown", "Image", "SVG", "JSON", "Pretty", "Code"}
 DRAWING = {"IPython", "ipywidgets", "matplotlib", "seaborn", "plotly", "pylab", "altair", "bokeh", "workbench_widgets"}
 SAVES = {"savefig", "write_html", "write_image", "write_json", "save"}
+STREAMS = {"enumerate", "filter", "iter", "map", "open", "reversed", "zip"}  # what they give is read once
 CALLING = {"map", "filter", "sorted", "max", "min"}  # of these a function may be given, which may do something
 MODULE_VALUES = {
     "pandas": {
@@ -91,7 +92,8 @@ class Looking:
     """Judges the statements of one notebook, in order, and remembers what names stand for.
 
     modules: name -> the top module that it was imported from. drawn: names that hold pictures, and functions that only
-    show; printing: functions that only print. defined: functions and classes of the notebook.
+    show; printing: functions that only print. defined: functions and classes of the notebook. streams: names of
+    what can be read once and is read again, so that looking at it takes it away.
     """
 
     def __init__(self, statements: Sequence[Statement]) -> None:
@@ -108,6 +110,8 @@ class Looking:
         self.drawn = {name for name, module in self.modules.items() if module in DRAWING}
         self.drawn |= DISPLAYS - set(self.modules) - bound
         self.owned = _owned(statements)
+        streams = {name for s in statements if _is_stream(s.node) for name in s.names.binds}
+        self.streams = {name for name in streams if sum(name in s.names.needs for s in statements) > 1}
 
     def purpose(self, statement: Statement) -> Purpose:
         """What one statement is for; call it in the order of the program."""
@@ -171,6 +175,8 @@ class Looking:
         heads += [item.context_expr for item in getattr(node, "items", ())]
         if isinstance(node, ast.For):
             heads = [node.iter]
+            if self._reads_stream(node.iter):
+                return Purpose.EFFECT
         if isinstance(node, ast.With) or not all(map(self.looks, heads)):
             return Purpose.EFFECT
         purposes = {self._of(one) for one in inner}
@@ -182,11 +188,19 @@ class Looking:
     def looks(self, node: ast.AST) -> bool:
         """Whether evaluating an expression changes nothing."""
         for one in at_margin([node]):
-            if isinstance(one, ast.Call) and not self._harmless(one):
+            if isinstance(one, ast.Call) and (not self._harmless(one) or any(map(self._reads_stream, one.args))):
+                return False
+            if isinstance(one, ast.Starred) and self._reads_stream(one.value):
+                return False
+            if isinstance(one, ast.comprehension) and self._reads_stream(one.iter):
                 return False
             if isinstance(one, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr):
                 return False
         return True
+
+    def _reads_stream(self, node: ast.AST) -> bool:
+        inner = node.value if isinstance(node, ast.Starred) else node
+        return isinstance(inner, ast.Name) and inner.id in self.streams
 
     def _harmless(self, call: ast.Call) -> bool:
         called, start = call.func, root(call.func)
@@ -274,6 +288,13 @@ def _owned(statements: Sequence[Statement]) -> set[str]:
         for name in statement.names.binds:
             owned[name] = owned.get(name, True) and fresh
     return {name for name, fresh in owned.items() if fresh}
+
+
+def _is_stream(node: ast.stmt) -> bool:
+    """Whether it gives a name to an iterator."""
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    named = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in STREAMS
+    return named or isinstance(value, ast.GeneratorExp)
 
 
 def _prints(function: ast.FunctionDef) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.export.cells import Cell
-from workbench.export.statements import Statement
+from workbench.export.moves import opening_of
+from workbench.export.statements import Statement, at_margin, root
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,24 @@ def found_repeats(statements: Sequence[Statement]) -> list[Step]:
         return list(statements)
     repeat = Repeat(tuple(statements[start : start + length]), count, statements[start + covered - 1].cell)
     return [*found_repeats(statements[:start]), repeat, *found_repeats(statements[start + covered :])]
+
+
+def iterated(repeat: Repeat, program: Sequence[Statement]) -> str | None:
+    """The workbench of which each turn is one iteration: it draws prompts once, or iterates an algorithm once. A script
+    that counts turns by `lab.iterations` can be resumed in the middle."""
+    opened = {name for statement in program if opening_of(statement) for name in statement.names.binds}
+    body = [statement.node for statement in repeat.body]
+    if any(isinstance(node, ast.For | ast.While | ast.AsyncFor) for node in at_margin(body)):
+        return None
+    begun = [node for node in at_margin(body) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    begun = [node for node in begun if (path := ast.unparse(node.func)).endswith(".prompts.next")
+             or path.endswith(".iterate")]  # fmt: skip
+    if len(begun) != 1 or not opened:
+        return None
+    name = root(begun[0])
+    if name in opened:
+        return name
+    return opened.pop() if len(opened) == 1 and ast.unparse(begun[0].func).endswith(".iterate") else None
 
 
 def _does(body: Sequence[Statement]) -> bool:

@@ -20,11 +20,11 @@ def fold_moves(
     needed: the statements that would be kept with the moves. recorded: name of a workbench -> the placement that it had
     at the end, as an expression: also of a move that was made by hand in a panel.
     """
-    opened = {name: place for place, s in enumerate(statements) for name in s.names.binds if _opening(s) is not None}
+    opened = {name: place for place, s in enumerate(statements) for name in s.names.binds if opening_of(s) is not None}
     result, told = list(statements), []
     for name, place in opened.items():
         moves = [s for s in statements if _moves(s, name)]
-        opening = _opening(statements[place])
+        opening = opening_of(statements[place])
         assert opening is not None
         known = recorded.get(_title(opening))
         if not moves and known is None:
@@ -52,7 +52,7 @@ def fold_moves(
     return result, told
 
 
-def _opening(statement: Statement) -> ast.Call | None:
+def opening_of(statement: Statement) -> ast.Call | None:
     """The `wb.open(...)` that a statement assigns."""
     node = statement.node
     call = node.value if isinstance(node, ast.Assign) else None
@@ -119,7 +119,7 @@ def _is_plain_move(call: ast.AST | None, name: str) -> bool:
 
 def _with_placement(statement: Statement, placement: str) -> Statement:
     """The opening with another placement."""
-    call = _opening(statement)
+    call = opening_of(statement)
     assert call is not None
     for keyword in call.keywords:
         if keyword.arg == "placement":

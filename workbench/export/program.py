@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from workbench.errors import MissingDependency
-from workbench.export.loops import Repeat, Step
+from workbench.export.loops import Repeat, Step, iterated
 from workbench.export.parameters import Parameter
 from workbench.export.statements import Statement, at_margin, root
+from workbench.workers.protocols import PAPERS
 
 LINE_LENGTH = 100
 STILL = {"dataclass", "dataclasses", "field", "functools", "lru_cache", "wraps", "staticmethod", "wb", "workbench"}
@@ -53,7 +54,7 @@ def program(
             blocks.append(_explained(statement, explained) + text)
         written.add(text)
     is_async = any(_awaits(step) for step in within)
-    blocks.append(_main(main, parameters, within, local, explained, is_async))
+    blocks.append(_main(main, parameters, within, local, explained, is_async, statements))
     blocks.append(f'if __name__ == "__main__":\n    {workbench}.script.run({main})')
     return formatted("\n\n\n".join(block for block in blocks if block) + "\n")
 
@@ -116,7 +117,14 @@ def hoisted(
 def _is_still(statement: Statement) -> bool:
     """Whether making a function or class calls nothing whose result depends on when it is called."""
     calls = [node for node in at_margin([statement.node]) if isinstance(node, ast.Call)]
-    return all(root(call) in STILL for call in calls)
+    return all(root(call) in STILL for call in calls) and not any(map(_names_protocol, at_margin([statement.node])))
+
+
+def _names_protocol(node: ast.AST) -> bool:
+    """Whether it is `wb.register("...")` of a protocol that the notebook itself has added by then."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register"):
+        return False
+    return any(isinstance(one, ast.Constant) and one.value not in PAPERS for one in node.args[:1])
 
 
 def _unknown(statement: Statement, here: set[str]) -> bool:
@@ -154,7 +162,7 @@ def _awaits(step: Step) -> bool:
 
 def _main(
     name: str, parameters: Sequence[Parameter], steps: Sequence[Step], local: set[str], explained: dict[int, str],
-    is_async: bool,
+    is_async: bool, program: Sequence[Statement],
 ) -> str:  # fmt: skip
     arguments = "".join(f"\n    {parameter}," for parameter in parameters)
     signature = f"({arguments}\n)" if arguments else "()"
@@ -170,7 +178,9 @@ def _main(
             told, own = _explained(statement, explained), _local(statement, local)
             text += (told + own.strip("\n") if told else own) + "\n"
         if isinstance(step, Repeat):
-            text = f"for _ in range({_repeats(step, parameters)}):\n" + indented(text.strip("\n")) + "\n"
+            lab = iterated(step, program)
+            turns = f"{f'{lab}.iterations' if lab else 'range'}({_repeats(step, parameters)})"
+            text = f"for _ in {turns}:\n" + indented(text.strip("\n")) + "\n"
         lines.append(text)
     body = indented("".join(lines).strip("\n")) or "    pass"
     return f"{'async ' if is_async else ''}def {name}{signature} -> None:\n{body}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
 from workbench.export.looking import DRAWING, LAB_LOOKS, Looking, Purpose, builtin
-from workbench.export.statements import Statement, at_margin, root
+from workbench.export.statements import Statement, at_margin, names_of_module, own_names, root
 
 # Stages that change no role and no position in the data: without what they made, they need not be called.
 PURE_STAGES = {
@@ -252,6 +252,7 @@ def _check_names(chosen: Sequence[Statement], statements: Sequence[Statement], p
     for statement in statements:
         for name in statement.names.binds:
             makers.setdefault(name, []).append(statement.cell)
+    _refuse_other_scopes(chosen)
     made = set(parameters)
     made |= {name for s in chosen if s.is_import or s.is_definition for name in s.names.binds}
     for statement in chosen:
@@ -266,6 +267,31 @@ def _check_names(chosen: Sequence[Statement], statements: Sequence[Statement], p
                 continue
             raise _missing(name, statement, makers)
         made |= statement.names.binds
+
+
+def _refuse_other_scopes(chosen: Sequence[Statement]) -> None:
+    """A notebook's variables are global, those of `main` are not: where that would make a difference is refused."""
+    bound: set[str] = set()
+    everywhere = {name for s in chosen for name in s.names.binds}
+    for statement in chosen:
+        node, names = statement.node, statement.names
+        inner = own_names(statement.text)
+        if early := sorted(n for n in names.uses & everywhere - bound - names.binds if builtin(n)):
+            rule = "a later cell makes a variable of that name, which in a function hides the builtin from its start"
+            raise BadInput(f"{statement.cell} reads the builtin {early[0]!r}", rule, "rename that variable")
+        if twice := sorted(inner.read_and_bound_by_class & everywhere):
+            rule = "a class body that reads a variable of a function cannot bind the same name"
+            raise BadInput(f"{statement.cell}: {twice[0]!r} in a class body", rule, "rename one of the two")
+        if hidden := sorted(inner.global_under_local & everywhere):
+            rule = "a function around it has a variable of its own with that name, which `nonlocal` would mean"
+            raise BadInput(f"{statement.cell}: global {hidden[0]}", rule, "rename one of the two")
+        brought = names_of_module(node) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" else set()
+        if again := sorted(brought & bound):
+            rule = f"it brings {again[0]!r}, which has a value by then; a script imports at its top"
+            raise BadInput(
+                f"{statement.cell}: {ast.unparse(node)}", rule, "import the names that you need, or move it up"
+            )
+        bound |= names.binds
 
 
 def _refuse_notebook_only(statement: Statement) -> None:

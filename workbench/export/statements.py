@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.util
 import re
 import symtable
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
@@ -145,6 +148,52 @@ def _add_nested(table: symtable.SymbolTable, uses: set[str], late: set[str], reb
             (uses if at_once else late).add(symbol.get_name())
     for child in table.get_children():
         _add_nested(child, uses, late, rebinds, at_once)
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """read_and_bound_by_class: names that a class body reads before it binds them. global_under_local: names
+    that a function declares `global` inside of one that has a variable of that name."""
+
+    read_and_bound_by_class: frozenset[str]
+    global_under_local: frozenset[str]
+
+
+def own_names(text: str) -> OwnNames:
+    """Names whose meaning depends on whether the code stands in a module or in a function."""
+    classes: set[str] = set()
+    hidden: set[str] = set()
+
+    def visit(table: symtable.SymbolTable, around: frozenset[str]) -> None:
+        symbols = table.get_symbols()
+        if table.get_type() == "function":
+            hidden.update(s.get_name() for s in symbols if s.is_declared_global() and s.get_name() in around)
+            around |= {s.get_name() for s in symbols if s.is_local()}
+        for child in table.get_children():
+            visit(child, around)
+
+    visit(symtable.symtable(text, "cell", "exec"), frozenset())
+    for one in ast.walk(ast.parse(text)):
+        if isinstance(one, ast.ClassDef):
+            lines = [names_of(ast.unparse(line)) for line in one.body]
+            for n, line in enumerate(lines):
+                before = {name for earlier in lines[:n] for name in earlier.binds}
+                classes.update(line.uses - before & {name for other in lines for name in other.binds})
+    return OwnNames(frozenset(classes), frozenset(hidden))
+
+
+def names_of_module(node: ast.ImportFrom) -> set[str]:
+    """What `from module import *` brings, read from the module's text; nothing where it has none."""
+    try:
+        spec = importlib.util.find_spec(node.module or "")
+        tree = ast.parse(Path(spec.origin or "").read_text()) if spec is not None else ast.Module([], [])
+    except (ImportError, ValueError, OSError, SyntaxError):
+        return set()
+    for one in tree.body:
+        if isinstance(one, ast.Assign) and [ast.unparse(target) for target in one.targets] == ["__all__"]:
+            with contextlib.suppress(ValueError):
+                return set(ast.literal_eval(one.value))
+    return {name for name in names_of(ast.unparse(tree)).binds if not name.startswith("_")}
 
 
 def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -24,23 +24,30 @@ from workbench.placement.rank_memory import rank_memory
 class Option:
     """One way to lay a role out on the devices of its set.
 
-    layout: of training, and of inference where `inference` is None; with t_g where the role generates. inference: of
-    forward passes, where each call may have its own. lasting, passing: bytes of the device that holds most.
-    seconds: of the role's calls by stage, without generation, whose rows a cache has to hold first.
+    layout: of training, and of what has none of its own; with t_g where training's ranks gather to those of generation.
+    inference, own_t_g: of forward passes, and of generation, where calls have their own. lasting, passing: bytes of the
+    device that holds most. seconds: of the role's calls by stage, without generation, whose rows a cache has to hold
+    first.
     """
 
     layout: Layout
     lasting: int
     passing: int
-    seconds: tuple[float, float, float]
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
     inference: Layout | None = None
+    own_t_g: int | None = None
+
+    @property
+    def t_g(self) -> int:
+        """Tensor ranks of generation."""
+        return self.own_t_g or self.layout.t_g or 1
 
 
 class RoleOptions:
     """The options of one role, by number of devices; each is worked out once.
 
     strategy: of the transition to generation. t_g: the only tensor size of generation; None: any. by_call: whether
-    inference may have another layout than training, with its weights moved there and back.
+    inference and generation may have layouts that training's knows nothing of, to which weights are copied.
     """
 
     def __init__(self, shape: Shape, model: CostModel, constants: Constants, role: str, *, strategy: str,
@@ -76,13 +83,13 @@ class RoleOptions:
         for layout in layouts:
             held = self._held(layout)
             assert held is not None
-            for generating in self._generating(layout):
-                yield self._option(generating, *held)
+            for generating, own in self._generating(layout):
+                yield self._option(Option(generating, *held, own_t_g=own))
                 for other in layouts if several else ():
                     if other != layout:
                         copy = self.shape.nbytes // (other.p * other.t)
                         passing = max(held[1], copy + self._forward_bytes(other))
-                        yield self._option(generating, held[0], passing, other)
+                        yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own))
 
     def as_given(self, layout: Layout, t_g: int) -> Option:
         """A layout that was chosen by somebody, whether it fits or not."""
@@ -92,10 +99,10 @@ class RoleOptions:
             raise BadInput(f"layout {layout}", "cannot hold the model")
         if self.generates:
             layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
-        return self._option(layout, *held)
+        return self._option(Option(layout, *held))
 
-    def _option(self, layout: Layout, lasting: int, passing: int, inference: Layout | None = None) -> Option:
-        option = Option(layout, lasting, passing, (0.0, 0.0, 0.0), inference)
+    def _option(self, option: Option) -> Option:
+        """With its seconds."""
         seconds = dict.fromkeys(STAGES, 0.0)
         for call in self.calls_of(option):
             seconds[call.stage] += call.seconds
@@ -111,7 +118,9 @@ class RoleOptions:
             if terms != Terms():
                 found.append(CallPlan(name, stage, terms, self.constants.seconds(terms)))
 
-        if self.generates:
+        if option.own_t_g is not None:
+            add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
+        elif self.generates:
             add("transition", STAGES[0], model.transition(self.shape, layout, self.strategy))
         if option.inference is not None:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
@@ -121,9 +130,8 @@ class RoleOptions:
             elif call.kind == "train":
                 add(call.name, call.stage, self._term("train", layout))
             elif cache_bytes is not None:
-                t_g = layout.t_g or 1
-                waves = int(self._waves(layout.size, t_g, np.array([cache_bytes]))[0])
-                add(call.name, call.stage, model.generate(self.shape, layout.size, t_g, waves))
+                waves = int(self._waves(layout.size, option.t_g, np.array([cache_bytes]))[0])
+                add(call.name, call.stage, model.generate(self.shape, layout.size, option.t_g, waves))
         return tuple(found)
 
     def _term(self, kind: str, layout: Layout) -> Terms:
@@ -132,9 +140,12 @@ class RoleOptions:
             self._terms[key] = (self.model.infer if kind == "infer" else self.model.train)(self.shape, layout)
         return self._terms[key]
 
-    def _moved(self, train: Layout, infer: Layout) -> Terms:
-        """Weights from one layout to another on the same ranks: at most all that a rank holds there."""
-        nbytes = self.shape.elements * self.shape.role.frozen_bytes / (infer.p * infer.t)
+    def _moved(self, train: Layout, other: Layout) -> Terms:
+        """Weights from training's layout to another on the same ranks: at most all that a rank holds there, nothing
+        where each rank has the whole model."""
+        if train.p * train.t == 1 and self.shape.role.engine != "zero3":
+            return Terms()
+        nbytes = self.shape.elements * self.shape.role.frozen_bytes / (other.p * other.t)
         rate, _ = self.model.hardware.link(train.size)
         return Terms(transition=nbytes / rate, transitions=1)
 
@@ -159,16 +170,30 @@ class RoleOptions:
                     found.append(layout)
         return found
 
-    def _generating(self, layout: Layout) -> Iterator[Layout]:
+    def _generating(self, layout: Layout) -> Iterator[tuple[Layout, int | None]]:
+        """Training's layout with each t_g that it gathers to, and beside each that it does not: (layout, own t_g)."""
         if not self.generates:
-            yield layout
+            yield layout, None
             return
-        if layout.p * layout.t == 1:  # its ranks generate one by one, or in groups of replicas
-            yield layout.generating(1)
-            return
-        for t_g in range(1, layout.t + 1):
-            if layout.t % t_g == 0 and self._t_g in (None, t_g):
-                yield layout.generating(t_g)
+        if layout.p * layout.t == 1:  # its ranks generate one by one
+            yield layout.generating(1), None
+        for t_g in range(1, self.model.hardware.devices_per_machine + 1):
+            if self._t_g not in (None, t_g):
+                continue
+            if layout.p * layout.t > 1 and layout.t % t_g == 0:
+                yield layout.generating(t_g), None
+            elif self._by_call and t_g > 1 and self._groups(t_g, layout.size):
+                yield layout, t_g
+
+    def _groups(self, t_g: int, devices: int) -> bool:
+        """Whether so many devices of a machine can share a replica of generation."""
+        if devices % t_g or self.model.hardware.devices_per_machine % t_g:
+            return False
+        try:
+            self.shape.role.weights.check(1, t_g)
+        except BadInput:
+            return False
+        return True
 
     def _held(self, layout: Layout) -> tuple[int, int] | None:
         """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
@@ -216,8 +241,8 @@ class RoleOptions:
 def _best(options: list[Option]) -> tuple[Option, ...]:
     """Those that no other of the same tensor size of generation matches or beats in every second and byte."""
     kept: list[Option] = []
-    for t_g in sorted({option.layout.t_g or 0 for option in options}):
-        group = [option for option in options if (option.layout.t_g or 0) == t_g]
+    for t_g in sorted({option.t_g for option in options}):
+        group = [option for option in options if option.t_g == t_g]
         figures = np.array([(*option.seconds, option.lasting, option.passing) for option in group])
         kept += [group[n] for n in undominated(figures)]
     return tuple(kept)

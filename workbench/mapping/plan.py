@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,22 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role of a set. inference: its layout there, where it has its own. calls: in the order of the iteration."""
+    """A role of a set. inference, own_t_g: the layout of its forward passes, and tensor ranks of its generation, where
+    those calls have their own. calls: in the order of the iteration."""
 
     role: str
     layout: Layout
     inference: Layout | None
+    own_t_g: int | None
     calls: tuple[CallPlan, ...]
     lasting_bytes: int
     passing_bytes: int
     generation_bytes: int = 0
+
+    @property
+    def t_g(self) -> int | None:
+        """Tensor ranks of generation; None where it draws nothing."""
+        return self.own_t_g or self.layout.t_g
 
     def seconds(self, stage: str) -> float:
         """Of its calls in a stage."""
@@ -47,8 +54,8 @@ class RolePlan:
     def layouts(self) -> dict[str, int]:
         """Its sizes, as plain values."""
         found = {"p": self.layout.p, "t": self.layout.t, "d": self.layout.d}
-        if self.layout.t_g is not None:
-            found |= {"p_g": self.layout.p_g or 1, "t_g": self.layout.t_g}
+        if self.t_g is not None:
+            found |= {"p_g": 1, "t_g": self.t_g}
         if self.inference is not None:
             one = self.inference
             found |= {"inference_p": one.p, "inference_t": one.t, "inference_d": one.d}
@@ -113,7 +120,7 @@ class Plan:
     @property
     def t_g(self) -> int:
         """For `Generation(tensor_parallel_size=...)`."""
-        return next((role.layout.t_g for one in self.sets for role in one.roles if role.layout.t_g is not None), 1)
+        return next((role.t_g for one in self.sets for role in one.roles if role.t_g is not None), 1)
 
     @cached_property
     def stage_s(self) -> dict[str, float]:
@@ -226,8 +233,12 @@ def describe(plan: Plan) -> str:
     """A plan in a line: sets with their devices and layouts."""
 
     def role(one: RolePlan) -> str:
-        layout = one.layout
-        return f"{one.role} ({layout.p}, {layout.t}, {layout.d}{f', t_g={layout.t_g}' if layout.t_g else ''})"
+        def sizes(layout: Layout) -> str:
+            return f"{layout.p}, {layout.t}, {layout.d}"
+
+        generation = f", t_g={one.t_g}" if one.t_g else ""
+        inference = f", inference {sizes(one.inference)}" if one.inference else ""
+        return f"{one.role} ({sizes(one.layout)}{generation}{inference})"
 
     return " | ".join(f"[{one.devices}] {', '.join(map(role, one.roles))}" for one in plan.sets)
 
@@ -306,9 +317,12 @@ class Plans:
         return table(self._rows(), caption=self._caption()) + f"<p>{self.best.why}</p>"
 
 
-def with_why(plan: Plan, other: Plan | None) -> Plan:
-    """A plan that says why it is as it is."""
-    return replace(plan, why=plan.reason(other))
+def ranked(plans: Iterable[Plan]) -> list[Plan]:
+    """Plans in the order of their seconds, each of which says why it stands there: the best beside the second, the
+    others beside the best."""
+    found = sorted(plans, key=lambda plan: plan.iteration_s)
+    beside = [*found[1:2], *(found[0] for _ in found[1:])] or [None]
+    return [replace(plan, why=plan.reason(other)) for plan, other in zip(found, beside, strict=True)]
 
 
 def _counted(placements: int) -> str:

@@ -57,10 +57,10 @@ def set_plan(
     for role, way in zip(roles, ways, strict=True):
         one, weights = options[role], 0
         if one.generates:
-            weights = one.generation_bytes(way.layout.t_g or 1)
-            cache = max(left - weights, model.row_bytes(one.shape, way.layout.t_g or 1))
+            weights = one.generation_bytes(way.t_g)
+            cache = max(left - weights, model.row_bytes(one.shape, way.t_g))
         calls = one.calls_of(way, int(np.ceil(cache)))
-        placed.append(RolePlan(role, way.layout, way.inference, calls, way.lasting, way.passing, weights))
+        placed.append(RolePlan(role, way.layout, way.inference, way.own_t_g, calls, way.lasting, way.passing, weights))
     return SetPlan(tuple(placed), devices, transfers(roles, devices, options, constants), int(cache))
 
 

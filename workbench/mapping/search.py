@@ -28,7 +28,7 @@ from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
-from workbench.mapping.plan import Plan, Plans, with_why
+from workbench.mapping.plan import Plan, Plans, ranked
 from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.shapes import Shape, role_models
 from workbench.mapping.workload import Workload
@@ -83,9 +83,9 @@ def search(
     which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
     placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
     so fine that a set has at most 128 sizes, 1 up to 128 devices. A plan may leave devices idle. strategy: of the
-    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: the forward passes of a
-    trained role have a layout of their own, to which weights are copied each iteration (ReaLHF's question,
-    arXiv:2406.14088); such a plan is no placement of a workbench yet. constants: of the cost model, such as
+    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: generation, forward
+    passes and training of a role each have a layout of their own, to which weights are copied each iteration (ReaLHF's
+    question, arXiv:2406.14088); such a plan is no placement of a workbench yet. constants: of the cost model, such as
     `lab.calibrate()` gives. top: so many plans.
 
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
@@ -129,11 +129,8 @@ def search(
     found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
     if not found:
         raise BadInput(*_nothing_fits(options, devices, machine, placement))
-    found.sort(key=lambda plan: plan.iteration_s)
-    second = found[1] if len(found) > 1 else None
-    plans = [with_why(plan, found[0] if n else second) for n, plan in enumerate(found[:top])]
     return Plans(
-        plans=tuple(plans), workload=workload, hardware=machine, devices=devices, granularity=unit,
+        plans=tuple(ranked(found)[:top]), workload=workload, hardware=machine, devices=devices, granularity=unit,
         placements_considered=len(partitions), search_s=time.perf_counter() - start_s, exact=unit == 1,
     )  # fmt: skip
 
@@ -238,7 +235,7 @@ class _Search:
         seconds = sum((np.array([o.seconds for o in some])[pick] for some, pick in columns), np.zeros((len(picks), 3)))
         for n, role in enumerate(roles):
             if self.options[role].generates:
-                sizes = np.array([option.layout.t_g or 1 for option in choices[n]])[picks[:, n]]
+                sizes = np.array([option.t_g for option in choices[n]])[picks[:, n]]
                 seconds[:, 0] += self._generation(role, devices, sizes, lasting)
         moved = transfers(roles, devices, self.options, self.constants)
         seconds += [one.seconds for one in moved.values()]

@@ -174,8 +174,8 @@ def protocol(
     """
     if not name.isidentifier():
         raise BadInput(f"protocol name {name!r}", "must be a plain identifier")
-    if name in _OURS:
-        raise BadInput(f"protocol name {name!r}", f"these are the paper's: {', '.join(_OURS)}", "choose another name")
+    if name in PAPERS:
+        raise BadInput(f"protocol name {name!r}", f"these are the paper's: {', '.join(PAPERS)}", "choose another name")
     for argument, function in (("distribute", distribute), ("collect", collect)):
         if not callable(function):
             raise BadInput(
@@ -187,4 +187,4 @@ def protocol(
     return PROTOCOLS[name]
 
 
-_OURS = tuple(PROTOCOLS)
+PAPERS = tuple(PROTOCOLS)
