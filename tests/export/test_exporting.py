@@ -176,10 +176,12 @@ def test_repeats_are_offered_as_loops() -> None:
 
 def test_a_protocol_of_the_notebook_is_there_before_the_worker_that_names_it() -> None:
     worker = 'class Mine(wb.Worker):\n    @wb.register("LAST")\n    def count(self):\n        return 1'
-    cells = page(IMPORT, 'wb.protocol("LAST", collect=lambda layout: [layout.size - 1])', worker, OPEN)
+    added = 'wb.protocol("LAST", collect=lambda layout: [layout.size - 1])'
+    used = f"{OPEN}\nlab.reload(Mine)"
+    cells = page(IMPORT, added, worker, used)
     text = script_of(cells).text
     assert text.index("def main") < text.index("wb.protocol") < text.index("class Mine")
-    papers = script_of(page(IMPORT, worker.replace("LAST", "ONE_TO_ALL"), OPEN + "\nlab.reload(Mine)")).text
+    papers = script_of(page(IMPORT, worker.replace("LAST", "ONE_TO_ALL"), used)).text
     assert papers.index("class Mine") < papers.index("def main")
 
 
