@@ -150,7 +150,8 @@ class Predicting(Views):
         # a role that the algorithm does not call is placed all the same, and costs no time
         models = {role: model if role in workload.roles else None
                   for role, model in self.description.role_models().items()}  # fmt: skip
-        has = self.description.devices or self.placement.devices
+        inline = self.description.backend == "inline"  # on one device, however many there are
+        has = (not inline and self.description.devices) or self.placement.devices
         count = has if devices is None else devices
         whole("top", top, 1)
         plans = search(models, devices=count, hardware=known.hardware, workload=workload,

@@ -196,6 +196,24 @@ def test_a_reward_that_draws_goes_on_drawing(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
+def test_an_adapter_goes_on(tmp_path: Path) -> None:
+    models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2)), "critic": TINY, "reference": TINY, "reward": len_of}
+    with tiny_lab("adapted", tmp_path, models=models, backend="inline") as lab:
+        ppo = ppo_of(lab)
+        ppo.iterate()
+        saved = lab.save(tmp_path / "one")
+        expected = ppo.iterate()
+    with wb.restore(saved.folder, name="again", runs=tmp_path) as lab:
+        assert ppo_of(lab).iterate() == expected
+    adapted = wb.Model(TINY, adapter=wb.LoRA(rank=4))
+    with pytest.raises(BadInput, match="declare the model that was saved"):
+        wb.restore(saved.folder, name="other", runs=tmp_path, models={**models, "actor": adapted})
+
+
+def len_of(response: str, **row: Any) -> float:
+    return float(len(response))
+
+
 def test_a_refreshed_reference_is_saved(tmp_path: Path) -> None:
     with tiny_lab("refreshed", tmp_path, backend="inline") as lab:
         lab.save(tmp_path / "before", models=False)

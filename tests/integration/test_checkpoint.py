@@ -30,17 +30,27 @@ CASES = {
         wb.Placement.of({"all": (2, ROLES)}),
         wb.Placement.colocate(1),
     ),
+    "an adapter in two stages, with rollout workers": (
+        {
+            "actor": wb.Model(TINY, adapter=wb.LoRA(rank=2), training=wb.Training(**TORCH, engine="torch")),
+            "critic": trained(engine="torch"),
+        },
+        wb.Placement.of(
+            {"all": (2, ROLES), "more": (1, ["rollout"])}, layouts={"actor": (2, 1, 1), "critic": (2, 1, 1)}
+        ),
+        wb.Placement.colocate(1),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["tensor parallel, and ZeRO-1", pytest.param("ZeRO-3, and replicas", marks=pytest.mark.thorough)]
+    "case", [name if not n else pytest.param(name, marks=pytest.mark.thorough) for n, name in enumerate(CASES)]
 )
 def test_another_process_goes_on(case: str, tmp_path: Path) -> None:
     models, placement, other = CASES[case]
     table, all_models = stored(), {**models, "reference": TINY, "reward": vowels}
-    with tiny_lab("saved", tmp_path, models=all_models, placement=placement, devices=2) as lab:
+    with tiny_lab("saved", tmp_path, models=all_models, placement=placement, devices=placement.devices) as lab:
         update_on(lab, table)
         lab.refresh_reference()
         reference = lab.reference.weight_digests()[0]

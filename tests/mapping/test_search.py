@@ -49,14 +49,16 @@ def every_layout(role: Any, devices: int, hardware: Hardware) -> Iterator[wb.Lay
             yield wb.Layout(p, t, d)
 
 
-def held_by_hand(config: LlamaConfig, trained: bool, p: int, t: int) -> int:
-    """Bytes that stay on the fuller of the first and the last stage's devices: 16 a trained weight in fp32, 4 a frozen
-    one. Matrices and embeddings are cut t ways, norms are whole; the last stage has the final norm and the head."""
+def held_by_hand(config: LlamaConfig, role: str, p: int, t: int) -> int:
+    """Bytes that stay on the fuller of the first and the last stage's devices: 12 a trained weight (fp32, and two
+    moments), 2 a frozen one. Matrices and embeddings are cut t ways, norms are whole; the last stage has the final norm
+    and the head, which is one row and a bias where a role scores."""
     h, v = config.hidden_size, config.vocab_size
     block = (4 * h * h + 3 * h * config.intermediate_size) // t + 2 * h
+    embedding, head = v * h // t, v * h // t if role in ("actor", "reference") else h + 1
     blocks = config.num_hidden_layers // p * block
-    ends = [blocks + v * h // t, blocks + h + v * h // t] if p > 1 else [blocks + 2 * (v * h // t) + h]
-    return max(ends) * (16 if trained else 4)
+    most = max(blocks + embedding, blocks + h + head) if p > 1 else blocks + embedding + h + head
+    return most * (12 if role in ("actor", "critic") else 2)
 
 
 def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: Workload, constants: Constants) -> float:
@@ -125,7 +127,7 @@ def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: W
     return best
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     st.integers(1, 5), st.integers(1, 16), st.sampled_from([2, 4, 8]), st.floats(2, 60), st.integers(1, 4),
     st.sampled_from([4, 30]), st.sampled_from([1e9, 1e12]), st.randoms(use_true_random=False),
@@ -150,8 +152,8 @@ def test_the_optimum_is_that_of_walking_through_all(
     assert sorted(plan.iteration_s for plan in plans) == [plan.iteration_s for plan in plans]
     for plan in plans:
         for role in (role for one in plan.sets for role in one.roles):
-            trained = role.role in ("actor", "critic")
-            assert role.lasting_bytes >= held_by_hand(models[role.role], trained, role.layout.p, role.layout.t)
+            by_hand = held_by_hand(models[role.role], role.role, role.layout.p, role.layout.t)
+            assert 0 <= role.lasting_bytes - by_hand <= 4 * (9 * layers + 4)  # Adam counts its steps tensor by tensor
 
 
 def test_the_optimum_of_five_models_on_sixteen_devices() -> None:
@@ -212,8 +214,16 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     assert by_call.best.iteration_s <= by_role.best.iteration_s
     assert any(role.inference is not None for plan in by_call for one in plan.sets for role in one.roles)
     actors = [role for plan in by_call for one in plan.sets for role in one.roles if role.own_t_g]
-    assert actors and all(role.layout.t % role.own_t_g for role in actors)  # what training's ranks do not gather to
-    assert all(any(call.name == "relayout" and call.stage == "generation" for call in role.calls) for role in actors)
+    # where decoding is bound by memory, replicas of few rows are slow: groups of devices that training did not make
+    slow = Hardware(**{**vars(by_role.hardware), "memory_bytes_s": 1e10})
+    apart = [
+        search(four("llama-7b"), devices=16, by_call=each, constants=cheap, hardware=slow).best
+        for each in (False, True)
+    ]
+    actor = next(role for one in apart[1].sets for role in one.roles if role.role == "actor")
+    assert apart[1].iteration_s < apart[0].iteration_s
+    assert actor.own_t_g and (actor.layout.t % actor.own_t_g or actor.layout.p * actor.layout.t == 1)
+    assert ("relayout" in {call.name for call in actor.calls}) == (actor.layout.p * actor.layout.t > 1)
     coarse = search(four("llama-7b"), devices=32, granularity=8)
     assert not coarse.exact
     assert coarse.best.iteration_s >= whole.best.iteration_s
