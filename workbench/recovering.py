@@ -52,8 +52,9 @@ def recover(lab: Workbench, path: str | Path | None = None) -> Checkpoint | None
             run.cancel()
         note("waiting for the stages under way to stop")
         lab.scheduler.drain()
+        anew = isinstance(lab._backend, RayBackend) and lab._backend.rejoin(note)
         # without a checkpoint all begin anew: a living role has learned what the others are to know nothing of
-        lost = lost_pools(lab) if restoring else {info.pool for info in lab._infos}
+        lost = lost_pools(lab) if restoring and not anew else {info.pool for info in lab._infos}
         _restart(lab, lost, note)
         lab._failed = None
         if restoring is not None:
@@ -178,7 +179,8 @@ class Recovering:
         checkpoint; None: there was none, and the workbench is as it was opened.
 
         path: another checkpoint than the newest of `lab.save`, `lab.autosave` and the one that it was resumed from.
-        Only pools that are no longer whole get new processes, and lose the batches that they kept; without a checkpoint
-        all do. Raises `BadInput`, with nothing touched, where the checkpoint does not fit.
+        Only pools that are no longer whole get new processes, and lose the batches that they kept. All do without a
+        checkpoint, and when this user's Ray head was gone, in whose place another one is started. Raises `BadInput`,
+        with nothing touched, where the checkpoint does not fit.
         """
         return recover(cast("Workbench", self), path)

@@ -68,6 +68,10 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
     assert fewer.table["verdict"].tolist() == ["equal", "missing in the script", "missing in the script"]
     assert not fewer.ok
     assert not compare_runs(write(tmp_path / "i", (1, "y", {"a": inf})), write(tmp_path / "j", (1, "y", {"a": 5.0}))).ok
+    gaps = [compare_runs(*(write(tmp_path / f"{name}-{n}", (1, "y", {name: x})) for n, x in enumerate((1e-7, 9e-7))))
+            for name in ("rollout_gap/mean", "ratio/max_deviation", "loss")]  # fmt: skip
+    assert [proof.table["largest_difference"].item() for proof in gaps] == pytest.approx([8e-4, 8e-4, 0.8])
+    assert not any(proof.ok for proof in gaps)  # on one process nothing differs at all
     assert not compare_runs(write(tmp_path / "e"), write(tmp_path / "f")).ok  # nothing was compared
 
 

@@ -101,11 +101,11 @@ def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: W
         if not all(every):
             return np.zeros((0, 3))
         picks = np.indices([len(one) for one in every]).reshape(len(roles), -1)
-        lasting = sum(np.array([way[2][0] for way in one])[pick] for one, pick in zip(every, picks, strict=True))
+        lasting: Any = sum(np.array([way[2][0] for way in one])[pick] for one, pick in zip(every, picks, strict=True))
         passing = np.max(
             [np.array([w[2][1] for w in one])[pick] for one, pick in zip(every, picks, strict=True)], axis=0
         )
-        seconds = sum(np.array([way[3] for way in one])[pick] for one, pick in zip(every, picks, strict=True))
+        seconds: Any = sum(np.array([way[3] for way in one])[pick] for one, pick in zip(every, picks, strict=True))
         seconds = seconds + [transfers(tuple(roles), n, options, constants)[stage].seconds for stage in STAGES]
         for role, one, pick in zip(roles, every, picks, strict=True):
             if any(call.kind == "generate" for call in workload.of(role)):
@@ -114,7 +114,8 @@ def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: W
         fits = (lasting + passing <= usable) & np.isfinite(seconds).all(axis=1)
         return np.unique(seconds[fits], axis=0)  # equal ones once
 
-    known, best = {}, math.inf
+    known: dict[Any, Any] = {}
+    best = math.inf
     for sets in partitions_of(tuple(shapes)):
         for sizes in itertools.product(range(1, devices + 1), repeat=len(sets)):
             if sum(sizes) > devices:
@@ -213,7 +214,6 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     by_role, by_call = (search(four("llama-7b"), devices=32, by_call=each, constants=cheap) for each in (False, True))
     assert by_call.best.iteration_s <= by_role.best.iteration_s
     assert any(role.inference is not None for plan in by_call for one in plan.sets for role in one.roles)
-    actors = [role for plan in by_call for one in plan.sets for role in one.roles if role.own_t_g]
     # where decoding is bound by memory, replicas of few rows are slow: groups of devices that training did not make
     slow = Hardware(**{**vars(by_role.hardware), "memory_bytes_s": 1e10})
     apart = [

@@ -321,7 +321,7 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     """Plans in the order of their seconds, each of which says why it stands there: the best beside the second, the
     others beside the best."""
     found = sorted(plans, key=lambda plan: plan.iteration_s)
-    beside = [*found[1:2], *(found[0] for _ in found[1:])] or [None]
+    beside: list[Plan | None] = [*found[1:2], *(found[0] for _ in found[1:])] or [None]
     return [replace(plan, why=plan.reason(other)) for plan, other in zip(found, beside, strict=True)]
 
 

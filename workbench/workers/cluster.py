@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from workbench.home import home, locked
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
 KEEP = "WORKBENCH_KEEP_RAY"
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 ATTEMPTS = 3
 Note = Callable[[str], None]
 
@@ -153,9 +154,6 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
             _joined = None
         own_head = address is None or (head is not None and head["address"] == address)
         _use_token(own_head)
-        # Ray reads its settings when it is imported; it may have been imported before they were made
-        ray._raylet.Config.initialize("")
-        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
         if address is None:
             if head is None and not start:
                 raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
@@ -163,7 +161,11 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
         target = str(address or (head and head["address"]))
         note("joining Ray")
         try:
-            ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+            with _outlives_head() if own_head else contextlib.nullcontext():
+                # Ray reads its settings when it is imported; it may have been imported before they were made
+                ray._raylet.Config.initialize("")
+                ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+                ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise WorkbenchError(
                 f"no Ray cluster answers at {target!r} ({str(error).splitlines()[0]})",
@@ -174,6 +176,29 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
         if own_head:
             _note_client()
     return ray
+
+
+@contextlib.contextmanager
+def _outlives_head() -> Iterator[None]:
+    """While this process joins a head: Ray is not to end it when that head has been gone for a minute. Whether it is
+    gone is asked before each call, see `head_is_gone`; the head's own processes keep Ray's minute."""
+    given = os.environ.get(PATIENCE)
+    os.environ.setdefault(PATIENCE, str(10**9))
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[PATIENCE]
+
+
+def head_is_gone() -> bool:
+    """Whether this process is joined to a head of this user's that does not run any more."""
+    head = running_head()
+    return _joined is not None and _joined.own and (head is None or not _names(_joined.address, head))
+
+
+def _names(address: str, head: dict[str, Any]) -> bool:
+    return address.rsplit(":", 1)[1] == str(head["address"]).rsplit(":", 1)[1]
 
 
 def _serves(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
@@ -206,8 +231,8 @@ def _address(ray: Any) -> str:
 def _own(ray: Any, head: dict[str, Any] | None) -> bool:
     """Whether the cluster that this process is joined to is this user's head, and that lives."""
     here = _address(ray)
-    host, port = here.rsplit(":", 1)
-    if head is None or port != head["address"].rsplit(":", 1)[1]:
+    host = here.rsplit(":", 1)[0]
+    if head is None or not _names(here, head):
         return False
     if _joined is not None and _joined.address == here:
         return _joined.own
@@ -220,7 +245,7 @@ def joined_address(ray: Any) -> str | None:
 
 
 def _note_client() -> None:
-    """Leave word that this process is joined to the head: Ray ends a process whose head goes away."""
+    """Leave word that this process is joined to the head, which stays while somebody is."""
     folder = home() / "clients"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / str(os.getpid())).write_text(repr(psutil.Process().create_time()))

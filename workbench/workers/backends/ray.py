@@ -16,12 +16,13 @@ from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.backends.nodes import nodes_of_pools
 from workbench.workers.calls import Call, HostInfo
-from workbench.workers.cluster import NAMESPACE, connect, joined_address
+from workbench.workers.cluster import NAMESPACE, connect, head_is_gone, joined_address
 from workbench.workers.idle import Idle
 
 START_TIMEOUT_S = 120
 ATTACH_TIMEOUT_S = 10
 END_GRACE_S = 10
+LOOK_S = 0.5  # so often is it asked whether the head lives
 POLL_S = 0.2
 # What a kernel that does not drive a workbench may ask its hosts.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
@@ -50,6 +51,8 @@ class RayPending(Pending):
         try:
             return self._ray.get(self.ref)
         except self._ray.exceptions.RayActorError as error:
+            if head_is_gone():
+                raise _head_gone() from error
             raise HostDied(
                 f"host {self._host} is gone",
                 "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
@@ -62,6 +65,14 @@ class RayPending(Pending):
             if not isinstance(cause, WorkbenchError):  # those say all there is to say
                 cause.add_note(f"on host {self._host}:\n{str(error).strip()}")
             raise cause from None
+
+
+def _head_gone() -> HostDied:
+    return HostDied(
+        "the Ray head of this user is gone, and all hosts with it",
+        "`ray stop` ends it, and so may the system when memory runs out; the notebook keeps its variables",
+        "lab.recover() starts them again, and goes on from the last checkpoint",
+    )
 
 
 class _Peers:
@@ -186,7 +197,26 @@ class RayBackend(Backend):
         self._ray = connect(address, start=start, note=note)
         self.cluster = joined_address(self._ray)
         self._actors: dict[str, Any] = {}
+        self._looked_s = time.monotonic()
         self.processes: dict[str, Process] = {}
+
+    def rejoin(self, note: Callable[[str], None]) -> bool:
+        """Where this user's head is gone: start another one and join it; whether that was so."""
+        if self.cluster is not None or not head_is_gone():
+            return False
+        self._actors.clear()
+        self._ray = connect(None, note=note)
+        return True
+
+    def _actor(self, host: str) -> Any:
+        """A host that can be asked. Raises `HostDied`."""
+        if time.monotonic() > self._looked_s + LOOK_S:  # a call without a head would never be answered
+            if self.cluster is None and head_is_gone():
+                raise _head_gone()
+            self._looked_s = time.monotonic()
+        if host not in self._actors:
+            raise HostDied(f"host {host} is gone", "what it kept went with it", "run the stages that made it again")
+        return self._actors[host]
 
     def check(self, infos: Sequence[HostInfo]) -> None:
         """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
@@ -247,12 +277,12 @@ class RayBackend(Backend):
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
-        for info in infos:
-            actor = self._actors.pop(info.name, None)
-            if actor is not None:
+        actors = [self._actors.pop(info.name) for info in infos if info.name in self._actors]
+        if self.cluster is not None or not head_is_gone():  # else they ended with it
+            for actor in actors:
                 self._ray.kill(actor)
-        for name in dict.fromkeys(map(_group_name, infos)):
-            _remove_groups(self._ray, name)
+            for name in dict.fromkeys(map(_group_name, infos)):
+                _remove_groups(self._ray, name)
         end(gone, grace_s=END_GRACE_S)
 
     def _devices(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> Any:
@@ -318,15 +348,13 @@ class RayBackend(Backend):
         self._ray.get([actor.drive.remote(self._driver) for actor in self._actors.values()])
 
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        return self._pending(host, self._actors[host].compute.remote(self._driver, "execute", call))
+        return self._pending(host, self._actor(host).compute.remote(self._driver, "execute", call))
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        if host not in self._actors:
-            raise HostDied(f"host {host} is gone", "what it kept went with it", "run the stages that made it again")
-        return self._pending(host, self._actors[host].control.remote(self._driver, method, *args, **kwargs))
+        return self._pending(host, self._actor(host).control.remote(self._driver, method, *args, **kwargs))
 
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        return self._pending(host, self._actors[host].compute.remote(self._driver, method, *args, **kwargs))
+        return self._pending(host, self._actor(host).compute.remote(self._driver, method, *args, **kwargs))
 
     def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         refs = [p.ref for p in pending if isinstance(p, RayPending)]

@@ -1,0 +1,82 @@
+"""The Ray head goes away under a notebook: the kernel stays, and another head takes its place."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kernel.kernels import Kernel
+from workbench.home import home
+
+OPEN = """
+import json
+from pathlib import Path
+import workbench as wb
+from tests.cases import tiny_lab
+from workbench.workers.cluster import running_head, stop_head
+lab = tiny_lab("headless", Path("runs").resolve(), placement=wb.Placement.colocate(1))
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=2)
+ppo.iterate()
+one = lab.save("one")
+expected = ppo.iterate()
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    own = tmp_path / "home"  # with a head of its own
+    own.mkdir()
+    (own / "models").symlink_to(home() / "models")
+    monkeypatch.setenv("WORKBENCH_HOME", str(own))
+    made = Kernel(tmp_path)
+    try:
+        yield made
+        made.run("lab.close(); stop_head()")
+    finally:
+        made.kill()
+
+
+def head_of(kernel: Kernel) -> list[psutil.Process]:
+    head = psutil.Process(json.loads(kernel.run("print(json.dumps(running_head()))"))["pid"])
+    return [head, *head.children(recursive=True)]
+
+
+def end(family: list[psutil.Process]) -> None:
+    """As the system does when memory runs out."""
+    for process in family:
+        process.kill()
+    psutil.wait_procs(family, timeout=30)
+
+
+@pytest.mark.slow
+def test_a_head_that_is_gone_is_said_and_recovered_from(kernel: Kernel) -> None:
+    kernel.run(OPEN)
+    end(head_of(kernel))
+    error, _ = kernel.cell("ppo.iterate()")
+    assert error.startswith("HostDied")
+    assert "Ray head of this user is gone" in error
+    assert "lab.recover()" in error
+    said = kernel.run("checkpoint = lab.recover()")
+    assert "pool shared started again; everything is as after iteration 1" in said
+    assert kernel.run("print(ppo.iterate() == expected)").strip() == "True"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_head_that_goes_while_a_stage_is_at_work(kernel: Kernel) -> None:
+    kernel.run(OPEN)
+    kernel.run("while ppo.next_stage != 'update_actor': ppo.step()")
+    family = head_of(kernel)
+    kernel.run("ppo.epochs = 1000")
+    request = kernel.start("ppo.step()")  # minutes, if nothing came in between
+    end(family)
+    error, _ = kernel.answer(request)
+    assert "Ray head of this user is gone" in error
+    time.sleep(70)  # by itself Ray ends a process whose head has been gone for a minute
+    kernel.run("ppo.epochs = 2; lab.recover(one.folder)")
+    assert kernel.run("print(ppo.iterate() == expected)").strip() == "True"
