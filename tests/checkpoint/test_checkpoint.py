@@ -340,3 +340,13 @@ def test_who_is_killed_while_saving_has_the_checkpoint_before(tmp_path: Path) ->
     assert find_checkpoint(tmp_path / "auto").iteration == 1
     with wb.restore(tmp_path / "auto", name="again", runs=tmp_path) as lab:
         assert lab.iteration == 1
+        left, yours = tmp_path / "auto" / half, tmp_path / "auto" / ".cache.0123abcd"
+        yours.mkdir()
+        (yours / "notes").touch()
+        lab.save(tmp_path / "auto" / "two")
+        assert left.exists()  # somebody may still write to it
+        for path in (left, yours, *left.rglob("*")):
+            os.utime(path, (0, 0))
+        lab.save(tmp_path / "auto" / "three")
+        assert not left.exists()
+        assert yours.exists()

@@ -7,7 +7,8 @@
     made/               batches of an iteration that was under way
 
 It is written beside its place, under a name that begins with a dot, and renamed when all of it is on the disk: who is
-killed while saving leaves that behind, and every earlier checkpoint as it was.
+killed while saving leaves that behind, and every earlier checkpoint as it was. The next save beside it clears it away
+when nobody has written to it for an hour.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST, CONTROLLER = "checkpoint.json", "controller.pkl"
 AUTOMATIC = "checkpoints"  # in a run folder
+STALE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Checkpoint:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that becomes `path` when all is well, and vanishes otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     beside.mkdir()
     try:
@@ -108,6 +113,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what processes that were killed while saving have left there: nobody has written to it for an hour."""
+    for left in folder.glob(".*"):
+        if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
+            continue
+        with contextlib.suppress(OSError):  # it became a checkpoint just now
+            ours = {inner.name for inner in left.iterdir()} <= {"roles", "made", CONTROLLER, MANIFEST}
+            newest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
+            if ours and time.time() - newest > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def write_manifest(folder: Path, values: Mapping[str, Any], description: Description, carried: Any) -> Checkpoint:
