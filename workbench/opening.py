@@ -32,7 +32,7 @@ from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.telemetry.sinks import check_tracker
 from workbench.workers.backends import RayBackend
 from workbench.workers.backends.ray import end_hosts
-from workbench.workers.cluster import joined_address, stop_idle_head
+from workbench.workers.cluster import joined_address, joined_head, stop_idle_head
 
 IfExists = Literal["attach", "replace", "error"]
 
@@ -235,7 +235,8 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
     """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
     machines have is not known. replaced: whose memory will be free."""
     ray = sys.modules.get("ray")
-    if description.address is not None or (ray is not None and ray.is_initialized() and joined_address(ray)):
+    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to whatever cluster
+    if description.address is not None or (joined and joined_address(ray)):
         return
     if description.device == "cuda":
         has = gpu_bytes()

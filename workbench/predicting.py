@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from workbench.errors import BadInput, NotFound
 from workbench.mapping.calibration import Sample, fit
 from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
+from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.plan import Plan, Plans, ranked
 from workbench.mapping.predict import predict
 from workbench.mapping.search import search
@@ -94,15 +96,18 @@ class Predicting(Views):
     algorithm: Algorithm | None
     calibration: Calibration | None = None  # what `calibrate` has found
 
-    def calibrate(self, algorithm: Algorithm | None = None) -> Constants:
+    def calibrate(self, algorithm: Algorithm | None = None, *, hardware: str | Hardware | None = None) -> Constants:
         """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
         those of earlier calibrations, such as under another placement: the more different they are, the better. Run
         two iterations before, as the first one warms up.
 
-        algorithm: whose iteration it was; None: the one that took the last step. Raises `BadInput` where it has not
-        ended, or was made under an earlier placement.
+        algorithm: whose iteration it was; None: the one that took the last step. hardware: whose peak rates the terms
+        are counted in; None: this machine's, measured; needed where hosts run on other machines. Raises `BadInput`
+        where the iteration has not ended, or was made under an earlier placement.
         """
         algorithm = self._whose(algorithm)
+        if hardware is not None:
+            self.calibration = Calibration(hardware_of(hardware))
         self._know(self.placement)
         if algorithm.under_way:
             raise BadInput(
@@ -147,15 +152,13 @@ class Predicting(Views):
         known = self._need_calibration()
         self._know(self.placement)
         workload = self._workload(self._whose(algorithm))
-        # a role that the algorithm does not call is placed all the same, and costs no time
-        models = {role: model if role in workload.roles else None
-                  for role, model in self.description.role_models().items()}  # fmt: skip
         inline = self.description.backend == "inline"  # on one device, however many there are
         has = (not inline and self.description.devices) or self.placement.devices
         count = has if devices is None else devices
         whole("top", top, 1)
-        plans = search(models, devices=count, hardware=known.hardware, workload=workload,
-                       constants=known.constants, t_g=self._t_g())  # fmt: skip
+        # a role that the algorithm does not call is placed all the same, and costs no time
+        plans = search(self.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
+                       constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
         found = ranked(self._possible(plans)) if count <= has else plans.plans
         return replace(plans, plans=tuple(found[:top]))
 
@@ -193,6 +196,12 @@ class Predicting(Views):
 
     def _calibrated(self) -> Calibration:
         if self.calibration is None:
+            machines = set(self.topology()["machine"].dropna())
+            if self.description.address is not None and machines != {socket.gethostname()}:
+                raise BadInput(
+                    f"hosts on {', '.join(sorted(machines))}", "only this machine's rates are measured",
+                    "describe theirs: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
+                )  # fmt: skip
             slots = self.description.devices or self.placement.devices
             self.calibration = Calibration(Hardware.this_machine(slots))
         return self.calibration

@@ -201,6 +201,34 @@ SUBTLE: dict[str, list[str]] = {
     "a lambda with a default": ["i = 1\nf = lambda x=i: x\ni = 2", DO + "print(f())"],
     "a generator that is used up": ["g = (x for x in range(3))\nnext(g)", DO + "print(list(g))"],
     "an iterator that is looked at": ["g = iter([1, 2])", "list(g)", DO + "print(list(g))"],
+    "a generator that is looked at": [
+        "def f():\n    yield 1\n    yield 2",
+        "g = f()",
+        "list(g)",
+        DO + "print(list(g))",
+    ],
+    "an iterator in a frame": [
+        "import pandas as pd",
+        "g = zip([1], [2])",
+        "pd.DataFrame(data=g)",
+        DO + "print(list(g))",
+    ],
+    "an iterator that is searched": ["g = iter([1, 2])", "1 in g", DO + "print(list(g))"],
+    "a class that takes over a function": [
+        "def f():\n    return 3",
+        "class A:\n    f = staticmethod(f)",
+        DO + "print(A.f())",
+    ],
+    "a class with a field": [
+        "from dataclasses import dataclass, field",
+        "@dataclass\nclass A:\n    field: int = field(default=3)",
+        DO + "print(A().field)",
+    ],
+    "a star import that brings a module again": [
+        "import sys",
+        "from shlex import *",
+        DO + "print(quote('a b'), sys.maxsize)",
+    ],
     "an iterator that is printed": [
         "g = zip([1, 2], [3, 4])",
         "for x in g:\n    print(x)",
@@ -268,7 +296,7 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
         "rename",
     ),
     "a class body that reads and binds a name": (
-        ["import time\nx = time.time()", "class A:\n    x = x", DO + "print(A.x)"],
+        ["x = 4", "class A:\n    x = x", DO + "print(A.x)"],
         "cell 2: 'x' in a class body",
         "rename",
     ),

@@ -171,6 +171,11 @@ def test_repeats_are_offered_as_loops() -> None:
     assert "for _ in range(REPEATS_1):" in plain.text
     by_algorithm = script_of(page(IMPORT, OPEN, "ppo = wb.PPO(lab)", *["ppo.iterate()"] * 3), loops=True)
     assert "for _ in lab.iterations(REPEATS_1):" in by_algorithm.text
+    for more in ("[lab.prompts.next(2) for _ in range(2)]", "lab.prompts.next(2); ppo.run(1)", "mine.iterate()"):
+        again = script_of(
+            page(IMPORT, OPEN, "ppo = wb.PPO(lab)\nmine = other(ppo)", *[more] * 3, "import math as other"), loops=True
+        )
+        assert "in range(REPEATS_1):" in again.text
     assert "REPEATS_1: Annotated[int" in looped.text
 
 
@@ -181,6 +186,9 @@ def test_a_protocol_of_the_notebook_is_there_before_the_worker_that_names_it() -
     cells = page(IMPORT, added, worker, used)
     text = script_of(cells).text
     assert text.index("def main") < text.index("wb.protocol") < text.index("class Mine")
+    for other in ('protocol="LAST"', "NAME"):
+        text = script_of(page(IMPORT, added, "NAME = 'LAST'", worker.replace('"LAST"', other), used)).text
+        assert text.index("wb.protocol") < text.index("class Mine")
     papers = script_of(page(IMPORT, worker.replace("LAST", "ONE_TO_ALL"), used)).text
     assert papers.index("class Mine") < papers.index("def main")
 

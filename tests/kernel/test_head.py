@@ -17,13 +17,14 @@ OPEN = """
 import json
 from pathlib import Path
 import workbench as wb
-from tests.cases import tiny_lab
+from tests.cases import TINY, tiny_lab
 from workbench.workers.cluster import running_head, stop_head
 lab = tiny_lab("headless", Path("runs").resolve(), placement=wb.Placement.colocate(1))
 ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=2)
 ppo.iterate()
 one = lab.save("one")
 expected = ppo.iterate()
+other = tiny_lab("other", Path("runs").resolve(), placement=wb.Placement.colocate(1), models={"actor": TINY})
 """
 
 
@@ -64,6 +65,9 @@ def test_a_head_that_is_gone_is_said_and_recovered_from(kernel: Kernel) -> None:
     said = kernel.run("checkpoint = lab.recover()")
     assert "pool shared started again; everything is as after iteration 1" in said
     assert kernel.run("print(ppo.iterate() == expected)").strip() == "True"
+    error, _ = kernel.cell("other.prompts.next(2)\nother.actor.generate_sequences(other.prompts.more(2))")
+    assert "Ray head of this user is gone" in error  # that one was joined to
+    kernel.run("other.recover(); other.actor.generate_sequences(other.prompts.next(2)); other.close()")
 
 
 @pytest.mark.slow

@@ -15,13 +15,15 @@ from transformers import LlamaConfig
 
 import workbench as wb
 from workbench.errors import BadInput
-from workbench.mapping import Constants, Hardware, Workload, predict, search, simulate
-from workbench.mapping.costs import CostModel
+from workbench.mapping import Call, Constants, Hardware, Workload, predict, search, simulate
+from workbench.mapping.costs import CostModel, Terms
+from workbench.mapping.hardware import PRESETS
 from workbench.mapping.options import options_of, undominated
 from workbench.mapping.predict import transfers
 from workbench.mapping.search import partitions_of
 from workbench.mapping.shapes import Shape, config_of, role_models
 from workbench.mapping.workload import STAGES
+from workbench.placement import Placement
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 GIB = 2**30
@@ -61,20 +63,43 @@ def held_by_hand(config: LlamaConfig, role: str, p: int, t: int) -> int:
     return most * (12 if role in ("actor", "critic") else 2)
 
 
-def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: Workload, constants: Constants) -> float:
+def walked(
+    models: dict[str, Any], devices: int, hardware: Hardware, workload: Workload, constants: Constants,
+    by_call: bool = False,
+) -> float:  # fmt: skip
     """Seconds of the best mapping: every partition, every allocation, every combination of layouts; none is left out
     because another looks better."""
     shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
-    options = options_of(shapes, hardware, workload, constants, strategy="hybridflow", t_g=None, by_call=False)
+    options = options_of(shapes, hardware, workload, constants, strategy="hybridflow", t_g=None, by_call=by_call)
     model, usable = CostModel(hardware, workload), hardware.usable_bytes
     generation = STAGES.index("generation")
+
+    def tensor_ranks(role: str, layout: wb.Layout) -> Iterator[int]:
+        """Of generation: what training's gather to; groups of whole replicas; by call, groups of any ranks."""
+        for t_g in range(1, hardware.devices_per_machine + 1):
+            apart = (
+                layout.p * layout.t == 1 or by_call
+            ) and layout.size % t_g + hardware.devices_per_machine % t_g == 0
+            if layout.t % t_g == 0 or (
+                apart and any(one.t == t_g for one in every_layout(options[role], t_g, hardware))
+            ):
+                yield t_g
+
+    def copied(role: str, layout: wb.Layout, ranks: int) -> float:
+        """Seconds until each rank has its part of the weights, cut `ranks` ways."""
+        if layout.p * layout.t == 1:
+            return 0.0
+        rate = hardware.link(layout.size)[0]
+        return constants.seconds(Terms(transition=shapes[role].nbytes / ranks / rate, transitions=1))
 
     def generated(role: str, layout: wb.Layout, t_g: int, lasting: Any) -> Any:
         """Seconds, for each of several sums of lasting bytes; infinite where no row fits."""
         cache = usable - lasting - math.ceil(shapes[role].nbytes / t_g)
         rows = math.ceil(workload.rows / (layout.size // t_g))
         count = sum(call.kind == "generate" for call in workload.of(role))
-        moved = constants.seconds(model.transition(shapes[role], layout.generating(t_g)))
+        moved = copied(role, layout, t_g)
+        if layout.t % t_g == 0:
+            moved = constants.seconds(model.transition(shapes[role], layout.generating(t_g)))
         taken = {0: math.inf}
         waves = [math.ceil(rows / min(n, rows)) if n > 0 else 0 for n in cache // model.row_bytes(shapes[role], t_g)]
         for wave in set(waves) - {0}:
@@ -83,16 +108,23 @@ def walked(models: dict[str, Any], devices: int, hardware: Hardware, workload: W
         return np.array([taken[wave] for wave in waves])
 
     def of_role(role: str, n: int) -> list[tuple[wb.Layout, int, tuple[int, int], list[float]]]:
-        found = []
-        for layout in every_layout(options[role], n, hardware):
-            seconds = [0.0] * len(STAGES)
-            for call in workload.of(role):
-                if call.kind != "generate":
-                    term = model.infer if call.kind == "infer" else model.train
-                    seconds[STAGES.index(call.stage)] += constants.seconds(term(shapes[role], layout))
+        found, kinds = [], {call.kind for call in workload.of(role)}
+        every = [layout for layout in every_layout(options[role], n, hardware) if options[role]._held(layout)]
+        for layout, infer in itertools.product(every, every if by_call and {"infer", "train"} <= kinds else [None]):
             held = options[role]._held(layout)
-            if held:
-                found += [(layout, t_g, held, seconds) for t_g in range(1, layout.t + 1) if layout.t % t_g == 0]
+            assert held
+            seconds = [0.0] * len(STAGES)
+            if infer not in (None, layout):
+                seconds[STAGES.index("preparation")] += copied(role, layout, infer.p * infer.t)
+                copy = shapes[role].nbytes // (infer.p * infer.t) + options[role]._forward_bytes(infer)
+                held = held[0], max(held[1], copy)
+            for call in workload.of(role):
+                if call.kind == "infer":
+                    seconds[STAGES.index(call.stage)] += constants.seconds(model.infer(shapes[role], infer or layout))
+                elif call.kind == "train":
+                    seconds[STAGES.index(call.stage)] += constants.seconds(model.train(shapes[role], layout))
+            ways = tensor_ranks(role, layout) if "generate" in kinds else [1]
+            found += [(layout, t_g, held, seconds) for t_g in ways]
         return found
 
     def of_set(roles: Sequence[str], n: int) -> Any:
@@ -167,6 +199,24 @@ def test_the_optimum_of_five_models_on_sixteen_devices() -> None:
     assert plans.best.iteration_s == pytest.approx(walked(models, 16, hardware, workload, Constants()), rel=1e-9)
 
 
+@settings(max_examples=15)
+@given(
+    st.integers(1, 2), st.integers(1, 8), st.floats(2, 60), st.sampled_from([1e9, 1e12]), st.sampled_from([0.01, 1, 30])
+)
+def test_the_optimum_with_a_layout_for_each_call(
+    count: int, devices: int, memory: float, flop_s: float, moving: float
+) -> None:
+    models = {role: small(4, 64, 4) for role in ROLES[:count]}
+    workload = Workload(algorithm="safe-rlhf", prompt_tokens=30, response_tokens=30, rows=16, updates=2,
+                        training=wb.Training(engine="torch", micro_batch_tokens=64)).with_roles(models)  # fmt: skip
+    constants = Constants(transition=moving, transitions=0.0, calls=1e-3, updates=1e-3)
+    hardware = machine(memory, 8, flop_s)
+    expected = walked(models, devices, hardware, workload, constants, by_call=True)
+    if not math.isinf(expected):
+        plans = search(models, devices=devices, hardware=hardware, workload=workload, constants=constants, by_call=True)
+        assert plans.best.iteration_s == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize(("count", "partitions"), [(3, 5), (4, 15), (5, 52)])
 def test_partitions_are_those_of_the_paper(count: int, partitions: int) -> None:
     found = partitions_of(ROLES[:count])
@@ -224,9 +274,66 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     assert apart[1].iteration_s < apart[0].iteration_s
     assert actor.own_t_g and (actor.layout.t % actor.own_t_g or actor.layout.p * actor.layout.t == 1)
     assert ("relayout" in {call.name for call in actor.calls}) == (actor.layout.p * actor.layout.t > 1)
+    several = next(plan for plan in by_call if any(r.inference for one in plan.sets for r in one.roles))
+    with pytest.raises(BadInput, match="have several layouts, a placement one"):
+        assert several.placement
     coarse = search(four("llama-7b"), devices=32, granularity=8)
     assert not coarse.exact
     assert coarse.best.iteration_s >= whole.best.iteration_s
+
+
+def test_plans_are_such_as_engines_take() -> None:
+    sizes = {"actor": "llama-13b", "critic": "llama-7b", "reference": "llama-13b", "reward": "llama-7b"}
+    zero = Workload(training=wb.Training(engine="deepspeed", zero_stage=1))
+    for plan in search(sizes, devices=32, workload=zero):
+        for one in plan.sets:
+            assert len({role.layout.t for role in one.roles if role.role in ("actor", "critic")}) <= 1
+            assert all(role.layout.p == 1 for role in one.roles if role.role in ("actor", "critic"))
+    # whole replicas generate in tensor groups: weights are there already
+    groups = predict(Placement.colocate(16).restrict(ROLES[:4]), four("llama-7b"), hardware=PRESETS["a100-80g"],
+                     workload=Workload(), t_g=2)  # fmt: skip
+    assert groups.t_g == 2
+    assert "transition" not in {call.name for role in groups.sets[0].roles for call in role.calls}
+    odd = search(four("llama-7b"), devices=129)
+    assert odd.best.devices == 129
+
+
+def test_models_that_are_not_called_take_memory() -> None:
+    models = {**four("llama-7b"), "critic": config_of("llama-13b")}
+    grpo = Workload(algorithm="grpo")
+    with pytest.raises(BadInput, match="a model for critic"):
+        search(models, devices=8, workload=grpo)
+    without = search({**models, "critic": None}, devices=16, workload=grpo).best
+    placed = search(models, devices=16, workload=grpo, uncalled=True)
+    critic = next(role for one in placed.best.sets for role in one.roles if role.role == "critic")
+    assert critic.lasting_bytes * critic.layout.p * critic.layout.t > 12e9 * 12
+    assert placed.best.iteration_s >= without.iteration_s
+    assert placed.best.memory_bytes <= placed.hardware.usable_bytes
+
+
+def test_waiting_within_a_stage_may_be_counted() -> None:
+    calls = (Call("generate", "actor", "generate"), Call("judge", "reference", "infer", ("generate",)),
+             Call("score", "reward", "infer", ("judge",)), Call("update", "actor", "train", ("score",)))  # fmt: skip
+    work = Workload(algorithm="mine", calls=calls)
+    models = dict.fromkeys(("actor", "reference", "reward"), "llama-7b")
+    free, waiting = (search(models, devices=24, workload=work, dependencies=each) for each in (False, True))
+    assert free.exact
+    assert waiting.best.iteration_s >= free.best.iteration_s * (1 - 1e-9)
+    for plan in waiting:
+        assert plan.iteration_s == pytest.approx(simulate(plan, barriers=True).iteration_s)
+        apart = len({pool for pool, one in zip(plan.pools, plan.sets, strict=True) for role in one.names
+                     if role != "actor"}) == 2  # fmt: skip
+        alone = max(one.seconds("preparation") for one in plan.sets)
+        assert plan.stage_s["preparation"] == pytest.approx(
+            sum(one.seconds("preparation") for one in plan.sets if set(one.names) & {"reference", "reward"})
+            if apart else alone
+        )  # fmt: skip
+    assert waiting.exact == (waiting.best.iteration_s <= free.best.iteration_s * (1 + 1e-9))
+
+
+def test_long_rows_weigh_more_than_their_mean() -> None:
+    assert Workload(prompt_tokens=10, response_tokens=30).mean_context == 20
+    assert Workload(prompt_tokens=10, response_tokens=(10, 50)).mean_context == (20**2 + 60**2) / 160
 
 
 def test_a_simulation_keeps_to_the_plan() -> None:

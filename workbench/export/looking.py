@@ -110,7 +110,9 @@ class Looking:
         self.drawn = {name for name, module in self.modules.items() if module in DRAWING}
         self.drawn |= DISPLAYS - set(self.modules) - bound
         self.owned = _owned(statements)
-        streams = {name for s in statements if _is_stream(s.node) for name in s.names.binds}
+        makers = STREAMS | {s.node.name for s in statements if isinstance(s.node, ast.FunctionDef) and _yields(s.node)}
+        makers |= {name for name, module in self.modules.items() if module in ("itertools", "csv")}
+        streams = {name for s in statements if _is_stream(s.node, makers) for name in s.names.binds}
         self.streams = {name for name in streams if sum(name in s.names.needs for s in statements) > 1}
 
     def purpose(self, statement: Statement) -> Purpose:
@@ -188,7 +190,11 @@ class Looking:
     def looks(self, node: ast.AST) -> bool:
         """Whether evaluating an expression changes nothing."""
         for one in at_margin([node]):
-            if isinstance(one, ast.Call) and (not self._harmless(one) or any(map(self._reads_stream, one.args))):
+            if isinstance(one, ast.Call):
+                given = [*one.args, *(keyword.value for keyword in one.keywords)]
+                if not self._harmless(one) or any(map(self._reads_stream, given)):
+                    return False
+            if isinstance(one, ast.Compare) and any(map(self._reads_stream, one.comparators)):
                 return False
             if isinstance(one, ast.Starred) and self._reads_stream(one.value):
                 return False
@@ -290,11 +296,14 @@ def _owned(statements: Sequence[Statement]) -> set[str]:
     return {name for name, fresh in owned.items() if fresh}
 
 
-def _is_stream(node: ast.stmt) -> bool:
-    """Whether it gives a name to an iterator."""
+def _is_stream(node: ast.stmt, makers: set[str]) -> bool:
+    """Whether it gives a name to an iterator. makers: functions and modules that make them."""
     value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-    named = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in STREAMS
-    return named or isinstance(value, ast.GeneratorExp)
+    return isinstance(value, ast.GeneratorExp) or (isinstance(value, ast.Call) and root(value) in makers)
+
+
+def _yields(function: ast.FunctionDef) -> bool:
+    return any(isinstance(one, ast.Yield | ast.YieldFrom) for one in at_margin(function.body))
 
 
 def _prints(function: ast.FunctionDef) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.export.cells import Cell
-from workbench.export.moves import opening_of
+from workbench.export.moves import WORKBENCH, opening_of
 from workbench.export.statements import Statement, at_margin, root
 
 
@@ -35,6 +35,8 @@ class Repeat:
 
 
 Step = Statement | Repeat
+MANY = (".run", ".step", ".compare")  # of an algorithm or a workbench: other numbers of iterations than one
+BEGIN = (".next", ".iterate", ".iterations", *MANY)
 
 
 def found_repeats(statements: Sequence[Statement]) -> list[Step]:
@@ -65,18 +67,30 @@ def iterated(repeat: Repeat, program: Sequence[Statement]) -> str | None:
     """The workbench of which each turn is one iteration: it draws prompts once, or iterates an algorithm once. A script
     that counts turns by `lab.iterations` can be resumed in the middle."""
     opened = {name for statement in program if opening_of(statement) for name in statement.names.binds}
+    own = {name for statement in program if statement.is_definition for name in statement.names.binds}
     body = [statement.node for statement in repeat.body]
-    if any(isinstance(node, ast.For | ast.While | ast.AsyncFor) for node in at_margin(body)):
+    calls = [node for node in at_margin(body) if isinstance(node, ast.Call)]
+    paths = [ast.unparse(call.func) for call in calls]
+    begins = [path for path in paths if path.endswith(BEGIN)]
+    if len(begins) != 1 or begins[0].endswith(MANY) or own & {root(call.func) for call in calls}:
         return None
-    begun = [node for node in at_margin(body) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    begun = [node for node in begun if (path := ast.unparse(node.func)).endswith(".prompts.next")
-             or path.endswith(".iterate")]  # fmt: skip
-    if len(begun) != 1 or not opened:
+    plain = [node.value for node in body if isinstance(node, ast.Expr | ast.Assign)]
+    call = next((node for node in plain if isinstance(node, ast.Call) and ast.unparse(node.func) == begins[0]), None)
+    if call is None:  # it stands in a block or a comprehension
         return None
-    name = root(begun[0])
-    if name in opened:
-        return name
-    return opened.pop() if len(opened) == 1 and ast.unparse(begun[0].func).endswith(".iterate") else None
+    lab = root(call)
+    if begins[0] == f"{lab}.prompts.next":
+        return lab if lab in opened else None
+    made = [_made_for(statement) for statement in program if lab in statement.names.binds]
+    return made[0] if len(made) == 1 and made[0] in opened else None
+
+
+def _made_for(statement: Statement) -> str | None:
+    """The name that `x = wb.PPO(lab, ...)` gives first."""
+    node = statement.node
+    call = node.value if isinstance(node, ast.Assign) else None
+    first = call.args[0] if isinstance(call, ast.Call) and call.args and root(call) in WORKBENCH else None
+    return first.id if isinstance(first, ast.Name) else None
 
 
 def _does(body: Sequence[Statement]) -> bool:

@@ -121,10 +121,11 @@ def _is_still(statement: Statement) -> bool:
 
 
 def _names_protocol(node: ast.AST) -> bool:
-    """Whether it is `wb.register("...")` of a protocol that the notebook itself has added by then."""
+    """Whether it is `wb.register(...)` of a protocol that the notebook itself may have added by then."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register"):
         return False
-    return any(isinstance(one, ast.Constant) and one.value not in PAPERS for one in node.args[:1])
+    named = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "protocol")]
+    return not all(isinstance(one, ast.Constant) and one.value in PAPERS for one in named)
 
 
 def _unknown(statement: Statement, here: set[str]) -> bool:

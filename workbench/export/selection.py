@@ -273,25 +273,28 @@ def _refuse_other_scopes(chosen: Sequence[Statement]) -> None:
     """A notebook's variables are global, those of `main` are not: where that would make a difference is refused."""
     bound: set[str] = set()
     everywhere = {name for s in chosen for name in s.names.binds}
+    # what may be a variable of `main`; that a constant or definition is hoisted is not known here
+    inside = {name for s in chosen if not (s.is_import or s.is_definition) for name in s.names.binds}
     for statement in chosen:
         node, names = statement.node, statement.names
         inner = own_names(statement.text)
         if early := sorted(n for n in names.uses & everywhere - bound - names.binds if builtin(n)):
             rule = "a later cell makes a variable of that name, which in a function hides the builtin from its start"
             raise BadInput(f"{statement.cell} reads the builtin {early[0]!r}", rule, "rename that variable")
-        if twice := sorted(inner.read_and_bound_by_class & everywhere):
+        if twice := sorted(inner.read_and_bound_by_class & inside):
             rule = "a class body that reads a variable of a function cannot bind the same name"
             raise BadInput(f"{statement.cell}: {twice[0]!r} in a class body", rule, "rename one of the two")
         if hidden := sorted(inner.global_under_local & everywhere):
             rule = "a function around it has a variable of its own with that name, which `nonlocal` would mean"
             raise BadInput(f"{statement.cell}: global {hidden[0]}", rule, "rename one of the two")
-        brought = names_of_module(node) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" else set()
+        star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        brought = names_of_module(node) if star and isinstance(node, ast.ImportFrom) else set()
         if again := sorted(brought & bound):
             rule = f"it brings {again[0]!r}, which has a value by then; a script imports at its top"
             raise BadInput(
                 f"{statement.cell}: {ast.unparse(node)}", rule, "import the names that you need, or move it up"
             )
-        bound |= names.binds
+        bound |= names.binds if not statement.is_import else set()
 
 
 def _refuse_notebook_only(statement: Statement) -> None:

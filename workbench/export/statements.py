@@ -118,6 +118,7 @@ def names_of(text: str) -> Names:
     augmented = {n.target.id for n in here if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
     binds = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     uses = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} | augmented | _in_queries(here)
+    uses |= _read_before_bound(here)
     late: set[str] = set()
     rebinds: set[str] = set()
     for child in top.get_children():
@@ -173,13 +174,20 @@ def own_names(text: str) -> OwnNames:
             visit(child, around)
 
     visit(symtable.symtable(text, "cell", "exec"), frozenset())
-    for one in ast.walk(ast.parse(text)):
+    classes |= _read_before_bound(ast.walk(ast.parse(text)))
+    return OwnNames(frozenset(classes), frozenset(hidden))
+
+
+def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that class bodies read before they bind them: to Python's symbol table, local ones."""
+    found: set[str] = set()
+    for one in nodes:
         if isinstance(one, ast.ClassDef):
             lines = [names_of(ast.unparse(line)) for line in one.body]
+            binds = {name for line in lines for name in line.binds}
             for n, line in enumerate(lines):
-                before = {name for earlier in lines[:n] for name in earlier.binds}
-                classes.update(line.uses - before & {name for other in lines for name in other.binds})
-    return OwnNames(frozenset(classes), frozenset(hidden))
+                found |= line.uses & binds - {name for earlier in lines[:n] for name in earlier.binds}
+    return found
 
 
 def names_of_module(node: ast.ImportFrom) -> set[str]:

@@ -131,7 +131,7 @@ class CostModel:
         """One forward pass over all rows."""
         work, hardware = self.workload, self.hardware
         tokens, micro, slots = self._passes(shape, layout, work.rows)
-        flop = shape.forward_flop(tokens, work.row_tokens / 2)
+        flop = shape.forward_flop(tokens, work.mean_context)
         gathered = 0.0
         if shape.role.engine == "zero3" and layout.d > 1:
             rate, _ = hardware.link(layout.d, layout.t)
@@ -149,7 +149,7 @@ class CostModel:
         work, hardware, training = self.workload, self.hardware, shape.training
         tokens, micro, slots = self._passes(shape, layout, work.rows / work.updates)
         again = training.activation_checkpointing
-        flop = shape.forward_flop(tokens, work.row_tokens / 2)
+        flop = shape.forward_flop(tokens, work.mean_context)
         own = shape.trained_elements / (layout.p * layout.t)
         sharded = shape.role.engine in ("zero1", "zero2", "zero3")
         gathers = 0.0

@@ -65,6 +65,11 @@ class RoleOptions:
         self._terms: dict[tuple[str, int, int, int], Terms] = {}
         self._generated: dict[tuple[int, int, int], float] = {}
 
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether DeepSpeed trains it."""
+        return self.shape.role.trained and self.shape.training.engine == "deepspeed"
+
     @cached_property
     def generates(self) -> bool:
         """Whether it draws responses."""
@@ -79,13 +84,15 @@ class RoleOptions:
     def _options(self, devices: int) -> Iterator[Option]:
         kinds = [call.kind for call in self.calls]
         several = self._by_call and "infer" in kinds and "train" in kinds
-        layouts = self.layouts(devices)
-        for layout in layouts:
+        others = (
+            self.layouts(devices, fit=False) if several else []
+        )  # a copy for a pass is less than what training holds
+        for layout in self.layouts(devices):
             held = self._held(layout)
             assert held is not None
             for generating, own in self._generating(layout):
                 yield self._option(Option(generating, *held, own_t_g=own))
-                for other in layouts if several else ():
+                for other in others:
                     if other != layout:
                         copy = self.shape.nbytes // (other.p * other.t)
                         passing = max(held[1], copy + self._forward_bytes(other))
@@ -97,9 +104,12 @@ class RoleOptions:
         if held is None:
             self._alone.weights.check(layout.p, layout.t)
             raise BadInput(f"layout {layout}", "cannot hold the model")
-        if self.generates:
+        own = None
+        if self.generates and layout.p * layout.t == 1 and t_g > 1:
+            own = t_g if self._groups(t_g, layout.size) else None
+        if self.generates and own is None:
             layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
-        return self._option(Option(layout, *held))
+        return self._option(Option(layout, *held, own_t_g=own))
 
     def _option(self, option: Option) -> Option:
         """With its seconds."""
@@ -153,36 +163,36 @@ class RoleOptions:
         frozen = replace(self._alone, trained=False)
         return rank_memory(frozen, layout, 0).passing
 
-    def layouts(self, devices: int) -> list[Layout]:
-        """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and that fits alone."""
+    def layouts(self, devices: int, *, fit: bool = True) -> list[Layout]:
+        """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and (fit) that fits alone."""
         hardware, found = self.model.hardware, []
-        deepspeed = self.shape.role.trained and self.shape.training.engine == "deepspeed"
-        zero3 = self.shape.role.engine == "zero3"
+        deepspeed = self.by_deepspeed
+        zero3, adapted = self.shape.role.engine == "zero3", self.shape.role.adapter is not None
         for t in range(1, min(devices, hardware.devices_per_machine) + 1):
-            if devices % t or hardware.devices_per_machine % t or (zero3 and t > 1):
+            if devices % t or hardware.devices_per_machine % t or ((zero3 or adapted) and t > 1):
                 continue
             for p in range(1, min(devices // t, self.shape.layers) + 1):
-                if (devices // t) % p or self.shape.layers % p or (deepspeed and p > 1):
+                if (devices // t) % p or self.shape.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
                 layout = Layout(p, t, devices // (p * t))
                 held = self._held(layout)
-                if held is not None and sum(held) <= hardware.usable_bytes:
+                if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
                     found.append(layout)
         return found
 
     def _generating(self, layout: Layout) -> Iterator[tuple[Layout, int | None]]:
-        """Training's layout with each t_g that it gathers to, and beside each that it does not: (layout, own t_g)."""
+        """Training's layout with each t_g that it gathers to, and beside each that it does not: (layout, own t_g).
+        Replicas of the whole model form groups of any size, at no cost; other layouts with `by_call` only."""
         if not self.generates:
             yield layout, None
             return
-        if layout.p * layout.t == 1:  # its ranks generate one by one
-            yield layout.generating(1), None
+        whole = layout.p * layout.t == 1
         for t_g in range(1, self.model.hardware.devices_per_machine + 1):
             if self._t_g not in (None, t_g):
                 continue
-            if layout.p * layout.t > 1 and layout.t % t_g == 0:
+            if layout.t % t_g == 0:
                 yield layout.generating(t_g), None
-            elif self._by_call and t_g > 1 and self._groups(t_g, layout.size):
+            elif (whole or self._by_call) and self._groups(t_g, layout.size):
                 yield layout, t_g
 
     def _groups(self, t_g: int, devices: int) -> bool:

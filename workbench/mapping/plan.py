@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text, seconds_text, table
+from workbench.errors import BadInput
 from workbench.mapping.costs import Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.workload import STAGES, Workload
@@ -91,13 +92,15 @@ class SetPlan:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A mapping. devices: that it was made for; `placement` has those that it uses. functions: roles without a model,
-    which cost nothing and go along with the actor. why: what decides its time."""
+    which cost nothing and go along with the actor. dependencies: whether calls wait for those of their own stage. why:
+    what decides its time."""
 
     sets: tuple[SetPlan, ...]
     devices: int
     workload: Workload
     hardware: Hardware
     functions: tuple[str, ...] = ()
+    dependencies: bool = False
     why: str = ""
 
     @property
@@ -107,8 +110,14 @@ class Plan:
 
     @cached_property
     def placement(self) -> Placement:
-        """As `wb.open` and `lab.move` take it. Generation's tensor ranks are a setting of the engine: see `t_g`; a
-        layout of inference alone has no place in it."""
+        """As `wb.open` and `lab.move` take it. Generation's tensor ranks are a setting of the engine: see `t_g`. Raises
+        `BadInput` where calls of a role have layouts of their own, of which a placement knows nothing."""
+        for role in (role for one in self.sets for role in one.roles):
+            if role.inference is not None or (role.own_t_g is not None and role.layout.p * role.layout.t > 1):
+                raise BadInput(
+                    f"the plan {describe(self)}", f"its calls of {role.role} have several layouts, a placement one",
+                    "search with by_call=False for a plan that can be carried out",
+                )  # fmt: skip
         pools: dict[str, tuple[int, tuple[str, ...]]] = {}
         layouts: dict[str, Any] = {}
         for name, one in zip(self.pools, self.sets, strict=True):
@@ -124,7 +133,11 @@ class Plan:
 
     @cached_property
     def stage_s(self) -> dict[str, float]:
-        """Seconds of each stage: those of its slowest set."""
+        """Seconds of each stage: those of its slowest set, with its waiting inside of the stage where that counts."""
+        if self.dependencies:
+            from workbench.mapping.simulate import simulate
+
+            return simulate(self, barriers=True).stage_s
         return {stage: max(one.seconds(stage) for one in self.sets) for stage in STAGES}
 
     @property

@@ -31,7 +31,7 @@ def predict(
     hold no row, it is taken to hold one. t_g: tensor ranks of generation. Raises `BadInput` for roles without a pool.
     """
     constants = constants or Constants()
-    shapes = {role: Shape(model) for role, model in role_models(models, workload).items() if role in workload.roles}
+    shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
     options = options_of(shapes, hardware, workload, constants, strategy=strategy, t_g=None, by_call=False)
     sets = []
     for pool in placement.pools:
@@ -67,8 +67,8 @@ def set_plan(
 def transfers(
     roles: tuple[str, ...], devices: int, options: Mapping[str, RoleOptions], constants: Constants
 ) -> dict[str, CallPlan]:
-    """By stage, the rows that come to a set from others. Each call sends what it wrote, one column a token for a pass,
-    two for generation, to each set that reads it."""
+    """By stage, the rows that come to a set from others. What a call wrote, one column a token for a pass,
+    two for generation, is sent to each call of another set that reads it."""
     model = next(iter(options.values())).model
     calls = {call.name: call for call in model.workload.calls}
     found = {stage: Terms() for stage in STAGES}

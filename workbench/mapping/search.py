@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,6 +74,8 @@ def search(
     strategy: str = "hybridflow",
     t_g: int | None = None,
     by_call: bool = False,
+    uncalled: bool = False,
+    dependencies: bool = False,
     constants: Constants | None = None,
     top: int | None = None,
 ) -> Plans:
@@ -83,10 +85,13 @@ def search(
     which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
     placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
     so fine that a set has at most 128 sizes, 1 up to 128 devices. A plan may leave devices idle. strategy: of the
-    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: generation, forward
-    passes and training of a role each have a layout of their own, to which weights are copied each iteration (ReaLHF's
-    question, arXiv:2406.14088); such a plan is no placement of a workbench yet. constants: of the cost model, such as
-    `lab.calibrate()` gives. top: so many plans.
+    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: generation, forward passes
+    and training of a role each have a layout of their own, to which weights are copied each iteration (ReaLHF's
+    question, arXiv:2406.14088); such a plan is no placement of a workbench yet. uncalled: models of roles that the
+    workload does not call are placed as well, and take memory; else they are refused. dependencies: a call also waits
+    for calls of its own stage whose rows it reads; each partition's best plan is then weighed by its simulation, and
+    the answer is `exact` where the best of them waits for none. constants: of the cost model, such as `lab.calibrate()`
+    gives. top: so many plans.
 
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
     """
@@ -109,7 +114,7 @@ def search(
     machine, constants = hardware_of(hardware), constants or Constants()
     machine.flop_s(workload.dtype)
     shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
-    if idle := [role for role in shapes if role not in workload.roles]:
+    if not uncalled and (idle := [role for role in shapes if role not in workload.roles]):
         raise BadInput(f"a model for {idle[0]}", f"{workload.algorithm} has no call of {idle[0]}",
                        f"leave it out, or take an algorithm that uses it: {', '.join(workload.roles)}")  # fmt: skip
     start_s = time.perf_counter()
@@ -124,14 +129,17 @@ def search(
     if t_g is not None and machine.devices_per_machine % t_g:
         raise BadInput(f"t_g={t_g}", f"tensor ranks divide the {machine.devices_per_machine} devices of a machine")
     functions = tuple(role for role, model in models.items() if model is None)
-    one = _Search(options, workload, machine, constants, devices // unit, unit, functions)
+    one = _Search(options, workload, machine, constants, devices, unit, functions)
     halves = (devices // 2 // unit) if placement == "split" else None
     found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
     if not found:
         raise BadInput(*_nothing_fits(options, devices, machine, placement))
+    least_s = min(plan.iteration_s for plan in found)
+    found = ranked(replace(plan, dependencies=dependencies) for plan in found)
+    proven = found[0].iteration_s <= least_s * (1 + 1e-9)
     return Plans(
-        plans=tuple(ranked(found)[:top]), workload=workload, hardware=machine, devices=devices, granularity=unit,
-        placements_considered=len(partitions), search_s=time.perf_counter() - start_s, exact=unit == 1,
+        plans=tuple(found[:top]), workload=workload, hardware=machine, devices=devices, granularity=unit,
+        placements_considered=len(partitions), search_s=time.perf_counter() - start_s, exact=unit == 1 and proven,
     )  # fmt: skip
 
 
@@ -172,9 +180,9 @@ class _Search:
     """What partitions share: the times of sets, and of several sets side by side."""
 
     def __init__(self, options: Mapping[str, RoleOptions], workload: Workload, hardware: Hardware,
-                 constants: Constants, units: int, unit: int, functions: tuple[str, ...]) -> None:  # fmt: skip
+                 constants: Constants, devices: int, unit: int, functions: tuple[str, ...]) -> None:  # fmt: skip
         self.options, self.workload, self.hardware, self.constants = options, workload, hardware, constants
-        self.units, self.unit, self.functions = units, unit, functions
+        self.devices, self.units, self.unit, self.functions = devices, devices // unit, unit, functions
         self._sets: dict[tuple[str, ...], list[Front]] = {}
         self._several: dict[Sets, list[Front]] = {}
 
@@ -230,6 +238,10 @@ class _Search:
         )
         passing = np.max([np.array([o.passing for o in some])[pick] for some, pick in columns], axis=0)
         fits = lasting + passing <= self.hardware.usable_bytes
+        sizes = [np.array([o.layout.t for o in some])[pick] for role, (some, pick) in zip(roles, columns, strict=True)
+                 if self.options[role].by_deepspeed]  # fmt: skip
+        for other in sizes[1:]:  # DeepSpeed knows one size of tensor groups a process
+            fits &= sizes[0] == other
         picks, lasting = picks[fits], lasting[fits]
         columns = list(zip(choices, picks.T, strict=True))
         seconds = sum((np.array([o.seconds for o in some])[pick] for some, pick in columns), np.zeros((len(picks), 3)))
@@ -261,7 +273,7 @@ class _Search:
     def _plan(self, ways: Sequence[tuple[tuple[str, ...], Way]]) -> Plan:
         sets = [set_plan(roles, list(way.options), way.devices, self.options, self.constants) for roles, way in ways]
         sets.sort(key=lambda one: [list(self.options).index(role.role) for role in one.roles])
-        return Plan(tuple(sets), devices=self.units * self.unit, workload=self.workload, hardware=self.hardware,
+        return Plan(tuple(sets), devices=self.devices, workload=self.workload, hardware=self.hardware,
                     functions=self.functions)  # fmt: skip
 
 

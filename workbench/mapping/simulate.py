@@ -22,15 +22,16 @@ MOST_LANES = 8  # of one set: its devices all do the same
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One iteration of a plan. spans: as a workbench records them, in seconds from its beginning."""
+    """One iteration of a plan. spans: as a workbench records them, in seconds from its beginning. stage_s: by stage,
+    from the end of those before to its own."""
 
     plan: Plan
     spans: tuple[Span, ...]
+    stage_s: dict[str, float]
 
     @property
     def iteration_s(self) -> float:
-        """Until its last call has ended. Without barriers, at most that of the plan, in which a stage waits for all of
-        the stage before."""
+        """Until its last call has ended."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def frame(self) -> pd.DataFrame:
@@ -56,9 +57,9 @@ class Simulation:
 
 
 def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
-    """One iteration of a plan. barriers: as the search counts, no call begins before all of the stage before have
-    ended; else each begins when its inputs are there and its devices are free, in the order of the algorithm, as the
-    workbench runs it with `overlap()`.
+    """One iteration of a plan: each call begins when its inputs are there and its devices are free, in the order of the
+    algorithm, as the workbench runs it with `overlap()`. barriers: and when all of the stages before have ended, as the
+    search counts (with `dependencies`; without them it leaves out waiting within a stage).
 
     Of a set with many devices, the first are drawn: all of them do the same.
     """
@@ -87,7 +88,10 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
         stage_end[call.stage] = max(stage_end[call.stage], end)
         if call.name in inputs:
             ends[call.name] = end
-    return Simulation(plan, tuple(sorted(spans, key=lambda span: (span.start_s, span.rank))))
+    stage_s, reached = dict[str, float](), 0.0
+    for stage, ended in stage_end.items():
+        stage_s[stage], reached = max(0.0, ended - reached), max(reached, ended)
+    return Simulation(plan, tuple(sorted(spans, key=lambda span: (span.start_s, span.rank))), stage_s)
 
 
 def _position(call: CallPlan, role: RolePlan, order: list[str]) -> tuple[int, int, int]:

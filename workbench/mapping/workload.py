@@ -121,6 +121,12 @@ class Workload:
         """Tokens of the mean row."""
         return self.prompt_tokens + self.mean_response
 
+    @cached_property
+    def mean_context(self) -> float:
+        """Tokens that a token sees in the mean over all tokens: half its row, and long rows have more of them."""
+        rows = [self.prompt_tokens + length for length in self.lengths]
+        return sum(row * row for row in rows) / (2 * sum(rows))
+
     @property
     def tokens(self) -> float:
         """Prompt and response tokens of the global batch: what throughput is told in (HybridFlow, section 8.1)."""

@@ -191,10 +191,15 @@ def _outlives_head() -> Iterator[None]:
             del os.environ[PATIENCE]
 
 
-def head_is_gone() -> bool:
-    """Whether this process is joined to a head of this user's that does not run any more."""
+def joined_head() -> str | None:
+    """The address of this user's head, where this process is joined to it; None: to another cluster, or to none."""
+    return _joined.address if _joined is not None and _joined.own else None
+
+
+def head_is_gone(address: str) -> bool:
+    """Whether the head of this user's that was joined at that address does not run any more, or was left since."""
     head = running_head()
-    return _joined is not None and _joined.own and (head is None or not _names(_joined.address, head))
+    return joined_head() != address or head is None or not _names(address, head)
 
 
 def _names(address: str, head: dict[str, Any]) -> bool:

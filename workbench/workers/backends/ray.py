@@ -16,7 +16,7 @@ from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.backends.nodes import nodes_of_pools
 from workbench.workers.calls import Call, HostInfo
-from workbench.workers.cluster import NAMESPACE, connect, head_is_gone, joined_address
+from workbench.workers.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head
 from workbench.workers.idle import Idle
 
 START_TIMEOUT_S = 120
@@ -35,8 +35,8 @@ NODE_LABEL = "ray.io/node-id"
 class RayPending(Pending):
     """A Ray reference."""
 
-    def __init__(self, ray: Any, ref: Any, host: str) -> None:
-        self._ray, self.ref, self._host = ray, ref, host
+    def __init__(self, ray: Any, ref: Any, host: str, head: str | None = None) -> None:
+        self._ray, self.ref, self._host, self._head = ray, ref, host, head
         self._value, self._got = None, False
 
     def done(self) -> bool:
@@ -49,10 +49,11 @@ class RayPending(Pending):
 
     def _get(self) -> Any:
         try:
+            while self._head is not None and not self._ray.wait([self.ref], timeout=LOOK_S)[0]:
+                _need_head(self._head)  # without it there may never be an answer
             return self._ray.get(self.ref)
         except self._ray.exceptions.RayActorError as error:
-            if head_is_gone():
-                raise _head_gone() from error
+            _need_head(self._head)
             raise HostDied(
                 f"host {self._host} is gone",
                 "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
@@ -67,12 +68,14 @@ class RayPending(Pending):
             raise cause from None
 
 
-def _head_gone() -> HostDied:
-    return HostDied(
-        "the Ray head of this user is gone, and all hosts with it",
-        "`ray stop` ends it, and so may the system when memory runs out; the notebook keeps its variables",
-        "lab.recover() starts them again, and goes on from the last checkpoint",
-    )
+def _need_head(address: str | None) -> None:
+    """Raise `HostDied` where this user's head, which was joined at that address, is gone. None: another cluster."""
+    if address is not None and head_is_gone(address):
+        raise HostDied(
+            "the Ray head of this user is gone, and all hosts with it",
+            "`ray stop` ends it, and so may the system when memory runs out; the notebook keeps its variables",
+            "lab.recover() starts them again, and goes on from the last checkpoint",
+        )
 
 
 class _Peers:
@@ -196,23 +199,27 @@ class RayBackend(Backend):
         self._lab, self._note, self._driver = lab, note, driver
         self._ray = connect(address, start=start, note=note)
         self.cluster = joined_address(self._ray)
+        self._head = joined_head()
         self._actors: dict[str, Any] = {}
         self._looked_s = time.monotonic()
         self.processes: dict[str, Process] = {}
 
     def rejoin(self, note: Callable[[str], None]) -> bool:
-        """Where this user's head is gone: start another one and join it; whether that was so."""
-        if self.cluster is not None or not head_is_gone():
+        """Where this user's head is gone: join another one, started if need be; whether that was so."""
+        if not self._without_head():
             return False
-        self._actors.clear()
         self._ray = connect(None, note=note)
+        self._head = joined_head()
+        self._actors.clear()
         return True
+
+    def _without_head(self) -> bool:
+        return self._head is not None and head_is_gone(self._head)
 
     def _actor(self, host: str) -> Any:
         """A host that can be asked. Raises `HostDied`."""
         if time.monotonic() > self._looked_s + LOOK_S:  # a call without a head would never be answered
-            if self.cluster is None and head_is_gone():
-                raise _head_gone()
+            _need_head(self._head)
             self._looked_s = time.monotonic()
         if host not in self._actors:
             raise HostDied(f"host {host} is gone", "what it kept went with it", "run the stages that made it again")
@@ -220,6 +227,7 @@ class RayBackend(Backend):
 
     def check(self, infos: Sequence[HostInfo]) -> None:
         """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
+        _need_head(self._head)
         wanted = sum(info.device.startswith("cuda") for info in infos)
         have = int(self._ray.cluster_resources().get("GPU", 0))
         if wanted > have:
@@ -228,6 +236,7 @@ class RayBackend(Backend):
             )
 
     def check_free(self, pools: Sequence[str], device: str) -> None:
+        _need_head(self._head)
         free = self._ray.available_resources().get("GPU", 0)
         if device == "cuda" and len(pools) > free:
             raise BadInput(
@@ -244,6 +253,7 @@ class RayBackend(Backend):
             first += len(pool)
         asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
         while not self.wait(list(asked.values()), POLL_S):
+            _need_head(self._head)
             self._note("starting hosts")
         self.processes |= {name: pending.result() for name, pending in asked.items()}
 
@@ -278,7 +288,7 @@ class RayBackend(Backend):
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
         actors = [self._actors.pop(info.name) for info in infos if info.name in self._actors]
-        if self.cluster is not None or not head_is_gone():  # else they ended with it
+        if not self._without_head():  # else they ended with it
             for actor in actors:
                 self._ray.kill(actor)
             for name in dict.fromkeys(map(_group_name, infos)):
@@ -298,6 +308,7 @@ class RayBackend(Backend):
         )
         ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
         while not ray.wait([ready], timeout=POLL_S)[0]:
+            _need_head(self._head)
             self._note(f"waiting for {len(infos)} free device(s)")
             if time.monotonic() > deadline:
                 raise BadInput(
@@ -341,11 +352,13 @@ class RayBackend(Backend):
         return lost
 
     def _pending(self, host: str, ref: Any) -> RayPending:
-        return RayPending(self._ray, ref, host)
+        return RayPending(self._ray, ref, host, self._head)
 
     def drive(self) -> None:
         """Have the hosts do what this kernel says, and no other's."""
-        self._ray.get([actor.drive.remote(self._driver) for actor in self._actors.values()])
+        asked = [self._pending(host, actor.drive.remote(self._driver)) for host, actor in self._actors.items()]
+        for pending in asked:
+            pending.result()
 
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
         return self._pending(host, self._actor(host).compute.remote(self._driver, "execute", call))
