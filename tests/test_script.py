@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -344,3 +345,52 @@ def test_a_workbench_that_a_script_keeps_lives_on(tmp_path: Path) -> None:
     finally:
         lab.close()
     assert [row["name"] for row in wb.ls()] == []
+
+
+TERMINATED = """
+import os, signal, time
+from pathlib import Path
+import workbench as wb
+from tests.cases import TINY, tiny_lab
+
+def main() -> None:
+    lab = tiny_lab("ended", Path("runs").resolve(), models={"actor": TINY}, backend="ray")
+    close = lab.close
+    def slowly():
+        for second in range(6):
+            time.sleep(1)
+            print("closing", second, flush=True)
+        close()
+    lab.close = slowly
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    wb.script.run(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_on_ray_that_is_terminated_closes_what_it_has_opened(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TERMINATED)
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root},
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 143, done.stderr
+    assert "closing 5" in done.stdout  # Ray's own handler would have ended it after three seconds
+    assert "SIGTERM received" not in done.stderr
+
+
+def test_an_address_where_nothing_listens_is_said_at_once(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "script.py").write_text(TERMINATED)
+    command = [sys.executable, "script.py", "--address", f"127.0.0.1:{port}", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"no Ray cluster answers at '127.0.0.1:{port}' ([Errno 111] Connection refused)" in done.stderr
+    assert "ray start --head" in done.stderr
+    assert not list((tmp_path / "runs").rglob("*.jsonl"))
+    assert not list((tmp_path / "runs" / "ended").glob("*"))

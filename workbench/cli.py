@@ -65,11 +65,18 @@ def parser() -> argparse.ArgumentParser:
     mapping.add_argument("--gpus", metavar="N", type=int, required=True, help="devices of the cluster")
     mapping.add_argument("--hardware", default="a100-80g", help="a100-80g (default), h100, h200 or 'this machine'")
     mapping.add_argument("--prompt", metavar="TOKENS", type=int, default=1024, help="of a row; default: 1024")
-    mapping.add_argument("--response", metavar="TOKENS", type=int, default=1024, help="of a row; default: 1024")
+    mapping.add_argument(
+        "--response", metavar="TOKENS", default="1024",
+        help="of a row, or a sample of lengths, comma-separated; default: 1024",
+    )  # fmt: skip
     mapping.add_argument("--batch", metavar="ROWS", type=int, default=1024, help="an iteration; default: 1024")
+    mapping.add_argument("--dtype", default="bfloat16", help="of products: bfloat16 (default) or float32")
     mapping.add_argument("--updates", metavar="N", type=int, default=8, help="optimizer steps an epoch; default: 8")
     mapping.add_argument(
         "--placement", choices=("auto", "colocate", "split", "standalone"), default="auto", help="default: auto, all"
+    )
+    mapping.add_argument(
+        "--dependencies", action="store_true", help="count waiting for calls of the same stage as well"
     )
     mapping.add_argument("--granularity", metavar="N", type=int, help="devices that allocations are multiples of")
     mapping.add_argument("--top", metavar="N", type=int, default=5, help="plans that are shown; default: 5")
@@ -185,11 +192,23 @@ def _map(arguments: argparse.Namespace) -> int:
                            "write --models actor=llama-7b,critic=llama-7b")  # fmt: skip
         models[role] = model
     workload = Workload(algorithm=arguments.algorithm, prompt_tokens=arguments.prompt, rows=arguments.batch,
-                        response_tokens=arguments.response, updates=arguments.updates)  # fmt: skip
+                        response_tokens=_lengths(arguments.response), updates=arguments.updates,
+                        dtype=arguments.dtype)  # fmt: skip
     plans = search(models, devices=arguments.gpus, hardware=arguments.hardware, workload=workload,
-                   placement=arguments.placement, granularity=arguments.granularity, top=arguments.top)  # fmt: skip
+                   placement=arguments.placement, granularity=arguments.granularity, top=arguments.top,
+                   dependencies=arguments.dependencies)  # fmt: skip
     print(json.dumps(plans.to_dict(), indent=2) if arguments.json else plans)
     return 0
+
+
+def _lengths(text: str) -> int | tuple[int, ...]:
+    """A length, or several."""
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        rule = "a length in tokens, or several, comma-separated"
+        raise BadInput(f"--response {text}", rule, "write --response 256,512,2048") from None
+    return found if len(found) > 1 else found[0]
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import shutil
 import sys
 import time
 import warnings
@@ -175,6 +176,8 @@ def _open(
         lab.telemetry.sinks.close(failed=True)
         if hasattr(lab, "_backend"):
             lab._backend.close()
+        else:  # nothing was started, and nothing is to be read there
+            shutil.rmtree(run_folder, ignore_errors=True)
         registry.forget(description.id)
         raise
     registry.opened[name] = lab

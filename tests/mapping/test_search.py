@@ -261,7 +261,7 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     assert [one.devices for one in named["split"].best.sets] == [16, 16]
     assert min(plans.best.iteration_s for plans in named.values()) >= whole.best.iteration_s
     cheap = Constants(transition=1.0, transitions=0.0, tensor=10.0)  # where weights move at what links can do
-    by_role, by_call = (search(four("llama-7b"), devices=32, by_call=each, constants=cheap) for each in (False, True))
+    by_role, by_call = (search(four("llama-7b"), devices=16, by_call=each, constants=cheap) for each in (False, True))
     assert by_call.best.iteration_s <= by_role.best.iteration_s
     assert any(role.inference is not None for plan in by_call for one in plan.sets for role in one.roles)
     # where decoding is bound by memory, replicas of few rows are slow: groups of devices that training did not make

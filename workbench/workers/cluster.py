@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from workbench.home import home, locked
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
 KEEP = "WORKBENCH_KEEP_RAY"
+MODE = os.environ.get("RAY_AUTH_MODE")  # as the user has set it
+RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
+ANSWER_S = 5.0
 PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 ATTEMPTS = 3
 Note = Callable[[str], None]
@@ -54,7 +58,9 @@ def _head_file() -> Path:
 def _use_token(own_head: bool) -> None:
     """Make this process, and what it starts, show a token to Ray: this user's own, or for a cluster that somebody else
     started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    found = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or RAYS_TOKEN.exists()
+    # a head that somebody starts without a token asks for none
+    os.environ["RAY_AUTH_MODE"] = MODE or ("token" if own_head or found else "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
@@ -160,22 +166,51 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
             head = head or _start_head(note)
         target = str(address or (head and head["address"]))
         note("joining Ray")
+        _need_answer(target)
         try:
-            with _outlives_head() if own_head else contextlib.nullcontext():
+            with _keeps_handler(), _outlives_head() if own_head else contextlib.nullcontext():
                 # Ray reads its settings when it is imported; it may have been imported before they were made
                 ray._raylet.Config.initialize("")
                 ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
                 ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-            raise WorkbenchError(
-                f"no Ray cluster answers at {target!r} ({str(error).splitlines()[0]})",
-                "address= must name a running head as host:port, and its token must be known here",
-                "start one with `ray start --head`, or leave address= out",
-            ) from error
+            raise _no_answer(target, str(error).splitlines()[0]) from error
         _joined = _Joined(asked=address, address=_address(ray), own=own_head)
         if own_head:
             _note_client()
     return ray
+
+
+def _need_answer(target: str) -> None:
+    """Raise `WorkbenchError` where nothing listens: Ray would try for minutes, and let nobody interrupt it."""
+    host, colon, port = target.rpartition(":")
+    if not colon or not port.isdigit() or "//" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_answer(target, str(error)) from error
+
+
+def _no_answer(target: str, reason: str) -> WorkbenchError:
+    return WorkbenchError(
+        f"no Ray cluster answers at {target!r} ({reason})",
+        "address= must name a running head as host:port, and its token must be known here: RAY_AUTH_TOKEN, "
+        "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as on the machine of the head",
+        "start one with `ray start --head`, or leave address= out",
+    )
+
+
+@contextlib.contextmanager
+def _keeps_handler() -> Iterator[None]:
+    """While Ray is joined, which puts handlers of its own for SIGTERM in the place of the caller's: one of them aborts
+    the process three seconds later, in the middle of what is being closed."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
