@@ -42,7 +42,9 @@ def test_map_answers_with_the_keys_that_scripts_rely_on(capsys: pytest.CaptureFi
     assert "1 placements" not in (said := capsys.readouterr().out)
     assert "tokens/s" in said
     assert cli.main([*asked, "--json", "--response", "256,1792", "--dependencies", "--dtype", "bfloat16"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"]["iteration_s"] > answer["best"]["iteration_s"]  # the longest row ends it
+    assert (
+        json.loads(capsys.readouterr().out)["best"]["iteration_s"] > answer["best"]["iteration_s"]
+    )  # the longest row ends it
     assert cli.main([*asked, "--response", "256;512"]) == 1
     assert "--response 256;512. a length in tokens, or several" in capsys.readouterr().err
     assert cli.main(["map", "--models", "actor", "--gpus", "8"]) == 1
