@@ -138,7 +138,7 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
         (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
         (lambda lab, batch: lab.prompts.next(0), "0"),
         (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens="32"), "'32'.*must be a whole number"),
-        (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "has no 'prompt'"),
+        (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "takes no 'prompt'"),
         (
             lambda lab, batch: lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"),
             "one response a prompt.*samples=2",

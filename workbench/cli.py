@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--loops", action="store_true", help="write repeated lines as a loop")
     export.add_argument(
-        "--moves", choices=("opening", "steps"), default="opening", help="of placements; see the README"
+        "--moves", choices=("opening", "steps"), default="opening", help="of placements; see docs/export.md"
     )
     export.add_argument("--run", metavar="FOLDER", nargs="+", help="run folders with the record; default: looked for")
     export.add_argument("--check", action="store_true", help="run notebook and script, and compare every metric")

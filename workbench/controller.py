@@ -240,6 +240,7 @@ class Workbench(Stages, Checkpoints, Recovering, Predicting):
             del registry.opened[self.name]
         self.scheduler.close()
         if not self._drives():
+            print(f"left {self.name}, which another kernel drives")
             return
         self._backend.close()
         if self.description.backend == "ray":

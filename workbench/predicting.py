@@ -14,7 +14,7 @@ from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.plan import Plan, Plans, ranked
-from workbench.mapping.predict import predict
+from workbench.mapping.predict import check_placement, predict
 from workbench.mapping.search import search
 from workbench.mapping.workload import Workload
 from workbench.placement import ROLLOUT, Placement
@@ -137,6 +137,7 @@ class Predicting(Views):
         """
         known = self._need_calibration()
         placed = self.placement if placement is None else placement
+        check_placement(placed)
         self._know(placed)
         placed = placed.restrict(role for role in self.placement.roles if role != ROLLOUT)
         plan = self._plan(placed, self._workload(self._whose(algorithm)), known)

@@ -64,6 +64,11 @@ class Whereabouts:
     _bandwidth_bytes_s: float | None = None
 
     def _check_open(self) -> None:
+        if self._closed and self.looks:
+            again = (
+                f"wb.attach({self.name!r}) looks again, wb.attach({self.name!r}, take_over=True) drives it from here"
+            )
+            raise NotFound(f"this notebook has left {self.name!r}", "another kernel drives it", again)
         if self._closed:
             raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
 

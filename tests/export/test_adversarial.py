@@ -118,6 +118,16 @@ RIGHT = {
         ["import matplotlib.pyplot as plt", "fig, ax = plt.subplots()\nax.plot([1, 2])\nplt.show()", DO + "print(8)"],
         "8",
     ),
+    "a picture of what is only looked at": (
+        [
+            "import pandas as pd\nimport matplotlib.pyplot as plt",
+            "r = pd.Series([1])",
+            "fig, ax = plt.subplots()",
+            "ax.plot(r.to_numpy()); ax.plot(list(range(3)), sorted([3, 1, 2]))",
+            DO + "print(8)",
+        ],
+        "8",
+    ),
     "annotations": (["x: int = 3\ny: list[int]", DO + "y = [x]\nprint(y)"], "[3]"),
     "line continuations and semicolons": ([DO + "total = 1 + \\\n    2;\nprint(total);"], "3"),
     "match and f-strings": (
@@ -329,6 +339,14 @@ def test_what_cannot_be_in_a_script_is_refused_by_cell(name: str) -> None:
         script_of(page(*texts))
     assert str(error.value).startswith(value) or value in str(error.value)
     assert word in str(error.value)
+
+
+def test_a_picture_that_is_saved_keeps_what_it_needs() -> None:
+    lines = ["fig, ax = plt.subplots()", "ax.plot(np.cumsum([1, 2]))", 'fig.savefig("x.png")']
+    text = script_of(page("import matplotlib.pyplot as plt\nimport numpy as np", DO, "\n".join(lines))).text
+    assert [line for line in lines if line not in text] == []
+    unknown = ["import matplotlib.pyplot as plt\nimport mine", "fig, ax = plt.subplots()\nax.plot(mine.made())"]
+    assert "plt.subplots()" in script_of(page(*unknown)).text  # it may do something, and stays with what it needs
 
 
 def test_files_that_are_no_notebooks(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(lab: Any, files: Files
         ({"rewards": wrong}, r"reload\(rewards=wrong\)\. this workbench has critic, reward\. write reward"),
         ({"critic": vowels}, "has no function to replace"),
         ({"reward": 3}, "takes a function"),
-        ({"reward": wrong}, "has no 'prompt'"),
+        ({"reward": wrong}, "takes no 'prompt'"),
         ({"critic": ActorWorker}, "derive it from CriticWorker"),
         ({"critic": int}, "derived from the role's"),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from html import escape
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from workbench.display.html import bytes_text
+from workbench.display.html import bytes_text, picture_id
 
 
 class Stroke(NamedTuple):
@@ -337,8 +336,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", extra: str = 
 
 
 def _svg(inner: str, width: float, height: float, label: str) -> str:
-    # the ids of two pictures on one page must differ; a digest keeps a saved notebook the same when run again
-    inner = inner.replace(ID, hashlib.sha256(f"{label}{inner}".encode()).hexdigest()[:10])
+    inner = inner.replace(ID, picture_id(f"{label}{inner}"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-2 0 {width + 4:g} {height:g}" width="{width + 4:g}" '
         f'height="{height:g}" role="img" aria-label="{label}" '

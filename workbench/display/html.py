@@ -7,15 +7,32 @@ characters a line) and `_repr_html_`; IPython sends both.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+REMEMBERED = 1000  # pictures
 _LINE = "1px solid color-mix(in srgb, currentColor 20%, transparent)"
 _TABLE = "border-collapse:collapse;font-size:13px;background:transparent;color:inherit;margin:4px 0"
 _CELL = f"padding:2px 12px 2px 4px;border:0;border-bottom:{_LINE};background:transparent"
 _CAPTION = "text-align:left;caption-side:top;font-weight:600;color:inherit;padding:2px 4px"
+
+
+_shown: OrderedDict[str, int] = OrderedDict()
+
+
+def picture_id(content: str) -> str:
+    """An id of a picture that no other on its page has: browsers resolve an id to its first place, also where that is
+    hidden. A digest, so that a saved notebook stays the same when it is run again, and how often it came before."""
+    digest = hashlib.sha256(content.encode()).hexdigest()[:10]
+    count = _shown.pop(digest, 0) + 1
+    _shown[digest] = count
+    if len(_shown) > REMEMBERED:
+        _shown.popitem(last=False)
+    return digest if count == 1 else f"{digest}-{count}"
 
 
 def table(

@@ -9,14 +9,13 @@ a device waits for is told by shading and a small letter.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from workbench.display.html import bytes_text, seconds_text, table
+from workbench.display.html import bytes_text, picture_id, seconds_text, table
 from workbench.display.idle import CAUSES, DATA, Gaps, Lane, Life, Row, device_times, gaps_of, within
 from workbench.display.lanes import Bar, lanes_of, place, records
 from workbench.display.palette import RoleStyle, role_styles
@@ -189,7 +188,7 @@ class _Picture:
         body = legend + self._axis(legend_height, y) + "".join(lanes) + self._footnote(y)
         defs = "".join(self.patterns.values())
         # the ids of two pictures on one page must differ; a digest keeps a saved notebook the same when run again
-        uid = "t" + hashlib.sha256((body + defs).encode()).hexdigest()[:10]
+        uid = f"t{picture_id(body + defs)}"
         height = round(y + (40 if self._footnote(y) else 22))
         attributes = {
             "xmlns": "http://www.w3.org/2000/svg",

@@ -38,7 +38,8 @@ FRAME_LOOKS = {
     "info", "isin", "isna", "items", "iterrows", "itertuples", "keys", "last", "line", "max", "mean", "median",
     "melt", "merge", "min", "nlargest", "notna", "nsmallest", "nunique", "pivot", "pivot_table", "plot", "quantile",
     "query", "reindex", "rename", "reset_index", "rolling", "round", "set_index", "sort_index", "sort_values",
-    "stack", "std", "sum", "tail", "to_dict", "to_string", "tolist", "transpose", "unique", "unstack",
+    "stack", "std", "sum", "tail", "to_dict", "to_list", "to_numpy", "to_string", "tolist", "transpose",
+    "unique", "unstack",
     "value_counts", "values", "var",
 }  # fmt: skip
 FUNCTIONS = {

@@ -171,8 +171,9 @@ def _only_pure_stages(statement: Statement) -> bool:
 
 def _shows(node: ast.stmt) -> bool:
     """Whether it only brings a picture to the screen."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    called = call.func if isinstance(call, ast.Call) else None
+    if not isinstance(node, ast.Expr):
+        return False
+    called = node.value.func if isinstance(node.value, ast.Call) else None
     name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else "show"
     return name in ("show", "display", "panel", "clear_output")
 

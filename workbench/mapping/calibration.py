@@ -32,9 +32,9 @@ def fit(
 
     Relative errors, so that a short call counts as much as a long one. pull: so much do constants keep to those of
     `start`, which decides alone where no sample has a term. peaks: nothing is faster than the hardware's peak rates, so
-    constants of `AT_LEAST_ONE` are not below 1; not where rates were measured only roughly. The sum is convex:
-    coordinates are descended one after another, and those that no bound holds solved for, until nothing moves. Raises
-    `BadInput` without a sample, or for one that took no time.
+    constants of `AT_LEAST_ONE` are not below 1; where rates were measured only roughly, not below a tenth. The sum is
+    convex: coordinates are descended one after another, and those that no bound holds solved for, until nothing moves.
+    Raises `BadInput` without a sample, or for one that took no time.
     """
     start = start or Constants()
     if not samples:
@@ -47,7 +47,7 @@ def fit(
     matrix = terms * scale / np.array([[sample.seconds] for sample in samples])
     gram = matrix.T @ matrix + pull * np.eye(len(NAMES))
     aim = matrix.sum(axis=0) + pull
-    floors = np.array([float(peaks and name in AT_LEAST_ONE) for name in NAMES]) / scale
+    floors = np.array([(1.0 if peaks else 0.1) * (name in AT_LEAST_ONE) for name in NAMES]) / scale
     found = np.maximum(1.0, floors)
     for _ in range(SWEEPS):
         before = found.copy()

@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import BadInput
 from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
+from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of
 from workbench.mapping.plan import CallPlan, Plan, RolePlan, SetPlan
 from workbench.mapping.shapes import Shape, role_models
@@ -21,8 +22,8 @@ def predict(
     placement: Placement,
     models: Mapping[str, Any],
     *,
-    hardware: Hardware,
-    workload: Workload,
+    hardware: str | Hardware,
+    workload: Workload | str,
     constants: Constants | None = None,
     t_g: int = 1,
     strategy: str = "hybridflow",
@@ -30,7 +31,9 @@ def predict(
     """The plan of a placement. Whether it fits is not asked, see `search` and `estimate_memory`: where the cache would
     hold no row, it is taken to hold one. t_g: tensor ranks of generation. Raises `BadInput` for roles without a pool.
     """
-    constants = constants or Constants()
+    check_placement(placement)
+    constants, hardware = constants or Constants(), hardware_of(hardware)
+    workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
     options = options_of(shapes, hardware, workload, constants, strategy=strategy, t_g=None, by_call=False)
     sets = []
@@ -45,6 +48,13 @@ def predict(
         )
     functions = tuple(role for role, model in models.items() if model is None)
     return Plan(tuple(sets), devices=placement.devices, workload=workload, hardware=hardware, functions=functions)
+
+
+def check_placement(placement: object) -> None:
+    """Raise `BadInput` for anything else."""
+    if not isinstance(placement, Placement):
+        remedy = "write wb.Placement.split(4), or .of({...}); names are for search(placement=...)"
+        raise BadInput(f"placement {placement!r:.60}", "must be a Placement", remedy)
 
 
 def set_plan(

@@ -133,7 +133,7 @@ def search(
     halves = (devices // 2 // unit) if placement == "split" else None
     found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
     if not found:
-        raise BadInput(*_nothing_fits(options, devices, machine, placement))
+        raise BadInput(*_nothing_fits(options, devices, machine, placement, unit))
     least_s = min(plan.iteration_s for plan in found)
     found = ranked(replace(plan, dependencies=dependencies) for plan in found)
     proven = found[0].iteration_s <= least_s * (1 + 1e-9)
@@ -306,9 +306,9 @@ def _both(one: Sequence[Front], other: Sequence[Front], units: int) -> Front:
     return Front(every[kept], tuple(origins))
 
 
-def _nothing_fits(options: Mapping[str, RoleOptions], devices: int, hardware: Hardware, placement: str) -> tuple[
-    str, str, str
-]:  # fmt: skip
+def _nothing_fits(
+    options: Mapping[str, RoleOptions], devices: int, hardware: Hardware, placement: str, unit: int
+) -> tuple[str, str, str]:
     from workbench.display.html import bytes_text
 
     needs = {
@@ -316,6 +316,13 @@ def _nothing_fits(options: Mapping[str, RoleOptions], devices: int, hardware: Ha
         for role, one in options.items()
     }
     told = ", ".join(f"{role} {bytes_text(n)}" for role, n in needs.items())
+    if unit > 1 and not any(
+        one.layouts(n, fit=False) for n in range(unit, devices + 1, unit) for one in options.values()
+    ):
+        return (
+            f"granularity={unit}", f"no layout cuts these models over {unit} devices, or a multiple up to {devices}",
+            "take one that divides a machine's devices, or leave it out",
+        )  # fmt: skip
     return (
         f"{len(options)} models on {devices} devices of {bytes_text(hardware.memory_bytes)} ({hardware.name}), "
         f"placement {placement!r}",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.display.html import seconds_text
+from workbench.errors import BadInput
 from workbench.mapping.plan import CallPlan, Plan, RolePlan
 from workbench.mapping.workload import STAGES
 from workbench.telemetry.spans import Span
@@ -63,6 +64,8 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
 
     Of a set with many devices, the first are drawn: all of them do the same.
     """
+    if not isinstance(plan, Plan):
+        raise BadInput(f"simulate({type(plan).__name__})", "one plan is simulated", "take plans.best, or plans[n]")
     ends: dict[str, float] = {}
     free = [0.0] * len(plan.sets)
     stage_end = dict.fromkeys(STAGES, 0.0)

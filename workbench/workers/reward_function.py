@@ -32,8 +32,8 @@ def check_function(function: Any) -> None:
     if lacks:
         raise BadInput(
             f"function={getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}",
-            f"it is called with prompt=, response= and the row's other columns by name, and has no {lacks[0]!r}",
-            "def fn(prompt, response, **row)",
+            f"it is called with prompt=, response= and the row's other columns by name, and takes no {lacks[0]!r}",
+            "write def fn(prompt, response, **row)",
         )
 
 
