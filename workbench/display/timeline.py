@@ -61,9 +61,14 @@ class Timeline:
     """A drawn timeline. `svg` stands alone as a file; `summary` has one row a device: see `idle.device_times`, and a
     column for each of `idle.CAUSES`: transfer_s, and what idle_s consists of."""
 
-    svg: str
+    drawn: str
     summary: list[dict[str, Any]]
     span_count: int
+
+    @property
+    def svg(self) -> str:
+        """The picture, each time with ids of its own."""
+        return self.drawn.replace(ID, f"t{picture_id(self.drawn)}-")
 
     def __repr__(self) -> str:
         window = self.summary[0]["window_s"] if self.summary else 0.0
@@ -142,7 +147,7 @@ def timeline(
         for lane, (pool, device) in enumerate(lanes)
     ]
     picture = _Picture(list(by_lane.values()), summary, gaps, start, end, width, most)
-    return Timeline(svg=picture.svg(), summary=summary, span_count=len(rows))
+    return Timeline(drawn=picture.svg(), summary=summary, span_count=len(rows))
 
 
 class _Picture:
@@ -188,7 +193,6 @@ class _Picture:
         body = legend + self._axis(legend_height, y) + "".join(lanes) + self._footnote(y)
         defs = "".join(self.patterns.values())
         # the ids of two pictures on one page must differ; a digest keeps a saved notebook the same when run again
-        uid = f"t{picture_id(body + defs)}"
         height = round(y + (40 if self._footnote(y) else 22))
         attributes = {
             "xmlns": "http://www.w3.org/2000/svg",
@@ -204,7 +208,7 @@ class _Picture:
             "fill": "currentColor",
         }
         written = " ".join(f'{name}="{value}"' for name, value in attributes.items())
-        return f"<svg {written}><defs>{defs}</defs>{body}</svg>".replace(ID, f"{uid}-")
+        return f"<svg {written}><defs>{defs}</defs>{body}</svg>"
 
     def _x(self, time_s: float) -> float:
         share = (time_s - self.start_s) / self.window_s
