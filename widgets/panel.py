@@ -120,7 +120,7 @@ class Panel:
         return {WIDGET: widget, **self.still().bundle()}
 
     def __repr__(self) -> str:
-        return f"<Panel of {self.lab.name}: {', '.join(self.views)}>"[:79]
+        return f"<Panel of {self.lab.name[:40]}: {len(self.views)} views>"
 
     def close(self) -> None:
         """End its updates. Where this page showed it, its last picture takes its place; elsewhere it stays as it is."""

@@ -167,6 +167,8 @@ def test_repeats_are_offered_as_loops() -> None:
     assert looped.text.count("generate_sequences") == 1
     assert looped.parameters == ("REPEATS_1",)
     assert "for _ in lab.iterations(REPEATS_1):" in looped.text  # each turn draws prompts once
+    text = script_of(page(IMPORT, OPEN, ("## By hand",), *stages, *stages), loops=True).text
+    assert text.index("# By hand") < text.index("for _ in")
     plain = script_of(page(IMPORT, OPEN, *["lab.actor.save()"] * 3), loops=True)
     assert "for _ in range(REPEATS_1):" in plain.text
     by_algorithm = script_of(page(IMPORT, OPEN, "ppo = wb.PPO(lab)", *["ppo.iterate()"] * 3), loops=True)

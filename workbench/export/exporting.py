@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
 from workbench.export.loops import Repeat, Step, found_repeats
-from workbench.export.moves import fold_moves
+from workbench.export.moves import fold_moves, opening_of
 from workbench.export.parameters import TAGS, Parameter, take_parameters
 from workbench.export.program import program, repeat_name
 from workbench.export.selection import Selection, select
@@ -73,6 +74,11 @@ def script_of(
     else:
         told += [f"{repeat}; `--loops` writes them as a loop" for repeat in repeats]
         steps = list(selection.kept)
+    told += [
+        f"{statement.cell} opens with if_exists='replace', and so does the script: it ends a workbench of that name"
+        for statement in selection.kept
+        if (opening := opening_of(statement)) and "if_exists='replace'" in ast.unparse(opening)
+    ]
     text = program(_title(cells), options, steps, selection.bound, _explanations(cells, selection))
     compile(text, "script", "exec")
     return Script(text, tuple(told), tuple(option.name for option in options))

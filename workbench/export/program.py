@@ -172,6 +172,9 @@ def _main(
     for step in steps:
         statements = step.body if isinstance(step, Repeat) else (step,)
         text = ""
+        if isinstance(step, Repeat) and (above := _explained(statements[0], explained)):
+            lines.append(above)  # it speaks of all turns
+            explained = {place: told for place, told in explained.items() if place != id(statements[0])}
         for statement in statements:
             if cell is not None and statement.cell != cell:
                 text += "\n"

@@ -201,9 +201,11 @@ class Plan:
         for stage, seconds in self.stage_s.items():
             if seconds:
                 slowest = self.slowest(stage)
-                told.append(f"{stage} takes {seconds_text(seconds)}"
-                            + (f" by {' and '.join(slowest.names)}" if len(self.sets) > 1 else ""))  # fmt: skip
-        text = ", ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
+                where = f" on the devices of {', '.join(slowest.names)}" if len(self.sets) > 1 else ""
+                told.append(f"{stage} takes {seconds_text(seconds)}{where}")
+        text = "; ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
+        if self.used < self.devices:
+            text += f", {self.devices - self.used} of {self.devices} all of it"
         if other is None:
             return text + "."
         gap = {stage: seconds - other.stage_s[stage] for stage, seconds in self.stage_s.items()}

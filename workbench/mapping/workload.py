@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from workbench.engines.settings import Training, at_least, one_of, whole
+from workbench.engines.settings import Training, one_of, whole
 from workbench.errors import BadInput
 
 Kind = Literal["generate", "infer", "train"]
@@ -94,7 +94,9 @@ class Workload:
             raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
         for length in self.lengths:
             whole("Workload.response_tokens", length, 1)
-        at_least("Workload.rows", self.rows, self.updates)
+        if self.rows < self.updates:
+            raise BadInput(f"Workload(rows={self.rows}, updates={self.updates})", "each update takes a row or more",
+                           "take more rows, or fewer updates")  # fmt: skip
         one_of("Workload.dtype", self.dtype, ("bfloat16", "float32"))
         names = [call.name for call in self.calls]
         for call in self.calls:

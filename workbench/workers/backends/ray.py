@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from textwrap import shorten
 from typing import Any
 
 from workbench.errors import BadInput, HostDied, NotDriving, NotFound, WorkbenchError
@@ -22,6 +23,7 @@ from workbench.workers.idle import Idle
 START_TIMEOUT_S = 120
 ATTACH_TIMEOUT_S = 10
 END_GRACE_S = 10
+SAID = 160  # characters of what Ray says of it
 LOOK_S = 0.5  # so often is it asked whether the head lives
 POLL_S = 0.2
 # What a kernel that does not drive a workbench may ask its hosts.
@@ -58,7 +60,8 @@ class RayPending(Pending):
                 f"host {self._host} is gone",
                 "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
                 if "ray.kill" in str(error)
-                else f"its process ended ({str(error).splitlines()[-1].strip()}); out of memory is the usual reason",
+                else f"its process ended ({shorten(str(error).splitlines()[-1], SAID)}); "
+                "it was killed, by somebody or because memory ran out, or its code crashed",
                 "see lab.logs(); lab.recover() starts it again, and goes on from the last checkpoint",
             ) from error
         except self._ray.exceptions.RayTaskError as error:
