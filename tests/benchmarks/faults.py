@@ -50,7 +50,7 @@ STAGES = {
 }  # fmt: skip
 CELLS = {"transition": "lab.actor.sync_weights()", "save": "lab.save(FOLDER / f'more-{time.time()}')"}
 FAULTS = ("kill worker", "kill kernel", "interrupt")
-DELAY_S = {"generate": 0.15, "score": 0.3, "values": 0.01, "transition": 0.005, "save": 0.05}
+DELAY_S = {"generate": 0.15, "score": 0.1, "values": 0.01, "transition": 0.005, "save": 0.05}
 
 
 class Matrix:
