@@ -132,8 +132,12 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     panel.get_by_role("button", name="Iterate").click()
     notebook.wait_for("'update_actor' in ppo.made and not panel.driver.busy")
     steps = notebook.ask("lab.weights['actor'].steps")
+    # a kernel that is blocked for a while takes neither focus nor what was typed
     panel.locator('input[data-act="iterations"]').fill("2")
+    assert notebook.ask("bool(__import__('asyncio').get_running_loop().call_later(0.5, __import__('time').sleep, 5))")
+    panel.locator('[data-kind="blocked"]').wait_for()
     page.keyboard.press("Enter")
+    panel.locator('[data-kind=""]').wait_for()
     notebook.wait_for("panel.views['stepper'].iterations == '2'")
     panel.get_by_role("button", name="Run", exact=True).click()
     notebook.wait_for("lab.iteration >= 3 and not panel.driver.busy")

@@ -133,8 +133,9 @@ def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     batch = cut.compute_advantages(batch, estimator="rloo")
     before, version = cut._run_number, batch.meta["weights_version"]
     with cut.overlap():
-        ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=8, max_new_tokens=64)
-        cut.actor.update_actor(batch, epochs=96)  # seconds of work, so that a late start is still beside it
+        # seconds of work each, so that a late start is still beside the other
+        ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=96, max_new_tokens=64, ignore_eos=True)
+        cut.actor.update_actor(batch, epochs=96)
         after = cut.actor.generate_sequences(cut.prompts.next(4), max_new_tokens=4)
     assert ahead.meta["weights_version"] == version
     assert after.meta["weights_version"] == cut.weights["actor"].steps == version + 96

@@ -1,4 +1,4 @@
-"""The Ray head goes away under a notebook: the kernel stays, and another head takes its place."""
+"""The Ray head goes away under a notebook, or memory of a host: the kernel stays, and goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,6 +26,39 @@ one = lab.save("one")
 expected = ppo.iterate()
 other = tiny_lab("other", Path("runs").resolve(), placement=wb.Placement.colocate(1), models={"actor": TINY})
 """
+
+HUNGRY = """
+import time
+import torch
+import workbench as wb
+from pathlib import Path
+from tests.cases import TINY, tiny_lab
+from workbench.workers.cluster import stop_head
+feast, eaten = Path("feast").resolve(), []
+
+def hungry(prompt, response, **row):
+    while feast.exists():
+        eaten.append(torch.ones(2**26))  # 256 MiB
+        time.sleep(0.02)
+    return sum(c in "aeiou" for c in response) / max(1, len(response))
+
+models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": hungry}
+lab = tiny_lab("hungry", Path("runs").resolve(), placement=wb.Placement.colocate(1), models=models)
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8))
+ppo.iterate()
+one = lab.save("one")
+expected = ppo.iterate()
+"""
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends processes when 6 GiB more than now are in use on this machine. (Read when a head starts.)"""
+    memory = psutil.virtual_memory()
+    most = memory.total - memory.available + 6 * 2**30
+    if most > 0.95 * memory.total:
+        pytest.skip(f"needs 7 GiB of free memory: {memory.available / 2**30:.1f} GiB are free")
+    monkeypatch.setenv("RAY_memory_usage_threshold", f"{most / memory.total:.3f}")
 
 
 @pytest.fixture
@@ -83,4 +116,20 @@ def test_a_head_that_goes_while_a_stage_is_at_work(kernel: Kernel) -> None:
     assert "Ray head of this user is gone" in error
     time.sleep(70)  # by itself Ray ends a process whose head has been gone for a minute
     kernel.run("ppo.epochs = 2; lab.recover(one.folder)")
+    assert kernel.run("print(ppo.iterate() == expected)").strip() == "True"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.usefixtures("narrow")
+def test_a_host_that_runs_out_of_memory_is_said_and_recovered_from(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(HUNGRY)
+    kernel.run("while ppo.next_stage != 'compute_reward': ppo.step()")
+    (tmp_path / "feast").touch()
+    error, _ = kernel.cell("ppo.step()")
+    assert error.startswith("HostDied")
+    assert "ran out of memory, and Ray ended it" in error
+    assert "lab.recover()" in error
+    (tmp_path / "feast").unlink()
+    kernel.run("lab.recover()")
     assert kernel.run("print(ppo.iterate() == expected)").strip() == "True"

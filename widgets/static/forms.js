@@ -13,20 +13,22 @@ export function listen(root, send) {
   root.addEventListener("change", (event) => {
     const control = event.target.closest("[data-act]");
     if (!control || !isField(control)) return;
+    if (isText(control) && control.dataset.typed === undefined) return; // it was sent already
     delete control.dataset.typed;
     const value = control.type === "checkbox" ? control.checked : control.value;
     send(control.dataset.act, { ...given(control), value });
   });
   // a browser tells no change of what was typed before its field was drawn again, nor at Enter inside JupyterLab
   const commit = ({ target }) => {
-    if (target.dataset.typed !== undefined) target.dispatchEvent(new Event("change", { bubbles: true }));
+    if (target?.dataset?.typed !== undefined) target.dispatchEvent(new Event("change", { bubbles: true }));
   };
   root.addEventListener("input", ({ target }) => {
-    if (target.tagName === "INPUT" && target.type !== "checkbox") target.dataset.typed = "";
+    if (isText(target)) target.dataset.typed = "";
   });
   root.addEventListener("focusout", commit);
   root.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") setTimeout(commit, 0, { target: event.target });
+    // the field that is there by then: this one may have been drawn again
+    if (event.key === "Enter") setTimeout(() => commit({ target: fieldIn(root, keyOf(event.target)) }), 0);
   });
   // what is no button but acts like one (a box of a drawing) hears Enter and the space bar
   root.addEventListener("keydown", (event) => {
@@ -43,9 +45,17 @@ function isField(control) {
   return ["SELECT", "INPUT", "TEXTAREA"].includes(control.tagName);
 }
 
+function isText(control) {
+  return isField(control) && control.tagName !== "SELECT" && control.type !== "checkbox";
+}
+
 // What names a control in one drawing and in the next.
 function keyOf(element) {
   return element.id || element.dataset.key || (element.dataset.act || "") + (element.dataset.given || "");
+}
+
+function fieldIn(root, key) {
+  return [...root.querySelectorAll("*")].find((element) => element.dataset && keyOf(element) === key);
 }
 
 const drawn = new WeakMap();
@@ -55,9 +65,10 @@ export function replace(root, html) {
   if (drawn.get(root) === html) return;
   const active = root.contains(document.activeElement) ? document.activeElement : null;
   const key = active && keyOf(active);
-  const typed = active && isField(active) && active.type !== "checkbox" ? active.value : null;
-  const uncommitted = active && active.dataset.typed !== undefined;
-  if (uncommitted) delete active.dataset.typed;
+  const fields = [...root.querySelectorAll("input, textarea")]
+    .filter((field) => isText(field) && (field === active || field.dataset.typed !== undefined))
+    .map((field) => ({ name: keyOf(field), value: field.value, typed: field.dataset.typed !== undefined }));
+  for (const field of root.querySelectorAll("[data-typed]")) delete field.dataset.typed; // those that go tell nothing
   const open = [...root.querySelectorAll("details")].map((details) => details.open);
   const places = [...root.querySelectorAll("[data-scrolls]")].map((box) => [box.scrollLeft, box.scrollTop]);
   root.innerHTML = html;
@@ -68,14 +79,13 @@ export function replace(root, html) {
   [...root.querySelectorAll("[data-scrolls]")].forEach((box, n) => {
     if (places.length > n) [box.scrollLeft, box.scrollTop] = places[n];
   });
-  if (!key) return;
-  const again = [...root.querySelectorAll("*")].find((element) => element.dataset && keyOf(element) === key);
-  if (!again) return;
-  if (typed !== null && isField(again) && again.tagName !== "SELECT") {
-    again.value = typed;
-    if (uncommitted) again.dataset.typed = "";
+  for (const { name, value, typed } of fields) {
+    const again = fieldIn(root, name);
+    if (!again || !isText(again)) continue;
+    again.value = value;
+    if (typed) again.dataset.typed = "";
   }
-  again.focus({ preventScroll: true });
+  if (key) fieldIn(root, key)?.focus({ preventScroll: true });
 }
 
 // Grey what cannot act now, and say why. `blocked`: nothing acts; `busy`: nothing that runs stages does.
@@ -87,8 +97,9 @@ export function enable(root, blocked, busy) {
       control.dataset.title = control.title || "";
     }
     const off = Boolean(reason) || control.dataset.was === "off";
-    // a button that is greyed for a while keeps the focus: a disabled one would lose it to the notebook
+    // what is greyed for a while keeps the focus, and what was typed: disabled, it would lose both to the notebook
     if (control.tagName === "BUTTON") control.setAttribute("aria-disabled", String(Boolean(reason)));
+    else if (isText(control) && control.type !== "range") control.readOnly = Boolean(reason);
     else if ("disabled" in control) control.disabled = off;
     else control.setAttribute("aria-disabled", String(off));
     control.title = reason || control.dataset.title;

@@ -54,6 +54,14 @@ class RayPending(Pending):
             while self._head is not None and not self._ray.wait([self.ref], timeout=LOOK_S)[0]:
                 _need_head(self._head)  # without it there may never be an answer
             return self._ray.get(self.ref)
+        except self._ray.exceptions.OutOfMemoryError as error:  # not one of the actor errors
+            raise HostDied(
+                f"host {self._host} is gone",
+                f"its machine ran out of memory, and Ray ended it ({shorten(str(error).splitlines()[0], SAID)})",
+                "lab.memory() and lab.diff(...) say what needs how much; give the models more devices or machines "
+                "(lab.move), or make batches or micro_batch_tokens smaller; "
+                "lab.recover() starts it again, and goes on from the last checkpoint",
+            ) from error
         except self._ray.exceptions.RayActorError as error:
             _need_head(self._head)
             raise HostDied(

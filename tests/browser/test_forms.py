@@ -1,0 +1,64 @@
+"""What is typed into a panel is kept and sent, whatever is drawn over it or greyed: `forms.js` in a page alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from widgets import front_end
+
+FIELD = '<input data-act="iterations" value="3"><button data-act="run" data-drives>Run</button>'
+PAGE = """
+{source}
+window.sent = [];
+window.area = document.body.appendChild(document.createElement("div"));
+listen(area, (act, given) => sent.push([act, given.value]));
+Object.assign(window, {{ replace, enable }});
+replace(area, `{field}`);
+"""
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    page = browser.new_page()
+    source = (front_end.FOLDER / "forms.js").read_text().replace("export function", "function")
+    page.add_script_tag(content=PAGE.format(source=source, field=FIELD))
+    page.locator("input").fill("5")
+    yield page
+    page.close()
+
+
+def draw_again(page: Any, text: str) -> None:
+    page.evaluate("([html]) => replace(area, html)", [FIELD + text])
+
+
+@pytest.mark.slow
+def test_enter_sends_what_was_typed_once(page: Any) -> None:
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => sent.length")
+    draw_again(page, "<p>a stage has ended</p>")
+    page.locator("button").focus()
+    page.wait_for_timeout(50)
+    assert page.evaluate("sent") == [["iterations", "5"]]
+
+
+@pytest.mark.slow
+def test_a_drawing_between_enter_and_its_answer(page: Any) -> None:
+    page.evaluate("([html]) => area.addEventListener('keydown', () => replace(area, html))", [FIELD + "<p>new</p>"])
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => sent.length")
+    assert page.evaluate("sent") == [["iterations", "5"]]
+
+
+@pytest.mark.slow
+def test_a_field_that_is_greyed_and_drawn_again(page: Any) -> None:
+    page.evaluate("enable(area, 'a cell is running', '')")
+    page.wait_for_timeout(100)  # a frame, after which what is disabled has no focus
+    draw_again(page, "<p>a stage has ended</p>")
+    page.evaluate("enable(area, '', '')")
+    assert page.locator("input").input_value() == "5"
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => sent.length")
+    assert page.evaluate("sent") == [["iterations", "5"]]
