@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 
-.PHONY: setup demo test thorough lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel bench-mapping bench-interrupts bench-faults prove bench-learning clean help
+.PHONY: setup demo test lessons thorough lab check format docs witnesses peers bench bench-overlap bench-control bench-forward bench-resharding bench-move bench-panel bench-mapping bench-interrupts bench-faults prove bench-learning clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -14,6 +14,7 @@ $(READY): pyproject.toml setup.py scripts/setup_env.py
 
 demo: $(READY) ## run the first lesson on real models, headless; the result lands in runs/demo/
 	@mkdir -p runs/demo
+	@echo "running $(DEMO): about four minutes on two cores, and nothing is said before the end"
 	WORKBENCH_WIDGETS=static $(BIN)/jupyter nbconvert --to notebook --execute $(DEMO) --output-dir runs/demo
 	@echo "executed notebook: runs/demo/$(notdir $(DEMO))"
 
@@ -21,6 +22,9 @@ JOBS ?= 2
 
 test: $(READY) ## run the tests, JOBS processes at a time; each with one thread for torch, and files as they are
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+lessons: $(READY) ## run every lesson at tiny settings, three of them against their scripts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m lesson
 
 thorough: $(READY) ## run what `make test` shows under further layouts, and every lesson against its script
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m thorough

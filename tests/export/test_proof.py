@@ -17,7 +17,7 @@ from workbench.telemetry.store import TelemetryStore
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.parametrize("name", ["104_estimate_and_compare", "303_your_own_algorithm"])
 def test_lessons_and_their_scripts_agree_to_the_last_bit(name: str) -> None:
     path = LESSONS / f"{name}.ipynb"

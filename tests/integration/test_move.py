@@ -102,6 +102,7 @@ def moved(lab: wb.Workbench, placement: wb.Placement) -> PlacementChange:
     return change
 
 
+@pytest.mark.thorough
 def test_ppo_walks_over_placements(lab: wb.Workbench, tmp_path: Any) -> None:
     table = stored()
     held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)

@@ -77,7 +77,9 @@ def inline(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], 
         pytest.param(
             "zero1", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 1}, marks=pytest.mark.thorough
         ),
-        ("zero3", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 3}),
+        pytest.param(
+            "zero3", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 3}, marks=pytest.mark.thorough
+        ),
         ("apart", wb.Placement.of({"a": (1, ["actor", "reference"]), "b": (1, ["reward"])}), {}),
     ],
 )

@@ -47,7 +47,7 @@ def run(name: str, runs: Path) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_101(tmp_path: Path) -> None:
     html = run("101_ppo_by_hand.ipynb", tmp_path)
@@ -58,7 +58,7 @@ def test_lesson_101(tmp_path: Path) -> None:
     assert (tmp_path / "first-split").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_102(tmp_path: Path) -> None:
     html = run("102_look_and_branch.ipynb", tmp_path)
@@ -67,7 +67,7 @@ def test_lesson_102(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("branches/*/rollouts.safetensors"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_103(tmp_path: Path) -> None:
     html = run("103_read_the_timeline.ipynb", tmp_path)
@@ -75,7 +75,7 @@ def test_lesson_103(tmp_path: Path) -> None:
     assert any("scorers" in text and "other_pool_s" in text for text in html)  # what is left of waiting
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_104(tmp_path: Path) -> None:
     html = run("104_estimate_and_compare.ipynb", tmp_path)
@@ -84,7 +84,7 @@ def test_lesson_104(tmp_path: Path) -> None:
     assert any("reinforce++" in text for text in html)
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_105(tmp_path: Path) -> None:
     html = run("105_from_notebook_to_script.ipynb", tmp_path)
@@ -92,7 +92,7 @@ def test_lesson_105(tmp_path: Path) -> None:
     assert (tmp_path / "from-notebook" / "again.py").is_file()  # there and back
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_201(tmp_path: Path) -> None:
     html = run("201_swap_placement.ipynb", tmp_path)
@@ -100,7 +100,7 @@ def test_lesson_201(tmp_path: Path) -> None:
     assert len(list((tmp_path / "swap").iterdir())) == 1  # all in one run
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_202(tmp_path: Path) -> None:
     html = run("202_your_own_worker_and_protocol.ipynb", tmp_path)
@@ -109,14 +109,14 @@ def test_lesson_202(tmp_path: Path) -> None:
     assert {folder.name for folder in tmp_path.iterdir()} == {"dealt", "dealt-inline"}
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_203(tmp_path: Path) -> None:
     html = run("203_resharding_traffic.ipynb", tmp_path)
     assert sum("(1.00 times)" in text for text in html) == 2  # no more moved than had to: as told, and in the panel
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_204(tmp_path: Path) -> None:
     html = run("204_what_if.ipynb", tmp_path)
@@ -126,7 +126,7 @@ def test_lesson_204(tmp_path: Path) -> None:
     assert "measured" in "".join(SAID)
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_304(tmp_path: Path) -> None:
     html = run("304_reward_model_and_safe_rlhf.ipynb", tmp_path)
@@ -135,7 +135,7 @@ def test_lesson_304(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("preferences/*/reward_model/*.safetensors"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_301(tmp_path: Path) -> None:
     html = run("301_interrupt_and_reattach.ipynb", tmp_path)
@@ -148,7 +148,7 @@ def test_lesson_301(tmp_path: Path) -> None:
     assert any("<svg" in text for text in html)
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_302(tmp_path: Path) -> None:
     html = run("302_reload_and_debug.ipynb", tmp_path)
@@ -157,7 +157,7 @@ def test_lesson_302(tmp_path: Path) -> None:
     assert any("response_length" in text for text in html)
 
 
-@pytest.mark.slow
+@pytest.mark.lesson
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_303(tmp_path: Path) -> None:
     html = run("303_your_own_algorithm.ipynb", tmp_path)
