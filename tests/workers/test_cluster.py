@@ -50,6 +50,14 @@ def test_two_processes_that_start_at_once_share_a_head_and_the_last_one_stops_it
     assert (one.returncode, two.returncode) == (0, 0)
 
 
+def test_processes_of_ray_start_without_parsing_a_grammar() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys, ray; print('rfc3987_syntax' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert told.stdout.strip() == "False"  # 1.5 s in each of them: see pyproject.toml on jsonschema
+
+
 # A process that is joined to a cluster of somebody else, once through address= and once by its own ray.init()
 ELSEWHERE = """
 import json, sys, ray
