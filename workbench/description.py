@@ -278,10 +278,31 @@ class Description:
     @property
     def digest(self) -> str:
         """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
-        fields = {
+        return fingerprint(self._compared)[:16]
+
+    @property
+    def _compared(self) -> dict[str, Any]:
+        return {
             field: value for field, value in vars(self).items() if field not in ("id", "idle_hours", "moved", "opened")
         }
-        return fingerprint(fields)[:16]
+
+    def differences(self, other: Description) -> list[str]:
+        """The arguments of an opening in which two descriptions differ, such as `training` or `models['reward']`."""
+
+        def differ(these: Mapping[str, Any], those: Mapping[str, Any]) -> list[str]:
+            names = dict.fromkeys([*these, *those])
+            return [name for name in names if fingerprint(these.get(name)) != fingerprint(those.get(name))]
+
+        found = differ(self._compared, other._compared)
+        if "defaults" in found:  # roles that say nothing of these have them in their models, too
+            found[found.index("defaults") : found.index("defaults") + 1] = differ(self.defaults, other.defaults)
+        if "models" in found:
+            roles = {role: (self.models.get(role), other.models.get(role)) for role in {**self.models, **other.models}}
+            found[found.index("models") : found.index("models") + 1] = [
+                f"models[{role!r}]" for role, (one, two) in roles.items()
+                if one is None or two is None or not set(differ(vars(one), vars(two))) <= set(found)
+            ]  # fmt: skip
+        return found
 
     @property
     def digests(self) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def _open(
     if living is not None and (if_exists == "error" or (if_exists == "attach" and another)):
         raise NameTaken(
             f"a workbench named {name!r} lives",
-            "if_exists='error'" if if_exists == "error" else "it was opened with another description",
+            "if_exists='error'" if if_exists == "error" else _what_differs(description),
             "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
         )
     if living is not None and if_exists == "attach" and restoring is not None:
@@ -383,6 +383,16 @@ def _opened_here(name: str) -> Workbench | None:
         return None
     lab.end()  # another process stopped or replaced it
     return None
+
+
+def _what_differs(description: Description) -> str:
+    """Why what lives under that name is not what this describes."""
+    mine, text = _opened_here(description.name), "it was opened with another description"
+    try:
+        there = mine.description if mine is not None else registry.description(registry.get(description.name))
+    except WorkbenchError:  # code that it names is not here
+        return text
+    return f"{text}: {', '.join(description.differences(there))} would differ"
 
 
 def _living(name: str) -> tuple[str, ...] | None:
