@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,11 @@ def test_map_answers_with_the_keys_that_scripts_rely_on(capsys: pytest.CaptureFi
     assert "--response 256;512. a length in tokens, or several" in capsys.readouterr().err
     assert cli.main(["map", "--models", "actor", "--gpus", "8"]) == 1
     assert "'actor' must be ROLE=MODEL" in capsys.readouterr().err
+
+
+def test_a_reader_that_wants_no_more_is_no_error() -> None:
+    map_ = "map --algorithm ppo --models actor=llama-7b,critic=llama-7b,reference=llama-7b,reward=llama-7b --gpus 8"
+    told = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m workbench {map_} | true"], capture_output=True, text=True
+    )
+    assert (told.returncode, told.stderr) == (1, "")

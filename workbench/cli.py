@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
+        sys.stdout.flush()
         return code
     except WorkbenchError as error:
         print(f"wb: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who read it wants no more, such as `| head`; nor is the rest written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
