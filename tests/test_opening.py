@@ -85,7 +85,7 @@ def test_equal_descriptions_attach_and_others_do_not(tmp_path: Path) -> None:
         assert tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(1.0))) is lab
         with pytest.raises(wb.errors.NameTaken, match=r"another description: models\['reward'\] would differ"):
             tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(2.0)))
+        changed: dict[str, Any] = {"training": {"minibatches": 4}, "seed": 7}
         with pytest.raises(wb.errors.NameTaken, match=r"description: (seed, training|training, seed) would differ"):
-            changed = {"training": {"minibatches": 4}, "seed": 7}
             tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(1.0)), **changed)
         assert replace(lab.description, id="another").digest == lab.description.digest

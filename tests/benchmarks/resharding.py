@@ -29,7 +29,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.resharding.engine_ranks import run_ranks  # noqa: E402
+from tests.engines.training_ranks import run_ranks  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
 from workbench.resharding.engine import ReshardingEngine  # noqa: E402
 from workbench.resharding.strategies import STRATEGIES, plan_transition  # noqa: E402

@@ -119,8 +119,8 @@ def synced(lab: wb.Workbench, layout: wb.Layout, generation: wb.Generation, stra
 @pytest.mark.parametrize(
     ("layout", "generation", "updates"),
     [
-        pytest.param(wb.Layout(1, 4, 1), GROUPS, 4, marks=NEEDS_VLLM, id="groups"),
-        pytest.param(wb.Layout(1, 2, 1), ALONE, 2, id="tensor", marks=pytest.mark.thorough),
+        pytest.param(wb.Layout(1, 4, 1), GROUPS, 4, marks=[NEEDS_VLLM, pytest.mark.thorough], id="groups"),
+        pytest.param(wb.Layout(1, 2, 1), ALONE, 2, id="tensor"),
         pytest.param(wb.Layout(2, 1, 1), ALONE, 2, id="pipeline", marks=pytest.mark.thorough),
         pytest.param(wb.Layout(1, 1, 2), GROUPS, 2, marks=[NEEDS_VLLM, pytest.mark.thorough], id="zero"),
     ],

@@ -6,12 +6,10 @@ import dataclasses
 import gc
 import itertools
 import math
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -307,17 +304,3 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
-
-
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-def _rank(rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
-    dist.barrier()

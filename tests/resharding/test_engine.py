@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from tests.resharding.engine_ranks import Case, four_ranks, run_ranks, syncs, transitions
+from tests.engines.training_ranks import run_ranks
+from tests.resharding.engine_ranks import Case, four_ranks, syncs, transitions
 from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.resharding.engine import ReshardingEngine
