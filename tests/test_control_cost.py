@@ -1,4 +1,4 @@
-"""Planning stays cheap: the bounds are loose ones of what `make bench-control` prints."""
+"""Planning stays cheap: the bounds are loose ones of what `make bench NAME=control` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.control_cost import LIMIT_S, plan_s
+from benchmarks.control import LIMIT_S, plan_s
 
 
 def test_a_rank_costs_less_than_the_limit(tmp_path: Path) -> None:

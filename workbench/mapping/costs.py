@@ -73,7 +73,7 @@ _values = operator.attrgetter(*(field.name for field in fields(Terms)))
 @dataclass(frozen=True)
 class Constants:
     """What each term costs: how many times its ideal seconds, or seconds each. The defaults were fitted to the
-    published 7B measurements of HybridFlow on A100s (`tests/benchmarks/mapping_published.py`)."""
+    published 7B measurements of HybridFlow on A100s (`benchmarks/mapping_published.py`)."""
 
     training: float = 1.78
     inference: float = 1.36

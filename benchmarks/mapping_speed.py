@@ -1,6 +1,6 @@
 """Seconds of the search against devices, beside those that HybridFlow's authors published (arXiv:2409.19256).
 
-python tests/benchmarks/mapping_speed.py
+python benchmarks/mapping_speed.py
 """
 
 from __future__ import annotations

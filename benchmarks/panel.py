@@ -1,6 +1,6 @@
 """Times the timeline of a live panel in a real JupyterLab and a real browser, and what a panel costs a run.
 
-    python tests/benchmarks/panel.py [--spans 1000 10000 100000] [--run-seconds 30]
+    python benchmarks/panel.py [--spans 1000 10000 100000] [--run-seconds 30]
 
 Spans of eight devices in two pools, written by a telemetry store. For each count: from the cell's start to the first
 paint, and from 200 more spans on disk to the paint that has them (a panel looks every 0.4 s); bytes that went to the
@@ -128,7 +128,7 @@ async (root) => {
 SETUP = """
 from pathlib import Path
 import workbench as wb
-from tests.benchmarks.panel import Bench
+from benchmarks.panel import Bench
 from tests.cases import tiny_lab
 lab = tiny_lab("panel-benchmark", Path("runs"), backend="inline", if_exists="replace")
 ppo = wb.PPO(lab, prompts=8, sampling=wb.Sampling(max_new_tokens=16))
@@ -186,7 +186,7 @@ def _spread(values: list[float]) -> str:
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tests.browser.notebook import CHROMIUM, Notebook, jupyter_lab
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,6 +1,6 @@
 """Whether algorithms learn: a real model, a rule for the reward, several seeds; curves are saved.
 
-    python tests/benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 0 1 2] [--iterations 16] [--rows 64]
+    python benchmarks/learning.py grpo|ppo|safe_rlhf [--seeds 0 1 2] [--iterations 16] [--rows 64]
 
 grpo, ppo: the reward is 1 for a right answer to an arithmetic problem. Held out: problems that training never sees,
 before and after. safe_rlhf: the cost is the share of letters in a response, and the reward grows with it, ever more
@@ -18,11 +18,11 @@ from typing import Any
 
 import pandas as pd
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
-from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from benchmarks.curves import Curve, new_folder, write  # noqa: E402
 from workbench.models import bf16_is_fast  # noqa: E402
 
 MAX_NEW_TOKENS = 16

@@ -1,6 +1,6 @@
 """Times the training half of a PPO iteration on two pools, line by line and inside `overlap()`, in one run.
 
-    python tests/benchmarks/overlap.py [--model smollm2-135m] [--rows 16] [--repeats 3]
+    python benchmarks/overlap.py [--model smollm2-135m] [--rows 16] [--repeats 3]
 
 Actor and reference on one pool, critic on the other, each one process with the same number of threads both ways; the
 same rollouts, and the roles go back to the same weights before every repeat. Prints seconds of both ways, their ratio,

@@ -1,6 +1,6 @@
 """Trains a reward model on real preference pairs and measures its accuracy on held-out ones, with a 95 % interval.
 
-    python tests/benchmarks/reward_model.py PAIRS.jsonl [--pairs 1500] [--held-out 300] [--seeds 0 1 2]
+    python benchmarks/reward_model.py PAIRS.jsonl [--pairs 1500] [--held-out 300] [--seeds 0 1 2]
 
 PAIRS.jsonl: a pair a line, such as HH-RLHF's {"chosen": dialogue, "rejected": dialogue}. Every seed draws its own
 pairs, split, order and head. Half of all pairs are right by chance: a model that cannot be told from chance has an
@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
-from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from benchmarks.curves import Curve, new_folder, write  # noqa: E402
 from workbench.dataflow.sources import read_rows  # noqa: E402
 from workbench.models import bf16_is_fast  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Interrupts at random moments of every stage, in a real kernel: none may hang, and the same cell again must be right.
 
-    python tests/benchmarks/interrupts.py                  # 200 of them, on two ranks under Ray
-    python tests/benchmarks/interrupts.py --backend inline --trials 50 --seed 3
+    python benchmarks/interrupts.py                  # 200 of them, on two ranks under Ray
+    python benchmarks/interrupts.py --backend inline --trials 50 --seed 3
 
 A trial runs a stage in a cell, presses stop at a moment drawn evenly over the time that the stage takes, waits for the
 cell, runs it again, and compares columns, metrics and weights, bit by bit, with those of a run without interrupts.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.kernel.interrupting import STAGES, Interrupting
 from tests.kernel.kernels import LOST

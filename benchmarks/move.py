@@ -1,6 +1,6 @@
 """Times moving an actor with its moments of Adam to another pool, and a plain copy of as many bytes, in one run.
 
-    python tests/benchmarks/move.py [--model smollm2-135m] [--repeats 3]
+    python benchmarks/move.py [--model smollm2-135m] [--repeats 3]
 
 One process a pool, on one machine. Prints seconds of the whole move, of its transfers (until sums of bits are checked
 on both sides: from the first byte asked for to the last worker ready), of a plain copy of the same bytes through a pipe

@@ -1,6 +1,6 @@
 """Our pure functions against those of libraries of other lineage, on the same random input: a table of differences.
 
-    python tests/witnesses/compare.py [--witnesses FOLDER]
+    python benchmarks/witnesses.py [--witnesses FOLDER]
 
 The witnesses (torchrl, verl, trl) live in a folder of their own, which `make witnesses` fills, and are never imported
 by the product. These libraries partly follow each other, so agreement is the weaker kind of evidence: the tests of
@@ -31,7 +31,7 @@ from workbench.algorithms.kl import KLKind, adaptive_kl_step, kl_estimate, kl_lo
 from workbench.algorithms.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
 from workbench.algorithms.preference import pairwise_loss
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, SAMPLES = 24, 17, 4
 Row = tuple[str, str, float]
 KINDS: tuple[KLKind, ...] = ("k1", "k2", "k3")

@@ -1,6 +1,6 @@
 """The fault matrix: a worker is killed, the kernel is killed, or a cell is interrupted, stage by stage.
 
-    python tests/benchmarks/faults.py                       # all of it; --stages and --faults choose
+    python benchmarks/faults.py                       # all of it; --stages and --faults choose
 
 Each trial begins after iteration 1 of PPO on two ranks under Ray, with a checkpoint there. In iteration 2 the fault
 comes while the stage is at work. Then what a user would do: the same cell again, `lab.recover()`, or `wb.attach` in a
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.kernel.kernels import Kernel
 

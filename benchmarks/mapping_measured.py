@@ -1,6 +1,6 @@
 """Predicted and measured iterations of a live workbench under several placements and layouts on this machine.
 
-    python tests/benchmarks/mapping_measured.py [--model smollm2-135m] [--rows 8] [--tokens 24]
+    python benchmarks/mapping_measured.py [--model smollm2-135m] [--rows 8] [--tokens 24]
 
 The workbench is calibrated under the first three placements; the others are predicted before they are run.
 """

@@ -1,6 +1,6 @@
 """Trains a policy on real preference pairs by DPO: the margin between the answers' implicit rewards has to rise.
 
-    python tests/benchmarks/dpo.py PAIRS.jsonl [--pairs 128] [--held-out 64] [--seeds 0 1 2] [--beta 0.1]
+    python benchmarks/dpo.py PAIRS.jsonl [--pairs 128] [--held-out 64] [--seeds 0 1 2] [--beta 0.1]
 
 Every seed draws its own pairs and order. In the first epoch each pair is measured before it is trained on: so the means
 of its first and last third are of pairs that had not been seen, too. Writes curves.csv and result.json under runs/.
@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
-from tests.benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from benchmarks.curves import Curve, new_folder, write  # noqa: E402
 from workbench.dataflow.sources import read_rows  # noqa: E402
 
 SHOWN = ("preference_loss", "accuracy", "accuracy/low", "accuracy/high", "margin", "grad_norm")

@@ -1,6 +1,6 @@
 """What the controller adds to a stage, against the number of ranks and the number of rows.
 
-    python tests/benchmarks/control_cost.py [--ranks 1 2 4 8] [--rows 100 1000 10000 100000 1000000]
+    python benchmarks/control.py [--ranks 1 2 4 8] [--rows 100 1000 10000 100000 1000000]
 
 Three tables:
 
@@ -28,7 +28,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402

@@ -1,6 +1,6 @@
 """Times one GRPO-like iteration (generate, log-prob, update) here and in TRL: same model, prompts and lengths.
 
-    python tests/benchmarks/grpo_against_trl.py --peers FOLDER [--dtype float32] [--iterations 4]
+    python benchmarks/iteration.py --peers FOLDER [--dtype float32] [--iterations 4]
 
 TRL lives in a folder of its own and is never imported by the product; `make peers` fills it. Each side runs alone,
 in a process of its own with all cores, one after the other; the first iteration warms up and is not counted. Both draw
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODEL, PROMPTS, SAMPLES, TOKENS, LEARNING_RATE = "smollm2-135m", 4, 4, 64, 1e-6
 
 

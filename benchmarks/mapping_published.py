@@ -1,6 +1,6 @@
 """The cost model beside what HybridFlow's authors measured (arXiv:2409.19256, figures 9 to 15, read off the plots).
 
-    python tests/benchmarks/mapping_published.py [--fit]
+    python benchmarks/mapping_published.py [--fit]
 
 Constants are fitted on 7B alone: iterations of PPO, ReMax and Safe-RLHF, generation by its tensor size, transitions.
 Everything about 13B is predicted. --fit: fit them anew and print them; else the defaults of `Constants`, which are such

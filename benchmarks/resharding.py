@@ -1,6 +1,6 @@
 """What a transition from training to generation costs, by the three strategies side by side.
 
-    python tests/benchmarks/resharding.py [--ranks 2 4 8] [--hidden 128 256 512] [--iterations 5]
+    python benchmarks/resharding.py [--ranks 2 4 8] [--hidden 128 256 512] [--iterations 5]
 
 On gloo processes of this machine, for Llamas of four layers whose weights all layouts divide. The strategies take
 turns, so that what else the machine does falls on all of them alike. A row for each:
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.engines.training_ranks import run_ranks  # noqa: E402

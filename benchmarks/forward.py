@@ -1,6 +1,6 @@
 """Times forward and backward passes over rollouts of unequal length, packed and padded, and what logits cost.
 
-    python tests/benchmarks/forward.py [--model smollm2-135m] [--rows 16] [--repeats 2] [--dtype bfloat16]
+    python benchmarks/forward.py [--model smollm2-135m] [--rows 16] [--repeats 2] [--dtype bfloat16]
 
 Lengths are drawn like those of rollouts: prompts of 30 to 150 tokens, short responses (5 to 64) and long ones (20 to
 256); both ways cut micro-batches by `Training.micro_batch_tokens`. Prints tokens a second, real ones only, and their

@@ -1,6 +1,6 @@
 """The proof for every lesson: notebook and exported script at small settings, every metric compared.
 
-    python tests/benchmarks/prove.py [LESSON ...]
+    python benchmarks/prove.py [LESSON ...]
 
 Prints a row a lesson; the exit code is 1 if one does not agree. The tables are written to runs/proofs/.
 """
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import pandas as pd  # noqa: E402
