@@ -33,13 +33,13 @@ sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
 from tests.light import describe  # noqa: E402
+from workbench.backends import InlineBackend  # noqa: E402
+from workbench.batches.columns import Ragged  # noqa: E402
+from workbench.batches.location import Location, ShardId  # noqa: E402
+from workbench.batches.references import Column  # noqa: E402
 from workbench.controller import Workbench  # noqa: E402
-from workbench.dataflow.columns import Ragged  # noqa: E402
-from workbench.dataflow.location import Location, ShardId  # noqa: E402
-from workbench.dataflow.references import Column  # noqa: E402
+from workbench.messages.calls import Call, Output, Shard  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
-from workbench.workers.backends import InlineBackend  # noqa: E402
-from workbench.workers.calls import Call, Output, Shard  # noqa: E402
 from workbench.workers.worker import Worker  # noqa: E402
 
 TOKENS, PLANNED_RANKS = 64, (1, 64, 1024)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
 from benchmarks.curves import Curve, new_folder, write  # noqa: E402
-from workbench.dataflow.sources import read_rows  # noqa: E402
+from workbench.data.sources import read_rows  # noqa: E402
 
 SHOWN = ("preference_loss", "accuracy", "accuracy/low", "accuracy/high", "margin", "grad_norm")
 

@@ -22,9 +22,9 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from workbench.engines.settings import Training
 from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs, pad_right
+from workbench.settings.engines import Training
 from workbench.workers.micro_batches import cut
 
 RESPONSES = {"short": (5, 64), "long": (20, 256)}

@@ -67,7 +67,7 @@ def trl(dtype: str, iterations: int, peers: str) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     import datasets
-    from workbench.dataflow.sources import read_rows
+    from workbench.data.sources import read_rows
     from workbench.models import resolve
 
     datasets.disable_caching()  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import pandas as pd
 
 import workbench as wb
 from workbench.errors import BadInput
-from workbench.predicting import Calibration
+from workbench.session.predicting import Calibration
 
 ROLES = ("actor", "critic", "reference", "reward")
 TRAINED = ("actor", "critic", "reference")

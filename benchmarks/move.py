@@ -20,8 +20,8 @@ from unittest.mock import patch
 import torch
 
 import workbench as wb
-from workbench.dataflow.columns import Ragged, Table
-from workbench.moving import Move
+from workbench.batches.columns import Ragged, Table
+from workbench.session.moving import Move
 
 BLOCK = 64 * 2**20
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
 from benchmarks.curves import Curve, new_folder, write  # noqa: E402
-from workbench.dataflow.sources import read_rows  # noqa: E402
+from workbench.data.sources import read_rows  # noqa: E402
 from workbench.models import bf16_is_fast  # noqa: E402
 
 SHOWN = ("accuracy", "accuracy/low", "accuracy/high", "margin", "preference_loss", "grad_norm")

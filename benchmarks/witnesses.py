@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
-from workbench.algorithms.correction import Correction, correct
-from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
-from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo
-from workbench.algorithms.kl import KLKind, adaptive_kl_step, kl_estimate, kl_loss
-from workbench.algorithms.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
-from workbench.algorithms.preference import pairwise_loss
+from workbench.objectives.aggregation import Aggregation, aggregate, denominator
+from workbench.objectives.correction import Correction, correct
+from workbench.objectives.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
+from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo
+from workbench.objectives.kl import KLKind, adaptive_kl_step, kl_estimate, kl_loss
+from workbench.objectives.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
+from workbench.objectives.preference import pairwise_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, SAMPLES = 24, 17, 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import workbench as wb
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 
 EQUALS = 36  # the token "=" of the tiny models, which write a token a byte
 # digits, plus and equals are all that is likely: turns such as "3+45="

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.metric_values import MetricValues
+from workbench.batches.columns import Ragged, Table
+from workbench.messages.metric_values import MetricValues
 
 TINY = "tiny-llama-tied"
 

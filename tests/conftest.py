@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from workbench.home import home
+from workbench.support.home import home
 
 # how long one example takes says more about the machine than about the code
 settings.register_profile("workbench", deadline=None)
@@ -27,7 +27,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ["WORKBENCH_HOME"] = str(mine)
     os.environ["WORKBENCH_KEEP_RAY"] = "1"  # one head for the workbenches of all tests, lessons' kernels among them
     yield mine
-    from workbench.workers.cluster import stop_head
+    from workbench.backends.cluster import stop_head
 
     stop_head()
     if before is None:

@@ -12,11 +12,11 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY
+from workbench.backends.inline import InlineBackend
+from workbench.backends.starting import load_roles
+from workbench.config.description import Description
 from workbench.controller import Workbench
-from workbench.description import Description
-from workbench.starting import load_roles
-from workbench.workers.backends.inline import InlineBackend
-from workbench.workers.calls import HostInfo
+from workbench.messages.calls import HostInfo
 from workbench.workers.host import Host
 
 

@@ -20,8 +20,8 @@ TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 def test_every_public_name_has_a_page_and_so_have_algorithms_workers_errors_and_telemetry() -> None:
     pages = build_docs.pages()
     assert {build_docs.home(name) for name in workbench.__all__} <= set(pages)
-    assert {*ALGORITHMS.values(), "workbench.algorithms.estimators", "workbench.algorithms.losses"} <= set(pages)
-    assert {"workbench.workers.calls", "workbench.workers.roles.critic", "workbench.workers.protocols"} <= set(pages)
+    assert {*ALGORITHMS.values(), "workbench.objectives.estimators", "workbench.objectives.losses"} <= set(pages)
+    assert {"workbench.messages.calls", "workbench.workers.roles.critic", "workbench.messages.protocols"} <= set(pages)
     assert {"workbench.errors", "workbench.telemetry.store", "workbench.telemetry.syncs"} <= set(pages)
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from workbench_widgets.token_columns import Sample
 
-from workbench.dataflow.columns import Ragged, nbytes
+from workbench.batches.columns import Ragged, nbytes
 from workbench.errors import BadInput
 
 SEARCHED_ROWS = 64  # whose tokens are here at a time while a text is looked for

@@ -18,7 +18,7 @@ from workbench.display.lanes import TOUCH_S, lanes_of
 from workbench.display.palette import role_styles
 from workbench.display.timeline import HATCHES, SHADES, Timeline, ground_opacity, timeline, times_table
 from workbench.errors import BadInput
-from workbench.notebook_cell import code_of_cell
+from workbench.support.notebook_cell import code_of_cell
 
 WINDOWS = {"last": "last iteration", "several": "last N iterations", "all": "all", "compare": "compare N iterations"}
 MOST_COMPARED = 12

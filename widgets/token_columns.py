@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.algorithms.kl import kl_estimate, ratio_of
+from workbench.objectives.kl import kl_estimate, ratio_of
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 # What each derived column is made of, and how: shown beside its name.

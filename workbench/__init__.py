@@ -15,54 +15,54 @@ from workbench.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from workbench import mapping as mapping
-    from workbench import script as script
     from workbench.algorithms import *  # noqa: F403 (every algorithm)
-    from workbench.algorithms.correction import Correction as Correction
     from workbench.algorithms.loop import Algorithm as Algorithm
+    from workbench.batches.batch import Batch as Batch
     from workbench.controller import Workbench as Workbench
-    from workbench.dataflow import verifiers as verifiers
-    from workbench.dataflow.batch import Batch as Batch
-    from workbench.engines.settings import Generation as Generation
-    from workbench.engines.settings import Sampling as Sampling
-    from workbench.engines.settings import Training as Training
+    from workbench.data import verifiers as verifiers
+    from workbench.launch import script as script
+    from workbench.launch.opening import attach as attach
+    from workbench.launch.opening import ls as ls
+    from workbench.launch.opening import open as open
+    from workbench.launch.opening import restore as restore
+    from workbench.launch.opening import stop as stop
+    from workbench.messages.operation import register as register
+    from workbench.messages.protocols import PROTOCOLS as PROTOCOLS
+    from workbench.messages.protocols import protocol as protocol
     from workbench.models.lora import LoRA as LoRA
     from workbench.models.spec import Model as Model
-    from workbench.opening import attach as attach
-    from workbench.opening import ls as ls
-    from workbench.opening import open as open
-    from workbench.opening import restore as restore
-    from workbench.opening import stop as stop
+    from workbench.objectives.correction import Correction as Correction
     from workbench.placement import Layout as Layout
     from workbench.placement import Placement as Placement
-    from workbench.workers.operation import register as register
-    from workbench.workers.protocols import PROTOCOLS as PROTOCOLS
-    from workbench.workers.protocols import protocol as protocol
+    from workbench.settings.engines import Generation as Generation
+    from workbench.settings.engines import Sampling as Sampling
+    from workbench.settings.engines import Training as Training
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {
     **ALGORITHMS,
     "Algorithm": "workbench.algorithms.loop",
-    "Batch": "workbench.dataflow.batch",
-    "Correction": "workbench.algorithms.correction",
-    "Generation": "workbench.engines.settings",
+    "Batch": "workbench.batches.batch",
+    "Correction": "workbench.objectives.correction",
+    "Generation": "workbench.settings.engines",
     "Layout": "workbench.placement",
     "LoRA": "workbench.models.lora",
     "Model": "workbench.models.spec",
-    "PROTOCOLS": "workbench.workers.protocols",
+    "PROTOCOLS": "workbench.messages.protocols",
     "Placement": "workbench.placement",
-    "Sampling": "workbench.engines.settings",
-    "Training": "workbench.engines.settings",
+    "Sampling": "workbench.settings.engines",
+    "Training": "workbench.settings.engines",
     "Workbench": "workbench.controller",
-    "attach": "workbench.opening",
-    "ls": "workbench.opening",
-    "open": "workbench.opening",
-    "restore": "workbench.opening",
-    "protocol": "workbench.workers.protocols",
-    "register": "workbench.workers.operation",
+    "attach": "workbench.launch.opening",
+    "ls": "workbench.launch.opening",
+    "open": "workbench.launch.opening",
+    "restore": "workbench.launch.opening",
+    "protocol": "workbench.messages.protocols",
+    "register": "workbench.messages.operation",
     "mapping": "workbench",
-    "script": "workbench",
-    "stop": "workbench.opening",
-    "verifiers": "workbench.dataflow",
+    "script": "workbench.launch",
+    "stop": "workbench.launch.opening",
+    "verifiers": "workbench.data",
 }
 _MODULES = ("mapping", "script", "verifiers")
 

@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from workbench import doctor
+    from workbench.launch import doctor
 
     report = doctor.examine()
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
@@ -118,7 +118,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from workbench import opening
+    from workbench.launch import opening
 
     rows = opening.ls()
     if arguments.json:
@@ -145,7 +145,8 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from workbench import opening, registry
+    from workbench.backends import registry
+    from workbench.launch import opening
 
     if bool(arguments.name) == bool(arguments.id):
         raise BadInput("wb stop", "takes a NAME, or --id ID", "see `wb ls`")
@@ -156,7 +157,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from workbench import registry
+    from workbench.backends import registry
     from workbench.telemetry.store import TelemetryStore
 
     living = [record.run_folder for record in registry.records() if record.name == arguments.run]

@@ -26,40 +26,39 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from workbench import registry
-from workbench.checkpoint.checkpoints import Checkpoints
-from workbench.dataflow.batch import Batch
-from workbench.dataflow.branch import Comparison, compare, kept
-from workbench.dataflow.metric_values import MetricValues
-from workbench.dataflow.references import ShardCounts
-from workbench.dataflow.run import Run
-from workbench.dataflow.sources import Source
-from workbench.dataflow.store import Store, Weights
-from workbench.dataflow.unfinished import UnfinishedUpdates
-from workbench.dataflow.weight_sync import RolloutCaller, refresh_reference
-from workbench.description import Description
-from workbench.engines.settings import Sampling
+from workbench.algorithms.branch import Comparison, compare, kept
+from workbench.backends import Backend, InlineBackend, Pending, RayBackend, registry
+from workbench.backends.cluster import stop_idle_head
+from workbench.backends.starting import join_pools, load_roles
+from workbench.batches.batch import Batch
+from workbench.batches.references import ShardCounts
+from workbench.batches.store import Store, Weights
+from workbench.batches.vocabulary import Vocabulary
+from workbench.checks.evaluation import evaluate
+from workbench.config.description import Description
+from workbench.data.example_stream import ExampleStream
+from workbench.data.prompt_stream import PromptStream
+from workbench.data.sources import Source
 from workbench.errors import BadInput
-from workbench.evaluation import evaluate
-from workbench.example_stream import ExampleStream
-from workbench.handover import Handover
+from workbench.messages.metric_values import MetricValues
 from workbench.models import load_tokenizer
 from workbench.models.spec import Model
-from workbench.moving import add, drop, move
-from workbench.named_fields import meant
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
-from workbench.predicting import Predicting
-from workbench.prompt_stream import PromptStream
-from workbench.recovering import Recovering
-from workbench.stages import Stages
-from workbench.starting import join_pools, load_roles
+from workbench.session.checkpoint.checkpoints import Checkpoints
+from workbench.session.handover import Handover
+from workbench.session.moving import add, drop, move
+from workbench.session.predicting import Predicting
+from workbench.session.recovering import Recovering
+from workbench.settings.engines import Sampling
+from workbench.stages.group import GroupOperation, WorkerGroup
+from workbench.stages.run import Run
+from workbench.stages.running import Stages
+from workbench.stages.unfinished import UnfinishedUpdates
+from workbench.stages.weight_sync import RolloutCaller, refresh_reference
+from workbench.support.named_fields import meant
 from workbench.telemetry.store import TelemetryStore
-from workbench.vocabulary import Vocabulary
-from workbench.workers.backends import Backend, InlineBackend, Pending, RayBackend
-from workbench.workers.cluster import stop_idle_head
-from workbench.workers.group import GroupOperation, WorkerGroup
+from workbench.workers.reload.sources import loaded
 from workbench.workers.roles import ROLE_WORKERS
-from workbench.workers.sources import loaded
 
 if TYPE_CHECKING:
     import pandas as pd

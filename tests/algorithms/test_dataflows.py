@@ -11,9 +11,9 @@ import torch
 
 import workbench as wb
 from tests.cases import tiny_lab
-from workbench.algorithms.kl import adaptive_kl_step
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
+from workbench.objectives.kl import adaptive_kl_step
 
 SHORT = wb.Sampling(max_new_tokens=6)
 

@@ -28,7 +28,7 @@ view = panel.views["samples"]
 
 LONG = """
 import torch
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 ids = Ragged.of([[20 + n % 200 for n in range(900)]] * 2, torch.int64)
 long = lab.put({"prompt_ids": Ragged.of([[9]] * 2, torch.int64), "response_ids": ids,
                 "old_log_prob": ids.like(torch.zeros(1800)), "rewards": torch.zeros(2)})

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.algorithms.aggregation import denominator
-from workbench.algorithms.correction import correct
-from workbench.algorithms.estimators import gae, moments, overlong_penalty, reinforce, token_rewards
-from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo
-from workbench.algorithms.kl import kl_loss
-from workbench.algorithms.losses import policy_loss, value_loss
-from workbench.algorithms.macro_actions import macro_gae
+from workbench.batches.columns import Ragged
 from workbench.checks import CHECKS, CheckReport
-from workbench.dataflow.columns import Ragged
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, CheckFailed
 from workbench.models import load_causal_lm
+from workbench.objectives.aggregation import denominator
+from workbench.objectives.correction import correct
+from workbench.objectives.estimators import gae, moments, overlong_penalty, reinforce, token_rewards
+from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo
+from workbench.objectives.kl import kl_loss
+from workbench.objectives.losses import policy_loss, value_loss
+from workbench.objectives.macro_actions import macro_gae
 from workbench.workers import rollout_weights
 from workbench.workers.micro_batches import each_minibatch
 from workbench.workers.roles import actor as actor_role

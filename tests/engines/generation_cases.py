@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from workbench.engines.generation.base import GenerationEngine
-from workbench.engines.settings import Sampling
 from workbench.errors import BadInput
+from workbench.settings.engines import Sampling
 
 MAX_MODEL_TOKENS = 64
 PROMPTS = [[1, 30, 31, 32], [1, 40], [1, 50, 51, 52, 53, 54, 55, 56, 57], [1, 60, 61], [1, 40], [1, 100, 101, 102]]

@@ -10,9 +10,9 @@ import torch
 from workbench.engines.generation.endings import Endings, response_room
 from workbench.engines.generation.penalties import Penalties
 from workbench.engines.generation.row_sampler import RowSampler, draw, exponential_noise
-from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer
+from workbench.settings.engines import Generation, Sampling
 
 
 @pytest.mark.parametrize("vocabulary", [7, 256, 700])

@@ -7,9 +7,9 @@ import torch
 
 from tests.engines import generation_cases as cases
 from workbench.engines.generation.transformers_engine import TransformersEngine
-from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
+from workbench.settings.engines import Generation, Sampling
 
 SETTINGS = Generation(engine="transformers", max_model_tokens=cases.MAX_MODEL_TOKENS)
 

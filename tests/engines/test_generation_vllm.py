@@ -15,11 +15,11 @@ import torch.distributed as dist
 from tests.engines import generation_cases as cases
 from workbench.engines.generation import vllm_engine
 from workbench.engines.generation.vllm_engine import VllmEngine
-from workbench.engines.settings import Generation, Sampling, Training
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
 from workbench.placement.rank_memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
+from workbench.settings.engines import Generation, Sampling, Training
 from workbench.telemetry import Recorder
 
 if importlib.util.find_spec("vllm") is None:

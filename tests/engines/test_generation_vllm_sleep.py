@@ -9,9 +9,9 @@ import torch
 
 from tests.engines import generation_cases as cases
 from workbench.engines.generation.vllm_engine import VllmEngine
-from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, resolve
+from workbench.settings.engines import Generation, Sampling
 
 if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():
     pytest.skip("needs vllm and a CUDA device", allow_module_level=True)

@@ -26,11 +26,11 @@ from tests.engines.training_ranks import (
     value_module,
     weights,
 )
-from workbench.engines.settings import Training
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs
+from workbench.settings.engines import Training
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from workbench.engines.settings import Training
 from workbench.engines.training.schedule import learning_rate
+from workbench.settings.engines import Training
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workbench.engines.settings import Training
 from workbench.engines.training import Pass, TrainingEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import TokenLogProbs, TokenValues
+from workbench.settings.engines import Training
 
 CPU = torch.device("cpu")
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")

@@ -65,9 +65,9 @@ def test_what_only_looks_leaves_no_trace() -> None:
 
 def test_methods_that_only_look_are_methods() -> None:
     from workbench.algorithms.loop import Algorithm
+    from workbench.batches.batch import Batch
     from workbench.controller import Workbench
-    from workbench.dataflow.batch import Batch
-    from workbench.workers.group import WorkerGroup
+    from workbench.stages.group import WorkerGroup
 
     there = {name for owner in (Workbench, Batch, Algorithm, WorkerGroup) for name in dir(owner)}
     assert LAB_LOOKS - {"weight_digests"} <= there  # an operation of the workers

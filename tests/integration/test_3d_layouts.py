@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm
 

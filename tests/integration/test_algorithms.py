@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.algorithms.loop import Algorithm
-from workbench.dataflow.columns import Table
+from workbench.batches.columns import Table
 
 # as in test_ray: fp32 on other micro-batches and other orders of summation, over six updates
 TOLERANCE: dict[str, Any] = {"rel": 2e-3, "abs": 2e-4}

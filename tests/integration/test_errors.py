@@ -14,7 +14,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.errors import RewardError, RolloutError, StageError, StageTimeout
-from workbench.workers.calls import Output, Shard
+from workbench.messages.calls import Output, Shard
 from workbench.workers.roles.critic import CriticWorker
 
 

@@ -11,9 +11,9 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.dataflow import run
 from workbench.errors import HostDied, RewardError, StageError
-from workbench.workers.calls import Output, Shard
+from workbench.messages.calls import Output, Shard
+from workbench.stages import run
 from workbench.workers.roles.actor import ActorWorker
 
 

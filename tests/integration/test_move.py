@@ -12,13 +12,13 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, update_on, vowels
-from workbench import registry
+from workbench.backends import registry
 from workbench.errors import HostDied
 from workbench.export.recorded import read_record
+from workbench.messages.protocols import ONE_TO_ALL
 from workbench.placement import ROLES
 from workbench.placement.change import PlacementChange
 from workbench.workers.model_worker import digest
-from workbench.workers.protocols import ONE_TO_ALL
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.cases import TINY
 from tests.light import together
-from workbench.dataflow.columns import Ragged
-from workbench.dataflow.run import Run
+from workbench.batches.columns import Ragged
+from workbench.messages.calls import Output, Shard
 from workbench.placement import Layout
-from workbench.workers.calls import Output, Shard
+from workbench.stages.run import Run
 from workbench.workers.worker import Worker
 
 WIDTH = 3  # numbers a row of the column `state`

@@ -12,7 +12,7 @@ import torch
 import workbench as wb
 from tests.calculator import Calculator, answer, segments, sums
 from tests.cases import TINY, tiny_lab
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import StageError
 
 pytestmark = [

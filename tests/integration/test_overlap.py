@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import RewardError, StageInterrupted, UnknownColumn, UpstreamError
 
 SPLIT = wb.Placement.of({"policy": (1, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])})

@@ -20,7 +20,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.display import Progress
 from workbench.errors import HostDied, MissingDependency, NameTaken, NotDriving, RewardError, StageError
 from workbench.workers.roles.critic import CriticWorker
@@ -248,7 +248,7 @@ def test_a_rank_that_does_not_load_ends_the_opening_at_once(
     full: wb.Workbench, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = _Terminal()
-    monkeypatch.setattr("workbench.opening.Progress", partial(Progress, after_s=0, stream=terminal))
+    monkeypatch.setattr("workbench.launch.opening.Progress", partial(Progress, after_s=0, stream=terminal))
     models = {"actor": TINY, "critic": wb.Model(TINY, worker=HalfBroken), "reference": TINY, "reward": vowels}
     before = _hosts_of("broken")
     start_s = time.monotonic()

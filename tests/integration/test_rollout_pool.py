@@ -16,11 +16,11 @@ import torch
 
 import workbench as wb
 from tests.cases import vowels
-from workbench import registry
-from workbench.dataflow import run
-from workbench.dataflow.columns import Ragged
+from workbench.backends import registry
+from workbench.batches.columns import Ragged
 from workbench.errors import HostDied, WorkbenchError
 from workbench.models.spec import Model
+from workbench.stages import run
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
 from workbench.workers.worker import Context

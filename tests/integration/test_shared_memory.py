@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
-from workbench.dataflow.columns import Column, Ragged
+from workbench.batches.columns import Column, Ragged
 from workbench.workers.shared_device import ONE_MEMORY
 
 ROLES = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}

@@ -12,7 +12,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, vowels
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import RewardError
 
 if importlib.util.find_spec("vllm") is None:

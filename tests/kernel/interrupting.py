@@ -38,7 +38,7 @@ from contextlib import ExitStack
 from pathlib import Path
 import workbench as wb
 from tests.cases import tiny_lab
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 def slow(prompt, response, **row):
     time.sleep(0.05)
     return float(len(response))

@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from tests.kernel.kernels import Kernel
-from workbench.home import home
+from workbench.support.home import home
 
 OPEN = """
 import json
 from pathlib import Path
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.workers.cluster import running_head, stop_head
+from workbench.backends.cluster import running_head, stop_head
 lab = tiny_lab("headless", Path("runs").resolve(), placement=wb.Placement.colocate(1))
 ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=2)
 ppo.iterate()
@@ -33,7 +33,7 @@ import torch
 import workbench as wb
 from pathlib import Path
 from tests.cases import TINY, tiny_lab
-from workbench.workers.cluster import stop_head
+from workbench.backends.cluster import stop_head
 feast, eaten = Path("feast").resolve(), []
 
 def hungry(prompt, response, **row):

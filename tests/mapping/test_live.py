@@ -9,7 +9,7 @@ import pytest
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.errors import BadInput
-from workbench.predicting import START
+from workbench.session.predicting import START
 
 
 def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:

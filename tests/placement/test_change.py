@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.placement.memory_ranks import CONFIG, config_of
-from workbench.engines.settings import Generation, Training
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
+from workbench.settings.engines import Generation, Training
 
 FOUR = ("actor", "critic", "reference", "reward")
 # of the model with one table of embeddings: elements that tensor ranks share out, and those that each has whole

@@ -12,15 +12,15 @@ import workbench as wb
 from tests.cases import rollouts, tiny_lab, train_on
 from tests.engines.training_ranks import Alone, run_ranks
 from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_of
-from workbench import opening
-from workbench.engines.settings import Generation, Training
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
+from workbench.launch import opening
 from workbench.models.heads import TokenLogProbs
 from workbench.placement import Layout, Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.placement.rank_memory import rank_memory
 from workbench.placement.role_model import RoleModel
+from workbench.settings.engines import Generation, Training
 
 F32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS: dict[int, list[tuple[Any, ...]]] = {

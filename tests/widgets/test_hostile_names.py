@@ -15,8 +15,8 @@ from workbench_widgets import VIEWS
 
 import workbench as wb
 from tests.cases import tiny_lab
+from workbench.batches.columns import Ragged, Table
 from workbench.checks import CheckReport, Finding
-from workbench.dataflow.columns import Ragged, Table
 from workbench.errors import RewardError
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import Span, Transfer

@@ -13,7 +13,7 @@ from workbench_widgets.memory import Memory
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.machine import total_bytes
+from workbench.support.machine import total_bytes
 from workbench.telemetry import MemoryReading, Span, TelemetryStore
 from workbench.telemetry.store import MEMORY_COLUMNS
 
@@ -150,8 +150,8 @@ def test_hosts_are_asked_after_something_has_happened_and_not_often(
 
 def test_one_host_that_is_gone_leaves_the_figures_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.light import Together, describe
+    from workbench.backends.base import Pending
     from workbench.controller import Workbench
-    from workbench.workers.backends.base import Pending
 
     lab = Workbench(describe({"actor": None, "reward": None}, wb.Placement.split(2)), tmp_path)
     lab._backend = Together()

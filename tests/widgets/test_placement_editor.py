@@ -12,7 +12,7 @@ from workbench_widgets.placement_editor import PlacementEditor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, update_on, vowels
-from tests.test_moving import opened
+from tests.session.test_moving import opened
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 
@@ -62,7 +62,7 @@ def test_it_is_a_tab_of_the_panel(inline: Any) -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("workbench.description.cores", lambda: 1)
+    monkeypatch.setattr("workbench.config.description.cores", lambda: 1)
     models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
     with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
         yield lab

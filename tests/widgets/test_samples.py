@@ -16,7 +16,7 @@ from workbench_widgets.samples import PAGE_ROWS, Samples
 
 import workbench as wb
 from tests.cases import tiny_lab
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 
 

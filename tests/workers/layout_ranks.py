@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from tests.workers.update_ranks import ROWS, context_here, shard_of
-from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import Generation, Training
+from workbench.batches.columns import Ragged
+from workbench.messages.calls import Output, Shard, as_metrics, reported
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.workers.calls import Output, Shard, as_metrics, reported
+from workbench.settings.engines import Generation, Training
 from workbench.workers.roles import ActorWorker, CriticWorker, ReferenceWorker, RewardWorker
 
 TINY = "tiny-llama-tied"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.workers.update_ranks import context_here
-from workbench.engines.settings import Generation, Training
 from workbench.errors import WorkbenchError
 from workbench.models.lora import LoRA
 from workbench.models.spec import Model
+from workbench.settings.engines import Generation, Training
 from workbench.workers.roles.actor import ActorWorker
 
 

@@ -13,7 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, MissingDependency
 
 pytest.importorskip("peft")

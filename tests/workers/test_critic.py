@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2Model
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.models import load_tokenizer
 
 POSITIONS = 16

@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from tests.cases import stored, tiny_lab
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.errors import StageError
 from workbench.workers.finite import first_not_finite
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engines.training_ranks import ENGINES, make_engine, run_ranks, weights
-from workbench.algorithms.aggregation import aggregate, denominator
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.engines.training import Pass
+from workbench.messages.calls import Shard
+from workbench.objectives.aggregation import aggregate, denominator
 from workbench.telemetry import Recorder
-from workbench.workers.calls import Shard
 from workbench.workers.communicator import Communicator
 from workbench.workers.micro_batches import MicroBatch, Scatter, cut, each_minibatch
 

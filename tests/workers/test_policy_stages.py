@@ -12,10 +12,10 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.algorithms.estimators import moments, whiten
-from workbench.algorithms.macro_actions import macro_gae
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
+from workbench.objectives.estimators import moments, whiten
+from workbench.objectives.macro_actions import macro_gae
 
 BETA = 0.1
 GROUPS = [slice(0, 3), slice(3, 6)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
 

@@ -14,10 +14,10 @@ import torch
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.edited import Files, edited_files
-from workbench.algorithms import groups
 from workbench.errors import BadInput, ReloadError
+from workbench.objectives import groups
+from workbench.workers.reload.sources import Source, loaded, stamp_of
 from workbench.workers.roles.actor import ActorWorker
-from workbench.workers.sources import Source, loaded, stamp_of
 
 STRICT = "def bound():\n    return 0.01"
 

@@ -9,7 +9,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 
 

@@ -14,11 +14,11 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.light import Together
+from workbench.backends.starting import load_roles
+from workbench.batches.columns import Ragged
+from workbench.config.description import Description
 from workbench.controller import Workbench
-from workbench.dataflow.columns import Ragged
-from workbench.description import Description
 from workbench.errors import BadInput, NotFound, StageError, SyncError
-from workbench.starting import load_roles
 from workbench.workers.roles.actor import ActorWorker
 
 POOLS: dict[str, Any] = {"train": (1, ["actor", "reference", "reward"]), "rollout": (1, ["rollout"])}

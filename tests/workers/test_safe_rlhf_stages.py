@@ -12,10 +12,10 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from workbench.algorithms.estimators import moments, whiten
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm, load_tokenizer
+from workbench.objectives.estimators import moments, whiten
 
 TEXTS = ["The tide is high.", "Salt", "", "A much longer line of text, so that rows of unequal length stand together."]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from workbench.dataflow.leaving import Leaving
-from workbench.workers.backends.base import Pending
-from workbench.workers.backends.inline import Finished
+from workbench.backends.base import Pending
+from workbench.backends.inline import Finished
+from workbench.stages.stopping import Leaving
 from workbench.workers.stopping import StageStopped, Stopping
 
 

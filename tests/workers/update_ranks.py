@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import Generation, Training
+from workbench.batches.columns import Ragged
 from workbench.errors import SyncError
+from workbench.messages.calls import HostInfo, Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.settings.engines import Generation, Training
 from workbench.telemetry import Recorder
-from workbench.workers.calls import HostInfo, Shard
 from workbench.workers.communicator import Communicator
 from workbench.workers.roles import actor, hybrid
 from workbench.workers.roles.critic import CriticWorker

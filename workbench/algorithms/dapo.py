@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from workbench.algorithms.correction import Correction
-from workbench.algorithms.estimators import response_scores
-from workbench.algorithms.groups import with_variance
 from workbench.algorithms.loop import Algorithm
-from workbench.dataflow.batch import Batch
-from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import Sampling, at_least
+from workbench.batches.batch import Batch
+from workbench.batches.columns import Ragged
+from workbench.objectives.correction import Correction
+from workbench.objectives.estimators import response_scores
+from workbench.objectives.groups import with_variance
+from workbench.settings.engines import Sampling
+from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

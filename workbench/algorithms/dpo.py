@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.algorithms.loop import Algorithm
-from workbench.example_stream import ExampleStream
+from workbench.data.example_stream import ExampleStream
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.aggregation import Aggregation
-from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import Sampling, at_least
 from workbench.errors import BadInput
+from workbench.objectives.aggregation import Aggregation
+from workbench.objectives.correction import Correction
+from workbench.settings.engines import Sampling
+from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

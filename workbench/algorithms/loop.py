@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from workbench.dataflow.batch import Batch
-from workbench.dataflow.graph import Graph, Stage
-from workbench.dataflow.run import Run
-from workbench.dataflow.tracing import trace
+from workbench.algorithms.graph import Graph, Stage
+from workbench.algorithms.tracing import trace
+from workbench.batches.batch import Batch
 from workbench.display.iterations import Iterations
-from workbench.engines.settings import Sampling, at_least, whole
 from workbench.errors import BadInput, StageInterrupted
-from workbench.named_fields import NamedFields
+from workbench.settings.engines import Sampling
+from workbench.stages.run import Run
+from workbench.support.named_fields import NamedFields
+from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import Sampling, at_least
+from workbench.objectives.correction import Correction
+from workbench.settings.engines import Sampling
+from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

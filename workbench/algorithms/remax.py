@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.correction import Correction
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import Sampling
+from workbench.objectives.correction import Correction
+from workbench.settings.engines import Sampling
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from workbench.algorithms.loop import Algorithm
-from workbench.engines.settings import one_of
-from workbench.example_stream import ExampleStream
+from workbench.data.example_stream import ExampleStream
+from workbench.support.validation import one_of
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

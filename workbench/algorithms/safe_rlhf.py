@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.correction import Correction
-from workbench.algorithms.lagrangian import dual_step
 from workbench.algorithms.loop import Algorithm
 from workbench.algorithms.ppo import check_value_clip
-from workbench.engines.settings import Sampling, at_least
 from workbench.errors import BadInput
+from workbench.objectives.correction import Correction
+from workbench.objectives.lagrangian import dual_step
+from workbench.settings.engines import Sampling
+from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.batches.columns import Table
 from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl, on_last
-from workbench.dataflow.columns import Table
 
 WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.algorithms.correction import Correction
+from workbench.batches.columns import Ragged, Table
 from workbench.checks.advantage_formulas import advantages
 from workbench.checks.report import Finding
 from workbench.checks.subject import NEW_TOKENS, SEED, Subject, rows_of
-from workbench.dataflow.columns import Ragged, Table
+from workbench.objectives.correction import Correction
 
 # One call for each way that a number takes through `compute_advantages`; between them, every estimate of the KL.
 ESTIMATES: tuple[dict[str, Any], ...] = (

@@ -11,8 +11,8 @@ import math
 
 from torch import Tensor
 
-from workbench.algorithms.correction import Correction
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
+from workbench.objectives.correction import Correction
 
 Numbers = list[float]
 

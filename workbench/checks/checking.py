@@ -10,8 +10,8 @@ from workbench.checks import CHECKS, UPDATING
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
-from workbench.dataflow.aside import aside
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
+from workbench.stages.isolated import aside
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from workbench.batches.store import Weights
 from workbench.checks.report import Finding, NotApplicable
 from workbench.checks.subject import TEMPERATURE, Subject, and_more, mean_gaps, worst
-from workbench.dataflow.store import Weights
 
 # Mean gap in nats between two engines on the same tokens. A stale output head shows as several tenths.
 ENGINES = (1e-3, 0.1)  # float32, bfloat16

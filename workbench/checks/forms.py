@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.algorithms.correction import Correction
+from workbench.objectives.correction import Correction
 
 REGRESSION: tuple[dict[str, Any], ...] = (
     {"aggregation": "token-mean"},

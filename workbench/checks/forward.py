@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
+from workbench.batches.columns import Ragged, Table
 from workbench.checks.report import Finding, NotApplicable
 from workbench.checks.subject import FORWARD, Subject, row_gaps, rows_of, worst
-from workbench.dataflow.columns import Ragged, Table
 
 RATIO = "first_minibatch/ratio/max_deviation"
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from workbench.batches.columns import Table
 from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl
-from workbench.dataflow.columns import Table
 
 
 def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str, Any]) -> list[Numbers]:

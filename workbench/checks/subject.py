@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.batches.carrier import carry, columns_of, rows_at
+from workbench.batches.columns import Ragged, Table
 from workbench.checks.forms import FORMS
 from workbench.checks.report import Finding, NotApplicable
-from workbench.dataflow.carrier import carry, columns_of, rows_at
-from workbench.dataflow.columns import Ragged, Table
+from workbench.messages.protocols import minibatch_rows
 from workbench.workers.gradients import GradientReport
-from workbench.workers.protocols import minibatch_rows
 
 if TYPE_CHECKING:
+    from workbench.batches.batch import Batch
     from workbench.controller import Workbench
-    from workbench.dataflow.batch import Batch
 
 SEED = 0
 # Off 1, so that a temperature which is left out somewhere shows.

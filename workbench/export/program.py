@@ -15,7 +15,7 @@ from workbench.errors import MissingDependency
 from workbench.export.loops import Repeat, Step, iterated
 from workbench.export.parameters import Parameter
 from workbench.export.statements import Statement, at_margin, root
-from workbench.workers.protocols import PAPERS
+from workbench.messages.protocols import PAPERS
 
 LINE_LENGTH = 100
 STILL = {"dataclass", "dataclasses", "field", "functools", "lru_cache", "wraps", "staticmethod", "wb", "workbench"}

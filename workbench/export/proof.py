@@ -21,7 +21,7 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.export.cells import Cell
 from workbench.export.parameters import TAGS, take_parameters
 from workbench.export.statements import statements_of
-from workbench.home import home
+from workbench.support.home import home
 from workbench.telemetry.store import TelemetryStore
 
 TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove
@@ -86,7 +86,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
             try:
                 run(notebook, script, settings, own, environment)
             finally:  # what did not close its workbenches: nobody would find them any more
-                end = [sys.executable, "-m", "workbench.export.execute"]
+                end = [sys.executable, "-m", "workbench.launch.execute"]
                 subprocess.run(end, env=environment, capture_output=True)
             ran[name] = own / "runs"
         return compare_runs(ran["notebook"], ran["script"])
@@ -103,7 +103,7 @@ def _run_notebook(path: Path, script: str, settings: Mapping[str, Any], own: Pat
             cell["source"] = "\n".join([source, *(f"{n} = {v!r}" for n, v in settings.items() if n in own_names)])
     written = own / "notebook.ipynb"
     written.write_text(json.dumps(content), encoding="utf-8")
-    command = [sys.executable, "-m", "workbench.export.execute", str(written), str(path.parent.resolve())]
+    command = [sys.executable, "-m", "workbench.launch.execute", str(written), str(path.parent.resolve())]
     _finish("notebook", subprocess.run(command, env=environment, capture_output=True, text=True))
 
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workbench.cell_history import RunCell
 from workbench.errors import BadInput
 from workbench.export.cells import Cell, Notebook
 from workbench.export.statements import Statement, statements_of
+from workbench.session.cell_history import RunCell
 from workbench.telemetry.store import TelemetryStore
 
 ASIDE = "skip-export"

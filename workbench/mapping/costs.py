@@ -33,11 +33,11 @@ import math
 import operator
 from dataclasses import dataclass, fields
 
-from workbench.engines.settings import at_least
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.shapes import Shape
 from workbench.mapping.workload import Workload
-from workbench.placement.layout import Layout
+from workbench.settings.layout import Layout
+from workbench.support.validation import at_least
 
 OPTIMIZER_BYTES = 28  # Adam, a weight: gradient, weight and two moments are read, and the last three written, in fp32
 COLUMN_BYTES = 8  # of a token in a batch: ids and masks are int64, numbers fp32 beside their offsets

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.engines.settings import at_least, whole
 from workbench.errors import BadInput
+from workbench.support.validation import at_least, whole
 
 GIB = 2**30
 
@@ -84,7 +84,7 @@ class Hardware:
         of a CPU machine; None: as many as cores. Latencies are not measured: `lab.calibrate` finds what they cost."""
         import torch
 
-        from workbench.machine import total_bytes
+        from workbench.support.machine import total_bytes
 
         gpus = torch.cuda.device_count()
         device = torch.device("cuda" if gpus else "cpu")

@@ -16,8 +16,8 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.plan import CallPlan
 from workbench.mapping.shapes import Shape
 from workbench.mapping.workload import STAGES, Workload
-from workbench.placement.layout import Layout
 from workbench.placement.rank_memory import rank_memory
+from workbench.settings.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from workbench.errors import BadInput
 from workbench.mapping.costs import Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.workload import STAGES, Workload
-from workbench.placement.layout import Layout
 from workbench.placement.placement import Placement
+from workbench.settings.layout import Layout
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from workbench.engines.settings import one_of, whole
 from workbench.errors import BadInput
 from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
@@ -32,7 +31,8 @@ from workbench.mapping.plan import Plan, Plans, ranked
 from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.shapes import Shape, role_models
 from workbench.mapping.workload import Workload
-from workbench.placement.placement import check_role
+from workbench.settings.roles import check_role
+from workbench.support.validation import one_of, whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

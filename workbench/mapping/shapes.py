@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.engines.settings import Training
 from workbench.errors import BadInput
 from workbench.mapping.workload import Workload
-from workbench.placement.placement import TRAINED_ROLES
 from workbench.placement.rank_memory import kv_elements_per_token
 from workbench.placement.role_model import TABLES, RoleModel, head_of
+from workbench.settings.engines import Training
+from workbench.settings.roles import TRAINED_ROLES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

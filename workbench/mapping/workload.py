@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from workbench.engines.settings import Training, one_of, whole
 from workbench.errors import BadInput
+from workbench.settings.engines import Training
+from workbench.support.validation import one_of, whole
 
 Kind = Literal["generate", "infer", "train"]
 STAGES = ("generation", "preparation", "training")

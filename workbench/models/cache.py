@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from workbench.home import home
+from workbench.support.home import home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

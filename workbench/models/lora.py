@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.settings import at_least, whole
 from workbench.errors import BadInput, MissingDependency
-from workbench.named_fields import NamedFields
+from workbench.support.named_fields import NamedFields
+from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

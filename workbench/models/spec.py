@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.engines.settings import DTYPES, Generation, Training, one_of, whole
 from workbench.errors import BadInput
 from workbench.models.lora import LoRA
-from workbench.named_fields import NamedFields
-from workbench.placement import TRAINED_ROLES
+from workbench.settings.engines import DTYPES, Generation, Training
+from workbench.settings.roles import TRAINED_ROLES
+from workbench.support.named_fields import NamedFields
+from workbench.support.validation import one_of, whole
 
 
 def check_settings(name: str, value: object, kind: type) -> None:

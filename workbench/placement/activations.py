@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workbench.placement.layout import Layout
 from workbench.placement.role_model import RoleModel
+from workbench.settings.layout import Layout
 
 # Rows of logits that live at the same time (`workbench.models.heads.ROWS_PER_CALL`), and their fp32 copies in a
 # backward pass, which computes them anew.

@@ -26,9 +26,9 @@ from typing import Literal
 import numpy as np
 
 from workbench.placement.estimate import Models, device_numbers
-from workbench.placement.layout import Layout
 from workbench.placement.placement import Placement, host_name
 from workbench.placement.state import Part, state_of
+from workbench.settings.layout import Layout
 
 Action = Literal["stays", "engine", "rebuilt", "moves", "added", "dropped"]
 TAKEN_ALONG = ("rebuilt", "moves")  # with all that the role has learned

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from workbench.errors import BadInput
-from workbench.placement.placement import ROLLOUT, Placement
+from workbench.placement.placement import Placement
+from workbench.settings.roles import ROLLOUT
 
 
 def named_placements(roles: Sequence[str], devices: int) -> dict[str, Placement | BadInput]:

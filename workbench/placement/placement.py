@@ -6,24 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.engines.settings import whole
 from workbench.errors import BadInput
-from workbench.placement.layout import Layout
+from workbench.settings.layout import Layout
+from workbench.settings.roles import ROLES, ROLLOUT, check_role
+from workbench.support.validation import whole
 
 if TYPE_CHECKING:
     import pandas as pd
-
-ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
-# has no model of its own: it generates for the actor, where a placement names it
-ROLLOUT = "rollout"
-TRAINED_ROLES = ("actor", "critic", "cost_critic")
-
-
-def check_role(role: str) -> str:
-    """Return `role`, or raise `BadInput` naming the roles there are."""
-    if role not in (*ROLES, ROLLOUT):
-        raise BadInput(f"unknown role {role!r}", f"a role is one of {', '.join((*ROLES, ROLLOUT))}")
-    return role
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.placement.activations import activation_bytes
-from workbench.placement.layout import Layout
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding.weights import Weight
+from workbench.settings.layout import Layout
 
 GIB = 2**30
 # DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.

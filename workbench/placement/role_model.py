@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from workbench.engines.settings import Generation, Training
-from workbench.placement.layout import Layout
-from workbench.placement.placement import ROLLOUT
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
+from workbench.settings.engines import Generation, Training
+from workbench.settings.layout import Layout
+from workbench.settings.roles import ROLLOUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from workbench.placement.layout import Layout
 from workbench.placement.rank_memory import ALIGNMENT, padded
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.weights import ModelWeights, Weight
+from workbench.settings.layout import Layout
 
 MOMENTS = 2
 

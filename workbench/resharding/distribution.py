@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from workbench.engines.settings import one_of
 from workbench.errors import BadInput
-from workbench.placement.layout import Layout
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Boxes
 from workbench.resharding.weights import ModelWeights, Weight
+from workbench.settings.layout import Layout
+from workbench.support.validation import one_of
 
 Sharding = Literal["replicas", "fsdp", "zero"]
 SHARDINGS = ("replicas", "fsdp", "zero")

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.placement.layout import Layout
 from workbench.resharding.strategies import plan_transition
 from workbench.resharding.weights import ModelWeights, model_weights
+from workbench.settings.layout import Layout
 
 MOST_RANKS = 8192  # of whose matrix 512 MiB are held
 

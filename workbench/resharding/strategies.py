@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.engines.settings import one_of
-from workbench.placement.layout import Layout
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Boxes
 from workbench.resharding.distribution import Distribution
 from workbench.resharding.plan import Movement, Plan, Reshard
 from workbench.resharding.weights import ModelWeights, Weight
+from workbench.settings.layout import Layout
+from workbench.support.validation import one_of
 
 
 class Transition(Plan):

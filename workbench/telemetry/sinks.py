@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.errors import BadInput, MissingDependency
-from workbench.named_fields import meant
+from workbench.support.named_fields import meant
 
 PROJECT = "workbench"  # where none is named
 

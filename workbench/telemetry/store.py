@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
-from workbench.telemetry.lines_by_run import LinesByRun
 from workbench.telemetry.memory import MemoryReading
+from workbench.telemetry.run_index import LinesByRun
 from workbench.telemetry.sinks import Sinks
 from workbench.telemetry.spans import Span, Transfer
 from workbench.telemetry.syncs import Sync, judged

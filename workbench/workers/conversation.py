@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workbench.dataflow.seeds import turn_seed
+from workbench.data.environment import Environments, Turn
 from workbench.engines.generation import Ending, GenerationEngine
-from workbench.engines.settings import Sampling
-from workbench.workers.environment import Environments, Turn
+from workbench.settings.engines import Sampling
+from workbench.support.seeds import turn_seed
 
 # As `Ending`, and: the environment said that it is over; the last turn allowed was taken.
 ConversationEnding = Ending | Literal["done", "turns"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.dataflow.columns import Column, Ragged, Table
-from workbench.dataflow.references import NUMBER_COLUMNS
+from workbench.batches.columns import Column, Ragged, Table
+from workbench.batches.references import NUMBER_COLUMNS
 from workbench.errors import StageError
-from workbench.workers.calls import Call, Output, Shard
+from workbench.messages.calls import Call, Output, Shard
 from workbench.workers.worker import Worker
 
 

@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 
 from workbench.errors import BadInput
-from workbench.machine import available_bytes, total_bytes
+from workbench.messages.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.state import Part
+from workbench.support.machine import available_bytes, total_bytes
 from workbench.telemetry import Recorder, Transfer
-from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
-from workbench.workers.patching import Models, Patch, Patched
+from workbench.workers.reload.patching import Models, Patch, Patched
+from workbench.workers.reload.sources import Source, loaded
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
 from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
-from workbench.workers.sources import Source, loaded
 from workbench.workers.stopping import StageStopped, Standing, Stopping
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import at_least
-from workbench.workers.calls import Mean, Shard
+from workbench.batches.columns import Ragged
+from workbench.messages.calls import Mean, Shard
+from workbench.support.validation import at_least
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.worker import Context
 

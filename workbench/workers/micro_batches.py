@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.engines.training.groups import Collectives
-from workbench.workers.calls import Shard
+from workbench.messages.calls import Shard
 
 
 def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: bool = False) -> list[list[int]]:

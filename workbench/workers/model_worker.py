@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from workbench.engines.training.base import TrainingEngine, transformers_names
-from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL
+from workbench.messages.operation import register
+from workbench.messages.protocols import ONE_TO_ALL
 from workbench.workers.worker import Worker
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from workbench.engines.training.groups import ParallelGroups
 from workbench.placement import Layout
-from workbench.placement.layout import Axis
+from workbench.settings.layout import Axis
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.display.html import bytes_text
-from workbench.machine import available_bytes
-from workbench.workers.calls import Call
+from workbench.messages.calls import Call
+from workbench.support.machine import available_bytes
 
 if TYPE_CHECKING:
     from workbench.workers.host import Host

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.dataflow.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.engines.generation import Rollout
-from workbench.workers.calls import Mean, Metrics
+from workbench.messages.calls import Mean, Metrics
 from workbench.workers.conversation import Conversation
 
 CUT = ("length", "turns")  # endings that are not the response's own

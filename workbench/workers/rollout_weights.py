@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.algorithms.correction import Correction, correct, effective_sample_size, step_scale
-from workbench.dataflow.columns import Ragged
-from workbench.workers.calls import Mean, Metrics, SampleSize, Shard
+from workbench.batches.columns import Ragged
+from workbench.messages.calls import Mean, Metrics, SampleSize, Shard
+from workbench.objectives.correction import Correction, correct, effective_sample_size, step_scale
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.worker import Context
 

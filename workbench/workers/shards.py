@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from workbench.dataflow.carrier import (
+from workbench.batches.carrier import (
     carried_bytes,
     carry,
     columns_of,
@@ -21,11 +21,11 @@ from workbench.dataflow.carrier import (
     to_wire,
     under_names,
 )
-from workbench.dataflow.columns import Ragged, Table
-from workbench.dataflow.location import Pull, inherited
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.location import Pull, inherited
 from workbench.errors import NotFound, StageError
+from workbench.messages.calls import Call, HostInfo
 from workbench.telemetry import Recorder
-from workbench.workers.calls import Call, HostInfo
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workbench.messages.calls import HostInfo
 from workbench.telemetry import Recorder
-from workbench.workers.calls import HostInfo
 from workbench.workers.worker import Worker
 
 ONE_MEMORY = "on a CPU device and host memory are one"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workbench.dataflow.carrier import carry, columns_of, from_wire, to_wire
+from workbench.batches.carrier import carry, columns_of, from_wire, to_wire
 from workbench.errors import NotFound
 from workbench.placement import Layout
 from workbench.resharding import boxes

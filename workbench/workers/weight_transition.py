@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from workbench.engines.generation import VOCABULARY_MULTIPLE, GenerationEngine
-from workbench.engines.settings import Generation
 from workbench.engines.training import TrainingEngine
 from workbench.errors import SyncError
+from workbench.messages.calls import Mean, Metrics
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.resharding.checksums import Arrival
@@ -24,8 +24,8 @@ from workbench.resharding.engine import ReshardingEngine
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
 from workbench.resharding.views import fill
 from workbench.resharding.weights import Weight, model_weights
+from workbench.settings.engines import Generation
 from workbench.telemetry.syncs import OpenSync
-from workbench.workers.calls import Mean, Metrics
 from workbench.workers.communicator import Communicator
 from workbench.workers.worker import Context
 

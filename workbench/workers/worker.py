@@ -11,10 +11,10 @@ import torch
 
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
+from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
-from workbench.workers.calls import HostInfo
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
 from workbench.workers.stopping import Stopping

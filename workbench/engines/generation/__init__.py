@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from workbench.engines.generation.base import Ending, GenerationEngine, Rollout
-from workbench.engines.settings import Generation
+from workbench.settings.engines import Generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from workbench.engines.settings import Sampling
 from workbench.errors import BadInput
+from workbench.settings.engines import Sampling
 
 Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens made so far
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.engines.generation.base import Ending
-from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput
+from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

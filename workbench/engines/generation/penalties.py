@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from workbench.engines.settings import Sampling
+from workbench.settings.engines import Sampling
 
 
 class LogitBias(LogitsProcessor):

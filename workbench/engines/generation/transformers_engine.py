@@ -31,8 +31,8 @@ from workbench.engines.generation.endings import (
 from workbench.engines.generation.penalties import LogitBias, Penalties
 from workbench.engines.generation.row_sampler import RowSampler
 from workbench.engines.host_memory import HostMemory
-from workbench.engines.settings import Generation, Sampling
 from workbench.errors import SyncError
+from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -32,11 +32,11 @@ from workbench.engines.generation.endings import (
     end_token_ids,
     response_room,
 )
-from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
 from workbench.models.quiet import quiet_transformers
 from workbench.models.tokenizers import load_tokenizer
+from workbench.settings.engines import Generation, Sampling
 from workbench.telemetry import span
 
 GIB = 2**30

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from workbench.engines.settings import Training
 from workbench.engines.training.base import StepReport, TrainingEngine
 from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.passes import Pass
 from workbench.models.heads import PackedModule
+from workbench.settings.engines import Training
 
 __all__ = ["ParallelGroups", "Pass", "StepReport", "TrainingEngine", "make_training_engine"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engines.host_memory import HostMemory, distinct_storages
-from workbench.engines.settings import Training
 from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, merged_weight
+from workbench.settings.engines import Training
 from workbench.telemetry import span
 
 Part = Literal["parameters", "gradients", "optimizer"]

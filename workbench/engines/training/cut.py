@@ -19,8 +19,8 @@ from workbench.models.tensor_parallel import (
     VocabularyParallelHead,
     enter_block,
 )
-from workbench.placement.layout import Layout
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
+from workbench.settings.layout import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engines.settings import Training
 from workbench.engines.training.base import (
     MOMENTS,
     StateKind,
@@ -37,6 +36,7 @@ from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput, MissingDependency
+from workbench.settings.engines import Training
 from workbench.telemetry import span
 
 # Elements of gradients that DeepSpeed reduces in one call; its own default reserves 2 GB for them.

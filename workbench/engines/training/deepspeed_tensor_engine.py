@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engines.settings import Training
 from workbench.engines.training.cut import BLOCKS, INTO_BLOCKS, Trial, cut_vocabulary
 from workbench.engines.training.cut_engine import CutEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine, forget_ended_group
@@ -17,7 +16,8 @@ from workbench.engines.training.groups import ModelCollectives, ParallelGroups
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
-from workbench.placement.layout import Layout
+from workbench.settings.engines import Training
+from workbench.settings.layout import Layout
 
 
 class DeepSpeedTensorEngine(CutEngine, DeepSpeedEngine):

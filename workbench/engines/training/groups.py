@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from workbench.placement.layout import Layout
+from workbench.settings.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

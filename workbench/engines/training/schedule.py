@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from workbench.engines.settings import Training
+from workbench.settings.engines import Training
 
 
 def learning_rate(settings: Training, steps: int) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.settings import Training
 from workbench.engines.training.cut import cut_model
 from workbench.engines.training.cut_engine import CutEngine
 from workbench.engines.training.groups import ParallelGroups
@@ -17,6 +16,7 @@ from workbench.engines.training.pipeline import Pipeline
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
+from workbench.settings.engines import Training
 
 
 class Torch3DEngine(CutEngine, TorchEngine):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.settings import Training
 from workbench.engines.training.base import (
     MOMENTS,
     StateKind,
@@ -33,6 +32,7 @@ from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput
+from workbench.settings.engines import Training
 from workbench.telemetry import span
 
 # Elements of gradients summed over the ranks in one call: few calls, 100 MB of extra memory.

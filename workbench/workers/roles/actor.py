@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.algorithms.aggregation import Aggregation
-from workbench.algorithms.arguments import within
-from workbench.algorithms.correction import Correction
-from workbench.algorithms.kl import KLLoss, kl_estimate, kl_loss
-from workbench.algorithms.losses import PolicyLoss, policy_loss
-from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import at_least
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
+from workbench.messages.calls import Max, Mean, Metrics, Output, Shard
+from workbench.messages.operation import register
+from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.models import load_causal_lm
 from workbench.models.lora import add_lora, without_adapter
 from workbench.models.spec import Model
-from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
+from workbench.objectives.aggregation import Aggregation
+from workbench.objectives.arguments import within
+from workbench.objectives.correction import Correction
+from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss
+from workbench.objectives.losses import PolicyLoss, policy_loss
+from workbench.support.validation import at_least
 from workbench.workers.inference import (
     LOG_PROB_TEMPERATURE,
     check_temperature,
@@ -33,8 +35,6 @@ from workbench.workers.inference import (
     sampling_temperature,
 )
 from workbench.workers.micro_batches import MicroBatch, Scatter
-from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import token_log_probs_and_entropies
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.reference import ReferencePolicy
@@ -165,7 +165,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
         dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
-        `workbench.algorithms.kl.kl_loss`.
+        `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for
         engines that sample from another distribution than the trainer's, or from older weights.
         pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:

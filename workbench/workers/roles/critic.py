@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.algorithms.aggregation import Aggregation
-from workbench.algorithms.losses import value_loss
-from workbench.dataflow.columns import Table
-from workbench.engines.settings import at_least
+from workbench.batches.columns import Table
+from workbench.messages.calls import Mean, Metrics, Output, Shard
+from workbench.messages.operation import register
+from workbench.messages.protocols import THREE_D_PROTO
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
-from workbench.workers.calls import Mean, Metrics, Output, Shard
+from workbench.objectives.aggregation import Aggregation
+from workbench.objectives.losses import value_loss
+from workbench.support.validation import at_least
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.operation import register
-from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
 from workbench.workers.worker import Context
 
@@ -72,7 +72,7 @@ class CriticWorker(TrainedWorker):
         """Regress values on `returns`, one optimizer step a minibatch and epoch.
 
         clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
-        aggregation: how token losses become one, see `workbench.algorithms.aggregation`.
+        aggregation: how token losses become one, see `workbench.objectives.aggregation`.
         """
         return self._regress(batch, "values", "returns", clip, epochs, aggregation, max_response_tokens)
 

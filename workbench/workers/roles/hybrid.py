@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.engines.generation import make_generation_engine
-from workbench.engines.settings import SYNC_STRATEGIES, one_of
 from workbench.errors import BadInput
+from workbench.messages.calls import Metrics
+from workbench.messages.operation import register
+from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
 from workbench.models.spec import Model
+from workbench.settings.engines import SYNC_STRATEGIES
+from workbench.support.validation import one_of
 from workbench.telemetry.syncs import OpenSync
-from workbench.workers.calls import Metrics
 from workbench.workers.engine_weights import (
     EngineWeights,
     TrainerWeights,
@@ -26,8 +29,6 @@ from workbench.workers.engine_weights import (
     probe_ids,
     trainer_log_probs,
 )
-from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of

@@ -10,9 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workbench.algorithms.arguments import within
-from workbench.algorithms.correction import Correction, correct
-from workbench.algorithms.estimators import (
+from workbench.batches.columns import Ragged
+from workbench.errors import BadInput
+from workbench.messages.calls import Mean, Metrics, Output, Shard
+from workbench.messages.operation import register
+from workbench.messages.protocols import DP_PROTO
+from workbench.objectives.arguments import within
+from workbench.objectives.correction import Correction, correct
+from workbench.objectives.estimators import (
     counted,
     explained_variance,
     gae,
@@ -23,16 +28,11 @@ from workbench.algorithms.estimators import (
     token_rewards,
     whiten,
 )
-from workbench.algorithms.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
-from workbench.algorithms.kl import KLKind, kl_estimate
-from workbench.algorithms.lagrangian import MAX_MULTIPLIER, lagrangian
-from workbench.algorithms.macro_actions import macro_gae
-from workbench.dataflow.columns import Ragged
-from workbench.engines.settings import whole
-from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Metrics, Output, Shard
-from workbench.workers.operation import register
-from workbench.workers.protocols import DP_PROTO
+from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
+from workbench.objectives.kl import KLKind, kl_estimate
+from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
+from workbench.objectives.macro_actions import macro_gae
+from workbench.support.validation import whole
 from workbench.workers.worker import Worker
 
 Estimator = Literal[

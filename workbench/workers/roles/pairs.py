@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.algorithms.preference import binomial_interval
-from workbench.dataflow.columns import Ragged
+from workbench.batches.columns import Ragged
 from workbench.engines.training.groups import Collectives
 from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Metrics, Shard
+from workbench.messages.calls import Mean, Metrics, Shard
+from workbench.objectives.preference import binomial_interval
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.readings import Reading

@@ -10,15 +10,15 @@ import torch
 
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput
+from workbench.messages.calls import Output, Shard
+from workbench.messages.operation import register
+from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.resharding.views import view_of
-from workbench.workers.calls import Output, Shard
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking

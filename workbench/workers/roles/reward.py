@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.algorithms.preference import pairwise_loss
-from workbench.dataflow.columns import Column, Ragged
-from workbench.dataflow.references import NUMBER_COLUMNS, TOKEN_COLUMNS
-from workbench.engines.settings import at_least, whole
+from workbench.batches.columns import Column, Ragged
+from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS
+from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput, RewardError
+from workbench.messages.calls import Max, Mean, Metrics, Output, Shard
+from workbench.messages.operation import ALL_TEXT, register
+from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenValues, load_token_values
 from workbench.models.spec import Model
-from workbench.workers.calls import Max, Mean, Metrics, Output, Shard
+from workbench.objectives.preference import pairwise_loss
+from workbench.support.validation import at_least, whole
 from workbench.workers.inference import each_row
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.operation import ALL_TEXT, register
-from workbench.workers.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.workers.readings import LAST_TOKEN_SCORES
-from workbench.workers.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
@@ -189,7 +189,7 @@ class RewardWorker(ModelWorker):
     )
     def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
-        epoch; see `workbench.algorithms.preference.pairwise_loss`.
+        epoch; see `workbench.objectives.preference.pairwise_loss`.
 
         Scores are read at an answer's last token. `margin` is taken from the batch where it has one.
         Metrics: `accuracy` (the chosen answer has the higher score), `margin` between the scores, their means.

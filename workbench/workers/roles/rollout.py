@@ -10,16 +10,16 @@ from torch import Tensor
 
 from workbench.engines.generation import VOCABULARY_MULTIPLE, make_generation_engine
 from workbench.errors import BadInput, SyncError
+from workbench.messages.calls import Mean, Metrics
+from workbench.messages.operation import register
+from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_config, load_tokenizer
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.resharding.checksums import Arrival
 from workbench.resharding.plan import Reshard
 from workbench.telemetry.syncs import OpenSync
-from workbench.workers.calls import Mean, Metrics
 from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
-from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL
 from workbench.workers.roles.hybrid import check_strategy
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.tensor_group import shared_by_group

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.dataflow.columns import Ragged
-from workbench.dataflow.seeds import sample_seed
+from workbench.batches.columns import Ragged
+from workbench.data.environment import Environments
 from workbench.engines.generation import GenerationEngine
-from workbench.engines.settings import Sampling, check_room, whole
 from workbench.errors import SyncError
+from workbench.messages.calls import Mean, Metrics, Output, Shard, merge_metrics
+from workbench.messages.operation import ALL_TEXT, register
+from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
+from workbench.settings.engines import Sampling, check_room
+from workbench.support.seeds import sample_seed
+from workbench.support.validation import whole
 from workbench.telemetry.syncs import OpenSync, SyncEvent
-from workbench.workers.calls import Mean, Metrics, Output, Shard, merge_metrics
 from workbench.workers.conversation import Conversation, converse
-from workbench.workers.environment import Environments
-from workbench.workers.operation import ALL_TEXT, register
-from workbench.workers.protocols import THREE_D_ALL_MICRO_DP
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
@@ -114,7 +115,7 @@ class SamplingWorker(Worker):
         samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
         stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
         environment, max_turns: responses of several turns with tool output in between, see
-        `workbench.workers.environment`. The other settings, and what they make of the log-probabilities: `Sampling`.
+        `workbench.data.environment`. The other settings, and what they make of the log-probabilities: `Sampling`.
         Columns: `response_ids`, `response_mask` (False on what an environment wrote), `rollout_log_prob` (see
         `Sampling`; 0 outside the mask) [rows, response tokens]; `ending` [rows]: "eos", "stop" or "length" (cut), with
         an environment "done", "turns" (cut after max_turns) or "length"; `finished` [rows], False where it was cut.

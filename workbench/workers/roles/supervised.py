@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.algorithms.aggregation import Aggregation
-from workbench.algorithms.arguments import within
-from workbench.algorithms.preference import dpo_loss
-from workbench.dataflow.columns import Column, Ragged
-from workbench.engines.settings import at_least, whole
+from workbench.batches.columns import Column, Ragged
 from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Metrics, Output, Shard
+from workbench.messages.calls import Mean, Metrics, Output, Shard
+from workbench.messages.operation import register
+from workbench.messages.protocols import THREE_D_PROTO
+from workbench.objectives.aggregation import Aggregation
+from workbench.objectives.arguments import within
+from workbench.objectives.preference import dpo_loss
+from workbench.support.validation import at_least, whole
 from workbench.workers.inference import (
     each_response_token,
 )
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.operation import register
-from workbench.workers.protocols import THREE_D_PROTO
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import (
     PAIR_COLUMNS,
@@ -128,7 +128,7 @@ class SupervisedWorker(TrainedWorker):
     )
     def update_dpo(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0, epochs: int = 1) -> Output:
         """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
-        `workbench.algorithms.preference.dpo_loss`.
+        `workbench.objectives.preference.dpo_loss`.
 
         Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
         first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.

@@ -11,19 +11,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
-from workbench.engines.settings import whole
 from workbench.engines.training import Pass, TrainingEngine, make_training_engine
 from workbench.errors import BadInput
+from workbench.messages.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.messages.operation import register
+from workbench.messages.protocols import ONE_TO_ALL, VALUES_OF_RANKS
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
-from workbench.workers.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.objectives.aggregation import Aggregation, aggregate, denominator
+from workbench.support.validation import whole
 from workbench.workers.finite import not_finite_in
 from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
 from workbench.workers.model_worker import ModelWorker, random_state, set_random_state
-from workbench.workers.operation import register
-from workbench.workers.protocols import ONE_TO_ALL, VALUES_OF_RANKS
 from workbench.workers.saving import save_model
 from workbench.workers.worker import Context
 

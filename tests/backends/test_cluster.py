@@ -1,0 +1,156 @@
+"""This user's Ray head: one for all processes, joined and left without harm to others. Real heads, no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow]
+
+JOIN = """
+import json, sys
+from workbench.backends.cluster import connect, running_head, stop_idle_head
+ray = connect()
+print(json.dumps([running_head()["pid"], ray.get_runtime_context().gcs_address]), flush=True)
+sys.stdin.readline()
+stop_idle_head()
+"""
+
+
+def run(script: str, home: Path, **environment: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "WORKBENCH_KEEP"))}
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env={**kept, "WORKBENCH_HOME": str(home), **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def answer(process: subprocess.Popen[str]) -> list[object]:
+    assert process.stdout is not None
+    value: list[object] = json.loads(process.stdout.readline())
+    return value
+
+
+def test_two_processes_that_start_at_once_share_a_head_and_the_last_one_stops_it(tmp_path: Path) -> None:
+    with run(JOIN, tmp_path) as one, run(JOIN, tmp_path) as two:
+        first, second = answer(one), answer(two)
+        assert first == second
+        (head,) = {int(str(first[0])), int(str(second[0]))}
+        assert (tmp_path / "ray_token").stat().st_mode & 0o077 == 0
+        one.communicate("\n", timeout=60)
+        assert psutil.pid_exists(head)  # the other is joined to it: Ray would end that one
+        two.communicate("\n", timeout=60)
+        assert not psutil.pid_exists(head)
+    assert (one.returncode, two.returncode) == (0, 0)
+
+
+def test_processes_of_ray_start_without_parsing_a_grammar() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys, ray; print('rfc3987_syntax' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert told.stdout.strip() == "False"  # 1.5 s in each of them: see pyproject.toml on jsonschema
+
+
+# A process that is joined to a cluster of somebody else, once through address= and once by its own ray.init()
+ELSEWHERE = """
+import json, sys, ray
+from workbench.errors import BadInput
+from workbench.backends.cluster import connect, joined_address, stop_head
+address, mine = sys.argv[1], sys.argv[2] == "mine"
+if mine:
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    connect()
+else:
+    connect(address)
+    try:
+        connect()
+    except BadInput as error:
+        refused = str(error)
+try:
+    connect("10.1.2.3:6379")
+except BadInput as error:
+    other = str(error)
+connect(address)
+stop_head()
+print(json.dumps([None if mine else refused, other, joined_address(ray), ray.is_initialized(), len(ray.nodes())]))
+"""
+
+
+@pytest.mark.parametrize("how", ["address", "mine"])
+@pytest.mark.thorough
+def test_another_cluster_is_refused_and_the_one_that_is_joined_stays(tmp_path: Path, how: str) -> None:
+    with run(JOIN, tmp_path / "theirs") as owner:
+        _, address = answer(owner)
+        token = str(tmp_path / "theirs" / "ray_token")
+        script = ELSEWHERE.replace("sys.argv[1]", repr(address)).replace("sys.argv[2]", repr(how))
+        with run(script, tmp_path / "own", RAY_AUTH_TOKEN_PATH=token, RAY_AUTH_MODE="token") as guest:
+            refused, other, joined, initialized, nodes = answer(guest)
+        assert joined == address
+        assert (initialized, nodes) == (True, 1)
+        assert f"joined to the Ray cluster at {address}" in str(other)
+        if how == "address":
+            assert "address=None" in str(refused)
+            assert "restart the kernel" in str(refused)
+        owner.communicate("\n", timeout=60)
+
+
+# A cluster of two machines with two cores each, as far as Ray can tell; what a workbench of two pools of two has on it
+MACHINES = """
+import json, os, tempfile
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+import ray
+from ray.cluster_utils import Cluster
+
+for attempt in range(3):  # Ray gives a node 30 s, which a busy machine can exceed
+    try:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        cluster.add_node(num_cpus=2)
+        break
+    except Exception:
+        if attempt == 2:
+            raise
+import workbench as wb
+
+def length(prompt, response, **row):
+    return float(len(response))
+
+def nodes(lab):
+    table = ray.util.placement_group_table().values()
+    groups = [entry for entry in table if entry["name"].startswith(lab.description.id) and entry["state"] == "CREATED"]
+    return {entry["name"].split("/")[2].split(".")[0]: sorted(entry["bundles_to_node_id"].values()) for entry in groups}
+
+with wb.open(
+    "machines", models={"actor": "tiny-llama", "critic": "tiny-llama", "reward": length}, prompts="arithmetic",
+    placement=wb.Placement.of({"a": (1, ["reward"]), "b": (2, ["actor"]), "c": (1, ["critic"])}), device="cpu",
+    training=wb.Training(engine="torch", learning_rate=1e-3), generation=wb.Generation(engine="transformers"),
+    address=cluster.address, runs=tempfile.mkdtemp(),
+) as lab:
+    apart = nodes(lab)
+    before = lab.actor.weight_digests()[0]
+    wb.PPO(lab, prompts=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=2)).iterate()
+    trained = lab.actor.weight_digests()[0]
+    lab.move(wb.Placement.of({"c": (1, ["critic", "reward"]), "d": (2, ["actor"])}))
+    print(json.dumps([apart, nodes(lab), trained != before, lab.actor.weight_digests() == [trained] * 2]), flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.thorough
+def test_pools_lie_on_one_machine_where_they_can(tmp_path: Path) -> None:
+    with run(MACHINES, tmp_path) as process:
+        apart, moved, trained, same = answer(process)
+    assert isinstance(apart, dict)
+    assert isinstance(moved, dict)
+    assert len(set(apart["b"])) == 1  # where filling machine after machine would cut it
+    assert apart["a"] == apart["c"] != apart["b"][:1]
+    assert len(set(moved["d"])) == 1
+    assert (trained, same) == (True, True)
+    assert process.returncode == 0

@@ -1,0 +1,159 @@
+"""Inline workbenches leave the kernel as they found it, share what a process has once, and fail like plain code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import workbench as wb
+from tests.cases import TINY, rollouts, tiny_lab, train_on
+from workbench.backends.inline import RANK_VARIABLES, InlineBackend
+from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
+from workbench.messages.calls import HostInfo
+from workbench.workers.host import Host
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A kernel with settings of its own: some rank variables set, others not, and one thread."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "7")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield {"RANK": "7"}
+    torch.set_num_threads(threads)
+
+
+def settings() -> tuple[dict[str, str], int]:
+    return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}, torch.get_num_threads()
+
+
+# DeepSpeed imports parts of torch that use torch's own deprecated decorators.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_deepspeed_works_again_after_closing_and_beside_another(
+    kernel: dict[str, str], tmp_path: Path, zero_stage: int
+) -> None:
+    options: dict[str, Any] = {
+        "engine": "deepspeed", "training": {"zero_stage": zero_stage}, "backend": "inline", "devices": 1,
+    }  # fmt: skip
+
+    def train(lab: wb.Workbench) -> dict[str, float]:
+        return train_on(lab, *rollouts(lab))
+
+    with tiny_lab("first", tmp_path, **options) as lab:
+        expected = train(lab)
+    assert settings() == (kernel, 1)
+    assert not dist.is_initialized()
+    long = tiny_lab("long", tmp_path, **options)
+    with tiny_lab("short", tmp_path, **options) as short:
+        assert train(short) == expected
+    assert train(long) == expected  # the group that `short` found outlives it
+    early = long
+    with tiny_lab("late", tmp_path, **options) as late:
+        early.close()
+        assert train(late) == expected  # the group outlives the workbench that made it
+    assert settings() == (kernel, 1)
+    assert not dist.is_initialized()
+
+
+def test_the_users_own_group_stays(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with tiny_lab("guest", tmp_path, backend="inline", models={"actor": TINY}) as lab:
+            lab.actor.weights_checksum()
+        lab.close()
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0, 1.0]
+        pair = HostInfo(lab="x", pool="p", rank=0, world_size=2, device="cpu:0", threads=1, log_path=None)
+        with pytest.raises(BadInput, match=r"a pool of 2 rank.* default process group has 1"):
+            Host(pair, InlineBackend()).join("127.0.0.1", 1)
+    finally:
+        dist.destroy_process_group()
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("plain", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host,) = lab._backend._hosts.values()  # type: ignore[attr-defined]
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+    expected = lab.critic.compute_values(batch).fetch(["values"])["values"]
+
+    engine: Any = host.workers["critic"].engine
+    forward, presses = engine.forward, 1
+
+    def pressed(**inputs: Any) -> Any:
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return forward(**inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "forward", pressed)
+        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted\. things are as before the stage"):
+            lab.critic.compute_values(batch)
+        presses = 2
+        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted twice\. it was left where it was"):
+            lab.critic.compute_values(batch)
+    assert host.status()[0] == ""
+    again = lab.critic.compute_values(batch).fetch(["values"])["values"]
+    assert torch.equal(again.values, expected.values)
+
+
+def frames(error: BaseException | None) -> list[str]:
+    """Functions in the tracebacks of an error and its causes: what a notebook prints and `%debug` enters."""
+    names: list[str] = []
+    while error is not None:
+        names += [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        error = error.__cause__
+    return names
+
+
+def test_the_users_frames_are_there(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+
+    def my_helper(text: str) -> float:
+        raise LookupError(text)
+
+    def my_reward(prompt: str, response: str, **row: Any) -> float:
+        return my_helper(prompt)
+
+    with pytest.raises(RewardError) as caught:
+        lab.reward.compute_reward(batch, function=my_reward)
+    assert {"my_reward", "my_helper"} <= set(frames(caught.value))
+
+    (host,) = lab._backend._hosts.values()  # type: ignore[attr-defined]
+
+    class Unsendable(Exception):
+        """Local classes do not pickle; inline nothing needs to."""
+
+    def my_forward(**inputs: Any) -> Any:
+        mine = 5  # what `%debug` would show
+        raise Unsendable(mine)
+
+    monkeypatch.setattr(host.workers["critic"].engine, "forward", my_forward)
+    with pytest.raises(StageError, match=r"critic\.compute_values failed on rank 0: Unsendable: 5") as failed:
+        lab.critic.compute_values(batch)
+    assert isinstance(failed.value.__cause__, Unsendable)
+    assert {"compute_values", "my_forward"} <= set(frames(failed.value))
+    trace: Any = failed.value.__cause__.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    assert trace.tb_frame.f_locals["mine"] == 5

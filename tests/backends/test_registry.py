@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY
+from workbench.backends import registry
+from workbench.config.description import Description
+from workbench.errors import BadInput, MissingDependency, NotFound
+from workbench.support.machine import Process
+
+
+@pytest.fixture(autouse=True)
+def own_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+
+
+def describe(name: str = "mine", **models: Any) -> Description:
+    return Description.of(
+        name, models={"actor": TINY, **models}, placement=None, prompts=None, training=wb.Training(engine="torch"),
+        generation=wb.Generation(engine="transformers"), dtype="float32", backend="inline", device="cpu", devices=1,
+        seed=0, address=None,
+    )  # fmt: skip
+
+
+def opened(description: Description, **changes: Any) -> registry.Record:
+    record = registry.Record(
+        id=description.id, name=description.name, digests=description.digests, run_folder="runs", address=None,
+        hosts={"shared-0": Process.current()},
+    )  # fmt: skip
+    registry.write(replace(record, **changes), description)
+    return record
+
+
+def test_each_opening_has_an_id_of_its_own_and_the_same_digest() -> None:
+    one, two = describe(), describe()
+    assert one.id != two.id
+    assert one.digests == two.digests
+    assert one.hosts(Path())[0].lab == one.id
+
+
+def test_what_is_written_is_found() -> None:
+    description = describe()
+    record = opened(description)
+    assert registry.find("mine") == registry.get("mine") == record
+    assert registry.description(record).digest == description.digest
+    assert registry.find("other") is None
+    with pytest.raises(NotFound, match="there are: mine"):
+        registry.get("other")
+    with pytest.raises(BadInput, match="letters, digits"):
+        registry.find("../mine")
+
+
+def test_closing_the_old_one_leaves_the_new_one_of_the_same_name() -> None:
+    old, new = describe(), describe()
+    opened(old)
+    registry.forget(old.id)
+    opened(new)
+    registry.save_state(new.id, {"run": 1})
+    registry.save_state(old.id, {"run": 99})  # a kernel that does not know yet
+    registry.forget(old.id)
+    found = registry.get("mine")
+    assert found.id == new.id
+    assert registry.load_state(found.id) == {"run": 1}
+    assert registry.load_state(old.id) == {}
+
+
+def test_alive_needs_every_process_and_is_not_told_from_another_machines_ids() -> None:
+    me = Process.current()
+    gone, elsewhere = replace(me, created_s=0.0), replace(me, machine="another-machine")
+    record = opened(describe())
+    for hosts, alive in [([me, me], True), ([me, gone], False), ([elsewhere, me], None), ([elsewhere, gone], False)]:
+        assert replace(record, hosts={str(i): host for i, host in enumerate(hosts)}).alive is alive
+
+
+def test_code_that_cannot_be_imported_here_is_named_with_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_in_the_notebook.py").write_text("def score(prompt, response, **row):\n    return 1.0\n")
+    with monkeypatch.context() as there:
+        there.syspath_prepend(tmp_path)
+        import only_in_the_notebook  # type: ignore[import-not-found]
+
+        record = opened(describe(reward=only_in_the_notebook.score))
+    del sys.modules["only_in_the_notebook"]
+    with pytest.raises(MissingDependency, match=r"module 'only_in_the_notebook'.*PYTHONPATH=.*wb stop mine"):
+        registry.description(record)
+    assert [found.id for found in registry.records()] == [record.id]  # `wb ls` and `wb stop` need no more than that
+
+
+def test_an_unreadable_record_hides_no_other(tmp_path: Path) -> None:
+    record = opened(describe())
+    broken = record.folder.parent / "broken"
+    broken.mkdir()
+    (broken / "lab.json").write_text('{"name": "bro')
+    assert registry.records() == [record]

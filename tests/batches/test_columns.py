@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.batches.carrier import carried_bytes, carry, columns_of, end_to_end, from_wire, rows_at, to_wire
+from workbench.batches.columns import Column, Ragged, describe, nbytes
+
+row_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=8)
+
+
+def plain(column: Column) -> list[object]:
+    if isinstance(column, Ragged):
+        return [row.tolist() for row in column.rows()]
+    return column if isinstance(column, list) else column.tolist()
+
+
+def table_of(rows: list[list[int]]) -> dict[str, Column]:
+    entries: list[object] = [str(row) if len(row) % 2 else row for row in rows]  # text, and lists that are entries
+    return {"ids": Ragged.of(rows, torch.int64), "entry": entries, "length": torch.tensor([len(row) for row in rows])}
+
+
+def plain_table(columns: dict[str, Column]) -> dict[str, object]:
+    return {name: plain(column) for name, column in columns.items()}
+
+
+@given(row_lists)
+def test_carrying_and_back(rows: list[list[int]]) -> None:
+    columns = table_of(rows)
+    back = columns_of(carry(columns))
+    assert plain_table(back) == plain_table(columns)
+    assert isinstance(back["ids"], Ragged)
+    assert isinstance(columns["ids"], Ragged)
+    assert back["ids"].values.data_ptr() == columns["ids"].values.data_ptr()  # the same memory
+
+
+@given(row_lists, st.data())
+def test_taking_rows_is_indexing(rows: list[list[int]], data: st.DataObject) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1)))
+    taken = columns_of(rows_at(carry(table_of(rows)), positions))
+    assert plain_table(taken) == plain_table(table_of([rows[i] for i in positions]))
+    assert plain(Ragged.of(rows, torch.int64).take(positions.tolist())) == [rows[i] for i in positions]
+
+
+@given(row_lists, st.data())
+def test_rows_side_by_side_are_a_view(rows: list[list[int]], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(rows) - 1))
+    last = data.draw(st.integers(first + 1, len(rows)))
+    columns = table_of(rows)
+    part = columns_of(rows_at(carry(columns), np.arange(first, last)))
+    assert plain_table(part) == plain_table(table_of(rows[first:last]))
+    whole, cut = columns["ids"], part["ids"]
+    assert isinstance(whole, Ragged)
+    assert isinstance(cut, Ragged)
+    assert cut.values.untyped_storage().data_ptr() == whole.values.untyped_storage().data_ptr()
+
+
+@given(row_lists, row_lists)
+def test_rows_end_to_end(one: list[list[int]], two: list[list[int]]) -> None:
+    joined = columns_of(end_to_end([carry(table_of(one)), carry(table_of(two))]))
+    assert plain_table(joined) == plain_table(table_of(one + two))
+
+
+@given(row_lists)
+def test_padding_and_back(rows: list[list[int]]) -> None:
+    column = Ragged.of(rows, torch.int64)
+    padded = column.pad(fill=7)
+    assert padded.shape == (len(rows), max(map(len, rows)))
+    assert plain(Ragged.unpad(padded, column.lengths)) == rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_the_wire_keeps_values_and_types(dtype: torch.dtype) -> None:
+    table: dict[str, Column] = {
+        "dense": torch.tensor([[1, 0], [0, 1]]).to(dtype),
+        "ragged": Ragged.of([[1], [0, 1]], dtype),
+        "text": ["a", "ä"],
+    }
+    back = columns_of(from_wire(pickle.loads(pickle.dumps(to_wire(carry(table)), protocol=5))))
+    assert list(back) == list(table)
+    for name, column in table.items():
+        assert plain(back[name]) == plain(column)
+        assert describe(back[name]) == describe(column)
+
+
+def test_bytes_count_values_and_lengths() -> None:
+    assert nbytes(Ragged.of([[1, 2, 3], []], torch.int64)) == 3 * 8 + 2 * 8
+    assert nbytes(torch.zeros(3, 2)) == 24
+    assert nbytes(["ä", "b"]) == 3
+    assert carried_bytes(carry({"ids": Ragged.of([[1, 2, 3], []], torch.int64), "text": ["ä", "b"]})) == 43

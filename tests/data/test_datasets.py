@@ -1,0 +1,87 @@
+"""Every data set of the repository is what its card says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench.data.verifiers import arithmetic
+
+DATASETS = Path(__file__).parents[2] / "datasets"
+FOLDERS = sorted(path for path in DATASETS.iterdir() if path.is_dir() and path.name != "__pycache__")
+
+
+def card(folder: Path) -> dict[str, tuple[int, str]]:
+    """The card's table of files: name -> (rows, sha256)."""
+    lines = re.findall(r"^\| (\S+\.jsonl) \| (\d+) \| `([0-9a-f]{64})` \|$", (folder / "README.md").read_text(), re.M)
+    return {name: (int(rows), checksum) for name, rows, checksum in lines}
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def problem(prompt: str) -> tuple[int, str, int]:
+    found = re.findall(r"(\d+) ([-+*]) (\d+)", prompt)
+    assert len(found) == 1, prompt
+    return int(found[0][0]), found[0][1], int(found[0][2])
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_card_states_origin_licence_schema_and_the_checksum_of_every_file(folder: Path) -> None:
+    text = (folder / "README.md").read_text()
+    assert [word for word in ("**Origin.**", "**Licence.**", "**Schema.**") if word not in text] == []
+    files = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+    measured = {name: (data.count(b"\n"), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    assert measured == card(folder)
+    assert "train.jsonl" in measured
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_script_makes_the_same_bytes_again(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "make.py", tmp_path)
+    subprocess.run([sys.executable, "-I", "make.py"], cwd=tmp_path, check=True, capture_output=True)
+    assert {path.name for path in tmp_path.glob("*.jsonl")} == set(card(folder))
+    for path in tmp_path.glob("*.jsonl"):
+        assert path.read_bytes() == (folder / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_arithmetic_answers_are_right(split: str) -> None:
+    result = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+    for row in read(DATASETS / "arithmetic" / f"{split}.jsonl"):
+        assert set(row) == {"prompt", "answer"}
+        a, sign, b = problem(row["prompt"])
+        assert row["answer"] == str(result[sign](a, b))
+        assert arithmetic(**row, response=f"{a} {sign} {b} = {row['answer']}.") == 1.0
+        assert arithmetic(**row, response=f"The answer is {int(row['answer']) + 1}.") == 0.0
+
+
+def test_no_arithmetic_problem_is_in_both_files_and_no_prompt_occurs_twice() -> None:
+    train, test = (read(DATASETS / "arithmetic" / f"{split}.jsonl") for split in ("train", "test"))
+    prompts = [row["prompt"] for row in train + test]
+    assert len(set(prompts)) == len(prompts) == 2200
+
+    def problems(rows: list[dict[str, str]]) -> set[tuple[str, int, int]]:
+        parts = [problem(row["prompt"]) for row in rows]
+        return {(sign, a, b) if sign == "-" else (sign, min(a, b), max(a, b)) for a, sign, b in parts}
+
+    assert len(problems(test)) > 50
+    assert problems(train) & problems(test) == set()
+
+
+def test_the_arithmetic_card_counts_its_kinds() -> None:
+    text = (DATASETS / "arithmetic" / "README.md").read_text()
+    for split in ("train", "test"):
+        counts = [0, 0, 0, 0, 0]
+        for row in read(DATASETS / "arithmetic" / f"{split}.jsonl"):
+            a, sign, b = problem(row["prompt"])
+            counts[2 if sign == "*" else "+-".index(sign) + (3 if max(a, b) > 9 else 0)] += 1
+        assert f"| {split} | {' | '.join(map(str, counts))} |" in text

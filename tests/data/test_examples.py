@@ -1,0 +1,187 @@
+"""Demonstrations and pairs from rows of every accepted form to token ids, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.batches.columns import Ragged
+from workbench.data.example_rows import demonstration, dialogue, pair
+from workbench.data.examples import Examples, Kind
+from workbench.errors import BadInput
+from workbench.models import load_tokenizer, render_prompt
+
+TINY = "tiny-llama"
+USER = {"role": "user", "content": "Hi"}
+HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Who?\n\nAssistant:"
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def examples(source: Any, kind: Kind = "pairs", **options: Any) -> Examples:
+    return Examples(source, kind, tokenizer=load_tokenizer(TINY), **options)
+
+
+def text(ids: list[int]) -> str:
+    return str(load_tokenizer(TINY).decode(ids))
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "a", ("b", "")),
+        ({"question": "a", "chosen": [said("b")], "rejected": [said("c")]}, "a", ("b", "c")),
+        ({"prompt": [USER], "chosen": "b", "rejected": "c"}, [USER], ("b", "c")),
+        ({"chosen": [USER, said("b")], "rejected": [USER, said("c")]}, [USER], ("b", "c")),
+        ({"chosen": [USER, said("b")], "rejected": [USER, said("b")]}, [USER], ("b", "b")),
+        ({"chosen": HH + " I am.", "rejected": HH + " I was."}, HH, (" I am.", " I was.")),
+        ({"chosen": HH, "rejected": HH + " I."}, HH, ("", " I.")),
+        # the last turns are not alike: what is shared ends with an earlier answer's beginning
+        (
+            {"chosen": HH + " I.", "rejected": HH.replace("Who", "Why") + " You."},
+            "\n\nHuman: Hi\n\nAssistant:",
+            (" Hello\n\nHuman: Who?\n\nAssistant: I.", " Hello\n\nHuman: Why?\n\nAssistant: You."),
+        ),
+        # without turns the answers begin with a whole word
+        ({"chosen": "Say it: wonder", "rejected": "Say it: wonderful"}, "Say it: ", ("wonder", "wonderful")),
+    ],
+)
+def test_forms_of_pairs(row: dict[str, Any], prompt: Any, answers: tuple[str, str]) -> None:
+    found = pair(row, "row 0")
+    assert (found.prompt, found.answers, found.margin) == (prompt, answers, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"prompt": "a", "response": "b"}, "a", "b"),
+        ({"question": "a", "answer": "b"}, "a", "b"),
+        ({"prompt": [USER], "completion": [said("b")]}, [USER], "b"),
+        ({"messages": [USER, said("b"), USER, said("c")]}, [USER, said("b"), USER], "c"),
+    ],
+)
+def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) -> None:
+    found = demonstration(row, "row 0")
+    assert (found.prompt, found.answers) == (prompt, (answer,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("pairs", {"chosen": "a"}, r"rows.jsonl, line 3 has no 'rejected'"),
+        ("pairs", {"prompt": "a", "chosen": 1, "rejected": "b"}, "line 3: 'chosen' is 1"),
+        ("pairs", {"prompt": " ", "chosen": "a", "rejected": "b"}, "line 3: 'prompt' is empty"),
+        ("pairs", {"prompt": "a", "chosen": [USER], "rejected": "b"}, "line 3: 'chosen' holds 1 messages"),
+        ("pairs", {"prompt": "a", "chosen": "a", "rejected": "b", "margin": "x"}, "line 3: margin='x'"),
+        ("pairs", {"chosen": "a b", "rejected": "c d"}, "line 3: chosen and rejected do not begin alike"),
+        ("pairs", {"chosen": [USER, said("a")], "rejected": [said("b")]}, "line 3: .*differ in more than the last"),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1.0}, "1 of 2 rows have no margin"),
+        ("demonstrations", {"text": "a"}, r"line 3 has 'text'.*\{'prompt': \.\.\., 'response': \.\.\.\}"),
+        ("demonstrations", {"messages": [said("a"), USER]}, "line 3: its messages do not end with an answer"),
+        ("demonstrations", {"messages": "a"}, "line 3: 'messages' is 'a'"),
+    ],
+)
+def test_malformed_rows_are_named_with_the_line(tmp_path: Path, kind: Kind, row: dict[str, Any], message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = {"prompt": "a", "chosen": "b", "rejected": "c", "response": "d"}
+    path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
+    with pytest.raises(BadInput, match=message):
+        examples(path, kind)
+
+
+def test_a_dialogue_becomes_the_messages_it_stands_for() -> None:
+    assert dialogue(HH) == [USER, said("Hello"), {"role": "user", "content": "Who?"}]
+    assert dialogue("Hi\n\nHuman: a") is None
+    assert dialogue("plain") is None
+
+
+def test_tokens_are_those_that_a_rollout_would_have() -> None:
+    tokenizer = load_tokenizer(TINY)
+    row = examples([{"chosen": HH + " I am.", "rejected": HH + " No."}]).training[0]
+    messages = [USER, said("Hello"), {"role": "user", "content": "Who?"}]
+    assert row.prompt_ids == render_prompt(tokenizer, messages)
+    assert text(row.answer_ids[0]) == "I am.<|eos|>"
+    # and together they are the whole conversation by the template
+    whole = tokenizer.apply_chat_template([*messages, said("I am.")], tokenize=True, return_dict=False)
+    assert row.prompt_ids + row.answer_ids[0] == whole
+    plain = examples([{"chosen": HH + " I am.", "rejected": HH + " No."}], chat=False).training[0]
+    assert text(plain.prompt_ids) == HH
+    assert text(plain.answer_ids[0]) == " I am.<|eos|>"
+
+
+def test_over_long_rows_are_dropped_cut_or_refused() -> None:
+    rows = [{"prompt": "p" * n, "chosen": "c" * 10, "rejected": "r"} for n in (5, 50, 500)]
+    rows += [{"prompt": "p", "chosen": "c" * 200, "rejected": "r"}, {"prompt": "p", "chosen": "c", "rejected": "c"}]
+    filtered = examples(rows, max_tokens=100, shuffle=False)
+    assert [len(row.prompt_ids) for row in filtered.training] == [9, 54]
+    assert filtered.summary == "2 pairs, 2 over 100 tokens dropped, 1 with equal answers dropped"
+    cut = examples(rows, max_tokens=100, overlong="cut", shuffle=False)
+    assert (cut.cut, cut.dropped, cut.equal) == (1, 1, 1)
+    assert [row.tokens for row in cut.training] == [20, 65, 100]
+    last = cut.training[-1]
+    # the front is gone but for BOS; the end of the prompt and both answers are whole
+    assert text(last.prompt_ids).startswith("<|bos|>ppp") and text(last.prompt_ids).endswith("p<|eos|><|assistant|>")
+    assert [text(ids) for ids in last.answer_ids] == ["c" * 10 + "<|eos|>", "r<|eos|>"]
+    with pytest.raises(BadInput, match="row 2 of a list has 515 tokens"):
+        examples(rows, max_tokens=100, overlong="error")
+    with pytest.raises(BadInput, match="none is left for training"):
+        examples(rows, max_tokens=10)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_rows_over_the_models_length_are_dropped_without_a_warning(monkeypatch: pytest.MonkeyPatch, chat: bool) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(logging.getLogger("transformers.tokenization_utils_base"), "warning", said.append)
+    long = "x" * 3000  # bytes, of which the tokenizer takes 2048
+    rows = [{"prompt": long, "chosen": long, "rejected": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    assert examples(rows, chat=chat).dropped == 1
+    assert not said
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    rows = [{"prompt": f"p{i // 2}", "chosen": f"c{i}", "rejected": "r"} for i in range(40)]
+    first, second = examples(rows, held_out=11, seed=1), examples(rows, held_out=11, seed=1)
+    assert first.held_out == second.held_out
+    assert examples(rows, held_out=11, seed=2).held_out != first.held_out
+    assert (len(first.held_out), len(first.training)) == (10, 30)  # whole groups of two
+    held = {row.example.prompt for row in first.held_out}
+    assert not held & {row.example.prompt for row in first.training}
+    drawn = first.next(30)
+    assert sorted(row.example.answers[0] for row in drawn) == sorted(row.example.answers[0] for row in first.training)
+    assert first.epoch == 1
+
+
+def test_the_order_is_the_seeds_and_can_be_resumed() -> None:
+    rows = [{"prompt": f"p{i}", "response": str(i)} for i in range(10)]
+    first = examples(rows, "demonstrations", seed=3)
+    one = [row.example.answers[0] for row in first.next(7)]
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = [row.example.answers[0] for row in first.next(7)]
+    second = examples(rows, "demonstrations", seed=3)
+    second.load_state_dict(state)
+    assert [row.example.answers[0] for row in second.next(7)] == rest
+    assert sorted(one + rest[:3]) == sorted(str(i) for i in range(10))
+    with pytest.raises(BadInput, match="differ in seed"):
+        examples(rows, "demonstrations", seed=4).load_state_dict(state)
+    assert [row.example.answers[0] for row in examples(rows, "demonstrations", shuffle=False).next(3)] == list("012")
+
+
+def test_columns_of_a_batch() -> None:
+    pairs = examples([{"prompt": "a", "chosen": "bcd", "rejected": "c", "margin": 2}])
+    table = pairs.table(pairs.training)
+    assert tuple(table) == pairs.columns
+    assert set(table) == {"prompt", "prompt_ids", "chosen", "chosen_ids", "rejected", "rejected_ids", "margin"}
+    assert table["chosen"] == ["bcd"]
+    demonstrations = examples("arithmetic", "demonstrations")
+    table = demonstrations.table(demonstrations.next(4))
+    mask, ids = table["response_mask"], table["response_ids"]
+    assert isinstance(mask, Ragged) and isinstance(ids, Ragged)
+    assert mask.lengths.tolist() == ids.lengths.tolist()
+    assert mask.values.all()
+    assert "2000 demonstrations" in repr(demonstrations)

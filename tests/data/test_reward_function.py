@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from workbench.data.reward_function import Score, score_rows
+from workbench.errors import RewardError
+
+
+def run(function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 5.0) -> list[Score]:
+    return score_rows(
+        function,
+        [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
+        [i + 1 for i in range(n)],
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        where="rank 1 of pool shared",
+        row_numbers=[10 + i for i in range(n)],
+        progress=lambda done, total, tokens: None,
+    )
+
+
+def test_scores_come_in_row_order_however_they_finish() -> None:
+    def slow_first(prompt: str, response: str) -> float:
+        time.sleep(0.1 if prompt == "p0" else 0)
+        return len(response)
+
+    assert run(slow_first) == [0.0, 1.0, 2.0]
+
+
+def test_token_scores_and_coroutines() -> None:
+    async def score(prompt: str, response: str) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0] * (len(response) + 1)
+
+    assert run(score) == [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def test_calls_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(3, timeout=5)
+
+    def meet(prompt: str, response: str) -> int:
+        return meeting.wait() * 0
+
+    assert run(meet, concurrency=3) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor(2, dtype=torch.int64), 2.0),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.array(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (torch.tensor([0.5]), [0.5]),  # one axis: a number a response token, though there is one token
+        (np.array([1, 2]), [1.0, 2.0]),
+        (torch.tensor([0.5, 1.0], dtype=torch.bfloat16), [0.5, 1.0]),
+        ((np.float64(0.5), torch.tensor(1.0)), [0.5, 1.0]),
+    ],
+)
+def test_numbers_of_torch_and_numpy(value: Any, score: Score) -> None:
+    tokens = len(score) if isinstance(score, list) else 3
+    scores = score_rows(
+        lambda **row: value, [{}] * 2, [tokens] * 2, concurrency=1, timeout_s=5, where="rank 0", row_numbers=[0, 1],
+        progress=lambda done, total, tokens: None,
+    )  # fmt: skip
+    assert scores == [score, score]
+    assert type(scores[0]) is type(score)
+
+
+def test_one_number_here_and_several_there_are_refused() -> None:
+    def mixed(prompt: str, response: str) -> Any:
+        return 0.25 if prompt == "p2" else [0.5] * (len(response) + 1)
+
+    with pytest.raises(
+        RewardError, match=r"mixed returned 0.25, but \[0.5\] for row 10, for row 12 on rank 1 .* 'p2'"
+    ) as e:
+        run(mixed)
+    assert "scored alike" in e.value.rule
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "returned nan"),
+        (float("-inf"), "returned -inf"),
+        (torch.tensor(float("nan")), "returned nan"),
+        (np.array([1.0, float("inf")]), "returned inf"),
+        (torch.zeros(2, 1), r"returned \[0.0\]"),
+        (np.zeros(3), "returned 3 numbers for a response of 2 tokens"),
+        (None, "returned None"),
+        ("1.0", "returned '1.0'"),
+        ([1.0, 2.0, 3.0], "returned 3 numbers for a response of 2 tokens"),
+        ([1.0, float("inf")], "returned inf"),
+    ],
+)
+def test_a_wrong_value_names_prompt_row_and_rank(value: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message) as caught:
+        run(lambda prompt, response: value if prompt == "p1" else 0.0)
+    assert "row 11 on rank 1 of pool shared, prompt 'p1'" in str(caught.value)
+
+
+def test_an_exception_names_prompt_row_and_rank() -> None:
+    def broken(prompt: str, response: str) -> float:
+        return 1 / len(prompt) if prompt != "p2" else 1 / 0
+
+    with pytest.raises(RewardError, match=r"raised ZeroDivisionError: division by zero for row 12 .* 'p2'"):
+        run(broken)
+
+
+def test_a_call_that_hangs_is_abandoned() -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
+        run(lambda prompt, response: time.sleep(10) if prompt == "p0" else 0.0, timeout_s=0.2)
+    assert time.monotonic() - begun_s < 8
+
+
+def test_a_call_that_hangs_is_abandoned_while_others_keep_finishing() -> None:
+    begun_s, scored = time.monotonic(), []
+
+    def work(prompt: str, response: str) -> float:
+        time.sleep(10 if prompt == "p0" else 0.01)
+        scored.append(prompt)
+        return 0.0
+
+    with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
+        run(work, n=400, timeout_s=0.2)
+    assert time.monotonic() - begun_s < 8
+    assert 0 < len(scored) < 200
+
+
+def test_coroutines_share_one_event_loop() -> None:
+    one_at_a_time, loops = asyncio.Semaphore(1), set()  # of one event loop: another one would refuse it
+
+    async def score(prompt: str, response: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        async with one_at_a_time:
+            await asyncio.sleep(0.01)
+        return float(len(response))
+
+    assert run(score, n=6, concurrency=4) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    (loop,) = loops
+    assert loop.is_closed()
+    with pytest.raises(RewardError, match=r"took more than 0.1 s"):
+        run(hangs, timeout_s=0.1)
+
+
+async def hangs(prompt: str, response: str) -> float:
+    await asyncio.sleep(60)
+    return 0.0

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from workbench.data import sources
+from workbench.data.sources import read_rows
+from workbench.errors import BadInput, MissingDependency, ModelUnavailable
+
+
+def test_texts_become_rows_and_dicts_are_copied() -> None:
+    assert read_rows(["a", "b"]) == [{"prompt": "a"}, {"prompt": "b"}]
+    given: list[dict[str, Any]] = [{"question": "a", "answer": 1}, {"question": "b"}]
+    rows = read_rows(given)
+    assert rows == given
+    rows[0]["answer"] = 2
+    assert given[0]["answer"] == 1
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+def test_jsonl_files_with_blank_lines_and_a_byte_order_mark(tmp_path: Path, as_path: bool) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text('\ufeff{"prompt": "naïve\\u2028 字"}\n\n{"prompt": "b\u2028c", "n": 1}', encoding="utf-8")
+    rows = read_rows(path if as_path else str(path))
+    assert rows == [{"prompt": "naïve\u2028 字"}, {"prompt": "b\u2028c", "n": 1}]
+
+
+def test_names_under_datasets() -> None:
+    assert len(read_rows("arithmetic")) == len(read_rows("arithmetic/train")) == 2000
+    assert len(read_rows("arithmetic/test")) == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": \n', r"some.jsonl, line 2: Expecting value"),
+        (b'{"prompt": "a"}\n\n["b"]\n', r"some.jsonl, line 3 is of type list"),
+        (b'{"prompt": "\xff"}\n', r"some.jsonl, line 1: 'utf-8' codec"),
+        (b"\n\n", r"some.jsonl holds no rows"),
+    ],
+)
+def test_malformed_files_are_named_with_the_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=message):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], "a list holds no rows"),
+        ([1], "row 0 is of type int"),
+        (["a", {"prompt": "b"}], "row 1 is of type dict, row 0 of type str"),
+        ([{"prompt": "a"}, None], "row 1 is of type NoneType, row 0 of type dict"),
+        ({"prompt": ["a"]}, r"a source of type dict\..*to_dict\('records'\)"),
+        ("nowhere.jsonl", r"no file 'nowhere.jsonl'\. paths start from"),
+        ("data/some.parquet", "is no .jsonl file"),
+        (Path("some.csv"), "is no .jsonl file"),
+        ("arithmatic", r"datasets/ holds 'arithmetic'.* did you mean 'arithmetic'\?"),
+        ("arithmetic/dev", r"datasets/arithmetic holds 'arithmetic/test', 'arithmetic/train'"),
+        ("What is 2 + 3?", "no data set 'What is 2"),
+    ],
+)
+def test_wrong_sources_say_what_would_be_right(source: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        read_rows(source)
+
+
+def test_without_the_datasets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "DATASETS", tmp_path / "datasets")
+    with pytest.raises(BadInput, match=f"there are no data sets in '{tmp_path}/datasets'"):
+        read_rows("arithmetic")
+
+
+def test_a_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependency, match="pip install datasets"):
+        read_rows("openai/gsm8k")
+    # What an import finds in a checkout's root where the library is not installed: the folder datasets/.
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__path__=[str(sources.DATASETS)]))
+    with pytest.raises(MissingDependency, match="pip install datasets"):
+        read_rows("openai/gsm8k")
+
+
+class Hub:
+    """Stands for the `datasets` library and the hub behind it, which no test may reach for; it keeps the calls."""
+
+    def __init__(self, default: str | None, names: list[str]) -> None:
+        self.default, self.names, self.calls = default, names, list[Any]()
+
+    def get_dataset_default_config_name(self, repo: str) -> str | None:
+        return self.default
+
+    def get_dataset_config_names(self, repo: str) -> list[str]:
+        return self.names
+
+    def load_dataset(self, repo: str, config: str, *, split: str) -> list[dict[str, str]]:
+        self.calls.append((repo, config, split))
+        if split not in ("train", "test"):
+            raise ValueError(f'Unknown split "{split}". Should be one of [train, test].')
+        return [{"question": "1 + 1?", "answer": "#### 2"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "default", "call"),
+    [
+        ("openai/gsm8k", None, ("openai/gsm8k", "main", "train")),
+        ("openai/gsm8k/test", None, ("openai/gsm8k", "main", "test")),
+        ("openai/gsm8k:socratic/test", None, ("openai/gsm8k", "socratic", "test")),
+        ("Anthropic/hh-rlhf", "default", ("Anthropic/hh-rlhf", "default", "train")),
+    ],
+)
+def test_hub_ids_name_configuration_and_split(
+    source: str, default: str | None, call: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(default, ["main", "socratic"])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    assert read_rows(source) == [{"question": "1 + 1?", "answer": "#### 2"}]
+    assert hub.calls == [call]
+
+
+def test_hub_data_sets_that_leave_a_choice_or_lack_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", Hub(None, ["easy", "hard"]))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    with pytest.raises(BadInput, match=r"configurations easy, hard\. write 'some/sums:easy'"):
+        read_rows("some/sums")
+    with pytest.raises(BadInput, match=r"no 'some/sums:easy/dev'\. Unknown split"):
+        read_rows("some/sums:easy/dev")
+
+
+def test_no_network_is_said_at_once_and_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, timeout: float, **__: Any) -> None:
+        assert timeout <= 5
+        raise ConnectionError("Name or service not known")
+
+    hub = Hub(None, ["main"])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    with pytest.raises(ModelUnavailable, match=r"Name or service not known.*local \.jsonl file.*'arithmetic'"):
+        read_rows("openai/gsm8k")
+    assert hub.calls == []
+
+
+def test_declared_offline_the_library_answers_from_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", Hub(None, ["main"]))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert len(read_rows("openai/gsm8k")) == 1
+
+
+def test_rows_survive_a_round_trip_through_a_file(tmp_path: Path) -> None:
+    rows = read_rows("arithmetic/test")
+    path = tmp_path / "copy.jsonl"
+    path.write_text("\r\n".join(json.dumps(row) for row in rows))
+    assert read_rows(path) == rows

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from workbench.data.verifiers import arithmetic, gsm8k
+from workbench.errors import BadInput
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("42", "42"),
+        ("The answer is 42.", "42"),
+        ("17 + 25 = 42", "42"),
+        ("It is **42**!", "42"),
+        (r"$\boxed{42}$", "42"),
+        ("42.0", "42"),
+        ("042", "42"),
+        ("first 41, no: 42\n\n", "42"),
+        ("so...42", "42"),
+        ("答案是42。", "42"),
+        ("1,234", "1234"),
+        ("That makes 1,234,567.", "1234567"),
+        ("1234", "1,234"),
+        ("it is 1,234.50.", "1234.5"),
+        ("half: .5", "0.5"),
+        ("-8", "-8"),
+        ("\u22128", "-8"),
+        ("= -8.", "-8"),
+        ("(-8)", "-8"),
+        ("-$8", "-8"),
+        ("$-8", "-8"),
+        ("2--8", "-8"),
+        ("50-8", "8"),
+        ("17 - 8", "8"),
+        ("17 -8", "-8"),
+        ("10%-20%", "20"),
+        ("$5-$10", "10"),
+        ("- 8 (a list)", "8"),
+        ("GPT-4 is not -4", "-4"),
+        ("0 apples", "-0"),
+        ("1,2,3", "3"),
+        ("12,3456", "3456"),
+        ("1.2.3", "3"),
+        ("3/4", "4"),
+        ("1e3", "1"),
+        ("12 cm2", "12"),
+        ("12kg", "12"),
+        ("42", 42),
+        ("0.5", 0.5),
+    ],
+)
+def test_arithmetic_rewards_the_last_number(response: str, answer: str | float) -> None:
+    assert arithmetic("What?", response, answer=answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("", "42"),
+        ("forty-two", "42"),
+        ("H2O", "2"),
+        ("42 or 43", "42"),
+        ("421", "42"),
+        ("142", "42"),
+        ("4 2", "42"),
+        ("-42", "42"),
+        ("42", "-42"),
+        ("42.5", "42"),
+        ("1,234", "234"),
+        ("1" * 40 + "2", "1" * 40 + "3"),
+        ("-" + "1" * 40 + "2", "-" + "1" * 40 + "3"),
+    ],
+)
+def test_arithmetic_gives_nothing_for_another_number_or_none(response: str, answer: str) -> None:
+    assert arithmetic("What?", response, answer=answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("She has 72 clips.", "48/2 = <<48/2=24>>24\n#### 72", 1.0),
+        ("#### 72", "#### 72", 1.0),
+        ("24", "48/2 = <<48/2=24>>24\n#### 72", 0.0),
+        ("It costs $1,450.00.", "#### 1,450", 1.0),
+        ("1450 dollars", "#### $1,450", 1.0),
+        ("a rise of 25%", "#### 25%", 1.0),
+        ("5.50", "#### 5.5", 1.0),
+        ("5.5", "#### 5", 0.0),
+        ("He owes 8, so -8", "#### -8", 1.0),
+        ("no idea", "#### 72", 0.0),
+    ],
+)
+def test_gsm8k_compares_with_the_number_behind_the_mark(response: str, answer: str, reward: float) -> None:
+    assert gsm8k("What?", response, answer=answer, other_column=1) == reward
+
+
+@pytest.mark.parametrize("answer", ["many", "", "1 or 2"])
+def test_an_answer_that_is_not_one_number_is_an_error_not_a_reward(answer: str) -> None:
+    with pytest.raises(BadInput, match=r"holds [02] numbers"):
+        arithmetic("What?", "42", answer=answer)
+    with pytest.raises(BadInput, match=r"holds [02] numbers"):
+        gsm8k("What?", "42", answer=f"so\n#### {answer}")
+
+
+def test_gsm8k_without_the_mark_names_the_other_function() -> None:
+    with pytest.raises(BadInput, match="reward function `arithmetic`"):
+        gsm8k("What?", "42", answer="42")
+
+
+def test_gsm8k_on_the_real_data() -> None:
+    """Every worked solution is a right response to its own question, and (almost) never to the next one's."""
+    shared = Path(os.environ.get("WORKBENCH_SHARED_DATA", ROOT.parent / "shared" / "data"))
+    files = sorted(shared.glob("gsm8k_*.jsonl"))
+    if not files:
+        pytest.skip(f"no gsm8k_*.jsonl in {shared}: set WORKBENCH_SHARED_DATA to a folder with GSM8K rows")
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    finals = [row["answer"].rpartition("#### ")[2] for row in rows]
+    for row, final in zip(rows, finals, strict=True):
+        assert gsm8k(row["question"], row["answer"], answer=row["answer"]) == 1.0
+        assert gsm8k(row["question"], f"So the answer is ${final}.", answer=row["answer"]) == 1.0
+        assert gsm8k(row["question"], f"So it is {float(final.replace(',', '')) + 1:,.2f}", answer=row["answer"]) == 0.0
+    shifted = zip(rows, rows[1:], finals, finals[1:], strict=False)
+    wrong = [gsm8k("", a["answer"], answer=b["answer"]) == (x == y) for a, b, x, y in shifted]
+    assert all(wrong)

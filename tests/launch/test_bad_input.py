@@ -1,0 +1,302 @@
+"""Each wrong input is refused before a process starts or a stage runs, and the message says what to do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.batches.columns import Ragged
+from workbench.errors import BadInput, ModelUnavailable, NotFound, RewardError, UnknownColumn, WorkbenchError
+
+FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"models": {**FOUR, "critik": TINY}}, BadInput, "unknown role 'critik'"),
+        ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
+        ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
+        ({"models": TINY}, BadInput, "a model for each role"),
+        ({"device": "cuda"}, BadInput, "torch finds no GPU"),
+        ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
+        ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be a rule"),
+        ({"models": {**FOUR, "actor": "smolm2-135m"}}, ModelUnavailable, "smollm2-135m"),
+        ({"models": {**FOUR, "critic": "/no/such/folder"}}, ModelUnavailable, "/no/such/folder"),
+        ({"models": {**FOUR, "critic": "smollm2-135m"}}, BadInput, "another vocabulary than the actor's"),
+        ({"placement": wb.Placement.colocate(9), "devices": 2}, BadInput, "devices=9"),
+        ({"placement": wb.Placement.colocate(2), "devices": 2}, BadInput, "backend='inline'"),
+        ({"placement": wb.Placement.standalone(actor=1)}, BadInput, "'critic' has no pool"),
+        ({"backend": "slurm"}, BadInput, "must be one of 'ray', 'inline'"),
+        ({"if_exists": "keep"}, BadInput, "must be one of 'attach', 'replace', 'error'"),
+        ({"share_memory": "sometimes"}, BadInput, "must be one of False, True, 'always'"),
+        ({"idle_hours": 0}, BadInput, r"idle_hours=0\. must be more than 0\. None for a workbench"),
+        ({"prompts": "arithmetics"}, WorkbenchError, "arithmetic"),
+        ({"prompts": []}, BadInput, "at least one row"),
+    ],
+)
+def test_opening(tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        tiny_lab("wrong", tmp_path, **{"backend": "inline", **options})
+    assert wb.ls() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wb.Training(engine="megatron"), "must be one of 'torch', 'deepspeed'"),  # type: ignore[arg-type]
+        (lambda: wb.Training(zero_stage=4), "must be one of 0, 1, 2, 3"),
+        (lambda: wb.Training(schedule="cosine"), "total_steps"),
+        (lambda: wb.Training(minibatches=0), "at least 1"),
+        (lambda: wb.Training(betas=(0.9,)), r"betas=\(0\.9,\).*two numbers in \[0, 1\)"),  # type: ignore[arg-type]
+        (lambda: wb.Training(betas=(0.9, 1.0)), "two numbers in"),
+        (lambda: wb.Training(eps=0.0), r"eps=0\.0.*more than 0"),
+        (lambda: wb.Training(weight_decay=-0.1), r"weight_decay=-0\.1"),
+        (lambda: wb.Training(learning_rate=float("inf")), "learning_rate=inf"),
+        (lambda: wb.Sampling(logit_bias={5: "x"}), r"logit_bias=\{5: 'x'\}"),  # type: ignore[dict-item]
+        (lambda: wb.Sampling(top_p="0.9"), "top_p='0.9'.*a number"),  # type: ignore[arg-type]
+        (lambda: wb.LoRA(targets=(1,)), "names of layers"),  # type: ignore[arg-type]
+        (lambda: wb.Generation(engine="sglang"), "must be one of 'transformers', 'vllm'"),  # type: ignore[arg-type]
+        (lambda: wb.Model(), "give one of the two"),
+        (lambda: wb.Model(TINY, dtype="fp8"), "must be one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_settings(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()
+
+
+def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    for changed in ({"reward": "smollm2-135m"}, {"actor": "smollm2-135m"}):
+        with pytest.raises(BadInput, match="another vocabulary than the actor's"):
+            tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, **changed})
+    assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
+
+
+def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(BadInput, match=r"mine\.jsonl.*2"):
+        tiny_lab("wrong", tmp_path, backend="inline", prompts=file)
+
+
+def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "deepspeed" else find(name, *a))
+    with pytest.raises(wb.errors.MissingDependency, match=r"deepspeed.*pip install.*engine='torch'"):
+        tiny_lab("wrong", tmp_path, engine="deepspeed", backend="inline")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("inputs", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def batch(lab: wb.Workbench) -> wb.Batch:
+    return lab.actor.generate_sequences(lab.prompts.next(6), max_new_tokens=4)
+
+
+def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch: wb.Batch) -> None:
+    with pytest.raises(UnknownColumn, match=r"update_actor reads column 'old_log_prob'.*run actor.compute_log_prob"):
+        lab.actor.update_actor(batch)
+    with pytest.raises(UnknownColumn, match="'values'"):
+        lab.compute_advantages(lab.reward.compute_reward(batch))
+    with pytest.raises(UnknownColumn, match="nonsense"):
+        batch.fetch(["nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
+        (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
+        (
+            lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0),
+            "temprature.*it takes .*write temperature=",
+        ),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, temperature=-1), "temperature=-1"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, seed="a"), "seed='a'.*whole number"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, samples=0), "must be at least 1"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
+        (lambda lab, batch: lab.prompts.next(0), "0"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens="32"), "'32'.*must be a whole number"),
+        (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "takes no 'prompt'"),
+        (
+            lambda lab, batch: lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"),
+            "one response a prompt.*samples=2",
+        ),
+        (lambda lab, batch: wb.GRPO(lab, samples=1), "GRPO.samples=1"),
+        (lambda lab, batch: wb.GRPO(lab, sampling=wb.Sampling(max_new_tokens=4000)), "max_new_tokens=4000.*=192"),
+        (lambda lab, batch: lab.evaluate("arithmetic", sampling=wb.Sampling(max_new_tokens=4000)), "=4000.*=192"),
+        (lambda lab, batch: wb.GRPO(lab).run(2.5), "iterations=2.5.*whole number"),  # type: ignore[arg-type]
+        (lambda lab, batch: wb.GRPO(lab).run(1, every=1.5), "every=1.5.*whole number"),  # type: ignore[arg-type]
+        (lambda lab, batch: wb.PPO(lab, reward="accuracy"), "PPO.reward='accuracy'.*must be a function"),  # type: ignore[arg-type]
+        (lambda lab, batch: wb.PPO(lab, sampling={"top_k": 3}), "wb.Sampling"),  # type: ignore[arg-type]
+        (lambda lab, batch: lab.compute_advantages(batch, estimator="gea"), "estimator='gea'"),
+        (lambda lab, batch: batch.take([99]), "row numbers from 0 to 5"),
+        (lambda lab, batch: lab.put({"a": torch.zeros(2), "b": torch.zeros(3)}), "equally many rows"),
+    ],
+)
+def test_stage_arguments(
+    lab: wb.Workbench, batch: wb.Batch, call: Callable[[wb.Workbench, wb.Batch], Any], message: str
+) -> None:
+    with pytest.raises(WorkbenchError, match=message):
+        call(lab, batch)
+
+
+def test_rows_that_minibatches_do_not_divide(lab: wb.Workbench, batch: wb.Batch) -> None:
+    five = lab.critic.compute_values(lab.actor.compute_log_prob(lab.reward.compute_reward(batch.take(range(5)))))
+    with pytest.raises(BadInput, match="5 rows in 2 minibatches"):
+        lab.actor.update_actor(lab.compute_advantages(five))
+
+
+def needy(prompt: str, response: str, ground_truth: str, *, strict: bool = True) -> float:
+    return 0.0
+
+
+def test_a_reward_function_that_asks_for_what_no_row_has(lab: wb.Workbench, batch: wb.Batch) -> None:
+    message = "reward function needy takes 'ground_truth'.*by name: answer, ending, prompt, response"
+    with pytest.raises(BadInput, match=message):
+        lab.reward.compute_reward(batch, function=needy)
+    with lab.overlap(), pytest.raises(BadInput, match=message):  # also where the batch is still to come
+        lab.reward.compute_reward(lab.actor.generate_sequences(batch, max_new_tokens=2), function=needy)
+    with pytest.raises(BadInput, match=message):
+        lab.evaluate("arithmetic", n=2, reward=needy)
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, reward=needy, sampling=wb.Sampling(max_new_tokens=2))
+    drawn = lab.prompts.drawn
+    with pytest.raises(BadInput, match=message):
+        algorithm.run(1)
+    assert lab.prompts.drawn == drawn
+
+    def with_truth(batch: wb.Batch) -> wb.Batch:
+        return batch.join(lab.put({"ground_truth": ["7"] * batch.rows}))
+
+    algorithm.insert(with_truth, after="generate_sequences")  # a column that another stage brings
+    assert len(algorithm.run(1)) == 1
+    near = lambda prompt, response, answr: 0.0  # noqa: E731
+    with pytest.raises(BadInput, match=r"takes 'answr'.*write answer \(the nearest\)"):
+        lab.reward.compute_reward(batch, function=near)
+
+
+def test_rows_are_counted_before_anything_runs(lab: wb.Workbench, tmp_path: Path) -> None:
+    for make, message in (
+        (lambda: wb.GRPO(lab, prompts=1, samples=3), r"GRPO\(prompts=1, samples=3\): update_actor: 3 rows in 2 mini"),
+        (lambda: wb.DAPO(lab, prompts=3, samples=3), r"DAPO\(prompts=3, samples=3\): update_actor: 9 rows in 2"),
+        (lambda: wb.ReMax(lab, prompts=3, samples=1), r"ReMax\(prompts=3, samples=1\): update_actor: 3 rows in 2"),
+        (lambda: wb.PPO(lab, prompts=5), r"PPO\(prompts=5, samples=1\): update_critic: 5 rows in 2 minibatches"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            make()
+    rows = [{"prompt": str(i), "response": "b", "chosen": "b", "rejected": "c"} for i in range(8)]
+    with pytest.raises(BadInput, match=r"SFT\(rows=3\): update_sft: 3 rows in 2 minibatches"):
+        wb.SFT(lab, lab.demonstrations(rows), rows=3)
+    with pytest.raises(BadInput, match=r"DPO\(rows=5\): update_dpo: 5 rows"):
+        wb.DPO(lab, lab.pairs(rows), rows=5)
+    with pytest.raises(BadInput, match=r"vowels, which is not trained.*training="):
+        wb.RewardModeling(lab, lab.pairs(rows), rows=4)
+    with pytest.raises(BadInput, match=r"lab\.pairs\(max_length=5\).*it takes max_tokens, .*write max_tokens="):
+        lab.pairs(rows, max_length=5)
+    with pytest.raises(BadInput, match=r"prompts=dict\(path='arithmetic'\).*it takes source, .*write source="):
+        tiny_lab("wrong", tmp_path, backend="inline", prompts={"path": "arithmetic"})
+    with pytest.raises(BadInput, match=r"prompts=dict\(\) without source"):
+        tiny_lab("wrong", tmp_path, backend="inline", prompts={})
+
+
+def test_a_column_of_another_kind(lab: wb.Workbench, batch: wb.Batch) -> None:
+    scored = lab.actor.compute_log_prob(batch.drop("prompt"))
+    rows = scored.join(lab.put({"advantages": torch.ones(scored.rows)}))
+    with pytest.raises(BadInput, match=r"'advantages' is a Tensor \[rows\].*repeat_interleave"):
+        lab.actor.update_actor(rows)
+    mask = batch.fetch(["response_mask"])["response_mask"]
+    assert isinstance(mask, Ragged)
+    each = mask.like(torch.repeat_interleave(torch.ones(batch.rows), mask.lengths))
+    lab.actor.update_actor(scored.join(lab.put({"advantages": each})))  # what the remedy says
+    valued = lab.reward.compute_reward(lab.critic.compute_values(batch)).join(lab.put({"final_values": each}))
+    with pytest.raises(BadInput, match=r"'final_values' is a Ragged.*it must be a Tensor \[rows\]"):
+        lab.compute_advantages(valued, bootstrap=True)
+
+
+def test_a_reward_function_that_fails_names_the_prompt(lab: wb.Workbench, batch: wb.Batch) -> None:
+    prompt = batch.fetch(["prompt"])["prompt"]
+    assert isinstance(prompt, list)
+
+    def broken(prompt: str, response: str, answer: str, **row: Any) -> float:
+        raise KeyError("oops")
+
+    with pytest.raises(
+        RewardError, match=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d"
+    ) as caught:
+        lab.reward.compute_reward(batch, function=broken)
+    assert any(text in str(caught.value) for text in prompt)
+    assert "rewards" in lab.reward.compute_reward(batch).columns  # the next call works
+
+
+def test_roles_and_operations_that_are_not_there(lab: wb.Workbench) -> None:
+    with pytest.raises(AttributeError, match="has no cost; it has actor, critic, reference, reward"):
+        _ = lab.cost
+    with pytest.raises(AttributeError, match=r"no attribute 'actr': write actor \(the nearest\)"):
+        _ = lab.actr
+    with pytest.raises(AttributeError, match="'critic' has no operation 'compute_valuse'; it has compute_values"):
+        _ = lab.critic.compute_valuse
+    few = tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY})
+    with few, pytest.raises(BadInput, match="PPO on a workbench without critic and reference and reward"):
+        wb.PPO(few)
+
+
+def test_batches_stay_with_their_workbench(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
+    other = tiny_lab("other", tmp_path, backend="inline", models={"actor": TINY})
+    with other, pytest.raises(BadInput, match="another workbench"):
+        other.actor.compute_log_prob(batch)
+    with pytest.raises(NotFound, match="closed"):
+        other.prompts.next(1)
+
+
+def test_stopping_what_is_not_there() -> None:
+    with pytest.raises(NotFound, match="no workbench named 'ghost'"):
+        wb.stop("ghost")
+    with pytest.raises(BadInput, match="letters, digits"):
+        wb.stop("../ghost")
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "message"),
+    [
+        (wb.Training, {"learningrate": 1e-3}, r"Training\(learningrate=0.001\).*write learning_rate="),
+        (wb.Generation, {"max_tokens": 64}, r"Generation\(max_tokens=64\).*write max_model_tokens="),
+        (wb.Sampling, {"temprature": 0.5}, r"Sampling\(temprature=0.5\).*write temperature="),
+        (wb.Model, {"name": TINY, "adaptor": None}, r"Model\(adaptor=None\).*it takes name, .*write adapter="),
+        (wb.LoRA, {"rang": 4}, r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
+        (wb.LoRA, {"r": 4}, r"LoRA\(r=4\).*write rank="),
+        (wb.Training, {"lr": 1e-3}, r"Training\(lr=0.001\).*write learning_rate="),
+        (wb.GRPO, {"lab": None, "beta": 0.1}, r"GRPO\(beta=0.1\).*write kl_coefficient="),
+        (wb.GRPO, {"lab": None, "num_generations": 4}, r"GRPO\(num_generations=4\).*write samples="),
+        (partial(replace, wb.Sampling()), {"zzz": 1}, r"Sampling\(zzz=1\). it takes temperature, "),
+    ],
+)
+def test_a_field_that_there_is_not(make: Any, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make(**wrong)
+
+
+def test_settings_keep_their_signature_and_travel() -> None:
+    assert "learning_rate" in inspect.signature(wb.Training).parameters
+    for settings in (wb.Training(), wb.Sampling(stop=("a",)), wb.Model("tiny-llama", adapter=wb.LoRA(rank=4))):
+        assert pickle.loads(pickle.dumps(settings)) == copy.copy(settings) == settings

@@ -1,0 +1,397 @@
+"""Changes of placement among pools of one rank, all in this process: what moves, what goes on, what an error leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, stored, tiny_lab, update_on, vowels
+from tests.light import Together
+from workbench.backends import Pending
+from workbench.backends.starting import load_roles
+from workbench.config.description import Description
+from workbench.controller import Workbench
+from workbench.errors import BadInput, NotFound, StageError
+from workbench.placement import ROLES
+from workbench.workers.model_worker import digest
+from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.weight_exchange import Snapshot
+
+TRAINED = ("actor", "critic")
+TRAINING: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 256}
+
+
+class OfOneRank(Together):
+    """Hosts in this process whose pools have one rank each, so that none needs a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, str]] = []
+
+    def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append((host, method))
+        if method == "join" or method == "open_store":
+            return self.ask(host, "status")
+        return self.ask(host, method, *args, **kwargs)
+
+
+@contextmanager
+def opened(models: dict[str, Any], placement: wb.Placement, runs: Path) -> Iterator[Workbench]:
+    """A workbench whose hosts are all in this process."""
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    description = Description.of(
+        "moving", models=models, placement=placement, devices=4, device="cpu", backend="ray", prompts="arithmetic",
+        training=wb.Training(**TRAINING), generation=wb.Generation(engine="transformers", max_model_tokens=192),
+        dtype="float32", seed=0, address=None,
+    )  # fmt: skip
+    lab = Workbench(replace(description, backend="inline"), runs)
+    # of one device, says the inline backend; here there is room for more, and no record of it
+    lab.description = description
+    lab._backend = OfOneRank()
+    lab._backend.start(lab._infos)
+    load_roles(lab._backend, lab._infos, description, lambda text: None)
+    yield lab
+    lab._backend.close()
+    torch.set_num_threads(threads)
+    torch.set_rng_state(random)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    monkeypatch.setattr("workbench.config.description.cores", lambda: 1)  # as many threads, whatever the placement
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+    with opened(models, wb.Placement.colocate(1), tmp_path) as found:
+        yield found
+
+
+def hosts(lab: Workbench) -> dict[str, Any]:
+    found: dict[str, Any] = lab._backend._hosts  # type: ignore[attr-defined]
+    return found
+
+
+def state(lab: Workbench) -> dict[str, Any]:
+    """What must not change: all weights, all moments, all counts."""
+    found: dict[str, Any] = {role: getattr(lab, role).weight_digests() for role in (*TRAINED, "reference")}
+    for role in TRAINED:
+        engine = hosts(lab)[getattr(lab, role).hosts[0]].workers[role].engine
+        kinds: Any = ("exp_avg", "exp_avg_sq")
+        found[f"{role} moments"] = {f"{k} {n}": digest(t) for k in kinds for n, t in engine.held_state(k)}
+        assert len(found[f"{role} moments"]) == 2 * len(found[role][0])
+        found[f"{role} steps"] = engine.steps
+    return {**found, "weights": dict(lab.weights), "iteration": lab.iteration, "drawn": lab.prompts.drawn}
+
+
+def test_walk(lab: Workbench, tmp_path: Path) -> None:
+    table = stored()
+    held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)
+    before: Any = held.fetch(["old_log_prob"])["old_log_prob"]
+    metrics = [update_on(lab, table)]
+    steps = [
+        wb.Placement.split(2),
+        wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1),
+        wb.Placement.of({"critic": (1, ["critic", "reference"]), "rest": (1, ["actor", "reward"])}),
+        wb.Placement.colocate(1),
+    ]
+    for placement in steps:
+        here, names = state(lab), set(hosts(lab))
+        change = lab.move(placement)
+        assert lab.placement == change.new
+        assert change.took_s is not None
+        assert 0 < (change.transfer_s or 0) < change.took_s
+        assert "; took " in str(change)
+        assert "; took " not in str(lab.diff(placement))
+        assert state(lab) == here
+        assert set(hosts(lab)) == {info.name for info in lab._infos}
+        assert {n for n in hosts(lab) if n in names} == {f"{pool}-0" for pool in change.kept}
+        transfers = lab.transfers("move")
+        mine = transfers[transfers["run"] == transfers["run"].max()]
+        counted = mine.groupby(["source", "destination"])["moved_bytes"].sum()
+        assert counted.to_dict() == change.pairs().set_index(["source", "destination"])["moved_bytes"].to_dict()
+        assert mine["moved_bytes"].sum() == change.total_bytes > 0
+        assert not any(host["published_bytes"] for host in lab._seen())
+        metrics.append(update_on(lab, table))
+    after: Any = held.fetch(["old_log_prob"])["old_log_prob"]
+    assert torch.equal(after.values, before.values)
+    assert held.lengths("old_log_prob").tolist() == before.lengths.tolist()
+    assert lab.critic.compute_values(held).rows == 4
+    assert [info.name for info in lab._infos] == ["shared-0.1"]
+    models = dict.fromkeys(TRAINED, TINY)
+    with tiny_lab("still", tmp_path / "still", models=models, training=TRAINING, backend="inline") as still:
+        assert [update_on(still, table) for _ in metrics] == metrics
+    drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2 * len(metrics)
+    assert lab.actor.check_sync()[0] < 1e-3
+    assert lab.telemetry.events()["event"].to_list().count("move") == len(steps)
+
+
+def test_before_the_first_step_there_are_no_moments(lab: Workbench) -> None:
+    change = lab.move(wb.Placement.of({"other": (1, ROLES)}))
+    assert change.total_bytes == lab.transfers("move")["moved_bytes"].sum()
+    update_on(lab, stored())
+    assert lab.diff(wb.Placement.colocate(1)).total_bytes > 2 * change.total_bytes
+
+
+def test_one_role_goes_and_comes_back(lab: Workbench) -> None:
+    critic, shared = lab.critic, hosts(lab)["shared-0"]
+    update_on(lab, stored())
+    here = state(lab)
+    change = lab.critic.move("own", devices=1)
+    assert [role.role for role in change.roles if role.action != "stays"] == ["critic"]
+    assert lab.critic is critic
+    assert critic.hosts == ("own-0",)
+    assert hosts(lab)["shared-0"] is shared
+    assert set(shared.workers) == {"actor", "reference", "reward", "numeric"}
+    assert state(lab) == here
+    assert not lab.critic.relayout((1, 1, 1)).total_bytes
+    lab.critic.move("shared")
+    assert lab.placement.pool_of("critic").name == "shared"
+    assert set(hosts(lab)) == {"shared-0"}
+    assert state(lab) == here
+
+
+def test_a_host_has_a_name_of_its_own(lab: Workbench) -> None:
+    seen, there, back = set(hosts(lab)), wb.Placement.of({"other": (1, ROLES)}), wb.Placement.colocate(1)
+    for placement in (there, back, there, back, there):
+        before = set(hosts(lab))
+        lab.move(placement)
+        new = set(hosts(lab)) - before
+        assert new
+        assert not new & seen
+        seen |= new
+    assert seen == {"shared-0", "other-0", "shared-0.1", "other-0.1", "shared-0.2", "other-0.2"}
+
+
+def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> None:
+    class Later(Pending):
+        over = False
+
+        def done(self) -> bool:
+            return self.over
+
+        def result(self) -> None:
+            return None
+
+    later = Later()
+    lab._late["shared"] = [("a move", later)]
+    for _ in range(2):
+        with pytest.raises(StageError, match="'shared' is still at work on a move"):
+            lab.actor.check_sync()
+    later.over = True
+    assert lab.actor.check_sync()[0] < 1e-3
+    assert not lab._late
+
+
+@pytest.mark.parametrize("where", ["load", "cut"])
+def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    update_on(lab, stored())
+    here, names, placement = state(lab), set(hosts(lab)), lab.placement
+    with monkeypatch.context() as patched:
+        if where == "cut":  # a flipped bit on the way
+            cut = Snapshot.cut
+
+            def flipped(self: Snapshot, wanted: Any) -> torch.Tensor:
+                flat = cut(self, wanted)
+                flat[0] += 1
+                return flat
+
+            patched.setattr(Snapshot, "cut", flipped)
+            error, message = StageError, "parameters of actor: .* is not what was sent.*goes on as it was"
+        else:
+
+            def full(self: Any, *args: Any) -> None:
+                raise MemoryError("no room")
+
+            patched.setattr("workbench.engines.training.torch_engine.TorchEngine.load_part", full)
+            error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
+        with pytest.raises(error, match=message):
+            lab.move(wb.Placement.split(2))
+    assert set(hosts(lab)) == names
+    assert lab.placement == placement
+    assert state(lab) == here
+    assert not any(host["published_bytes"] for host in lab._seen())
+    lab.move(wb.Placement.split(2))
+    assert state(lab) == here
+
+
+def test_a_pool_of_another_size_keeps_p_and_t_where_they_divide_it() -> None:
+    placement = wb.Placement.of({"a": (2, ["actor"]), "b": (1, ["critic"])}, {"actor": (1, 2, 1)})
+    larger = placement.with_devices("a", 4)
+    assert larger == wb.Placement.of({"a": (4, ["actor"]), "b": (1, ["critic"])}, {"actor": (1, 2, 2)})
+    assert larger.with_devices("a", 2) == placement
+    for pool, devices, message in (("a", 3, "p.t.d is 2"), ("a", 0, "devices"), ("c", 1, "the pools are a, b")):
+        with pytest.raises(BadInput, match=message):
+            placement.with_devices(pool, devices)
+
+
+def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path) -> None:
+    before = wb.Placement.of({"policy": (1, ["actor"]), "engines": (1, ["rollout"])})
+    with opened({"actor": TINY}, before, tmp_path) as lab:
+        table = {name: column for name, column in stored().items() if name not in ("values", "returns")}
+        lab.actor.update_actor(lab.put(table))
+        for placement in (before.with_role("rollout", "others", devices=1), before.with_role("actor", "trainer", 1)):
+            change = lab.move(placement)
+            assert (change.total_bytes > 0) == (change.new.pool_of("actor").name == "trainer")
+            drawn = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+            assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2
+            assert lab.actor.check_sync()[0] < 1e-3
+
+
+def too_long(prompt: str, response: str, **row: Any) -> float:
+    return float(len(response) > 3)
+
+
+def test_roles_come_and_go(tmp_path: Path) -> None:
+    with opened({"actor": TINY, "reward": vowels}, wb.Placement.colocate(1), tmp_path) as lab:
+        actor = lab.actor
+        scored = lab.reward.compute_reward(actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4))
+        assert lab.add("cost", too_long).total_bytes == 0
+        costs = lab.cost.compute_cost(scored)
+        assert set(costs.columns) - set(scored.columns) == {"costs"}
+        added = lab.add("critic", wb.Model(TINY, seed=3), "scorers", devices=1)
+        assert [(change.role, change.action) for change in added.roles if change.action != "stays"] == [
+            ("critic", "added")
+        ]
+        row = added.frame().set_index("role").loc["critic"]
+        assert (row["pool"], row["new_pool"]) == ("", "scorers")
+        with tiny_lab("same", tmp_path / "same", models={"actor": TINY, "critic": wb.Model(TINY, seed=3)},
+                      training=TRAINING, backend="inline") as same:  # fmt: skip
+            assert lab.critic.weight_digests() == same.critic.weight_digests()
+            assert update_on(lab, stored()) == update_on(same, stored())
+        assert lab.critic.compute_values(costs).rows == 2  # of another pool
+        with lab.reuse():
+            values = lab.critic.compute_values(costs).fetch(["values"])["values"].values
+        here = lab.actor.weight_digests()
+        critic, held = lab.critic, lab.critic.compute_values(costs)
+        change = lab.drop("critic")
+        assert [c.role for c in change.roles if c.action == "dropped"] == ["critic"]
+        assert set(hosts(lab)) == {"shared-0"}
+        assert held.fetch(["values"])["values"].lengths.tolist() == costs.lengths("response_ids").tolist()
+        with pytest.raises(NotFound, match=r"the critic was dropped.*has actor, reward, cost"):
+            critic.compute_values(costs)
+        with pytest.raises(AttributeError, match=r"has no critic; it has actor, reward, cost.*lab.add\('critic'"):
+            lab.critic  # noqa: B018
+        assert set(lab.weights) == {"actor"}
+        said = lab.diff(lab.placement.with_role("critic", "scorers", devices=1), critic=TINY)
+        assert {c.role for c in said.roles if c.action == "added"} == {"critic"}
+        assert said.during(1) > said.during(0) / 4
+        lab.add("critic", wb.Model(TINY, seed=4))
+        with lab.reuse():  # what another model made is not its
+            others = lab.critic.compute_values(costs).fetch(["values"])["values"].values
+        assert not torch.equal(values, others)
+        lab.drop("critic")
+        lab.drop("cost")
+        assert (lab.actor, lab.actor.weight_digests()) == (actor, here)
+        assert "cost" not in hosts(lab)["shared-0"].workers
+
+
+def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
+    with opened({"actor": TINY}, wb.Placement.colocate(1), tmp_path) as lab:
+        table = {name: column for name, column in stored().items() if name not in ("values", "returns")}
+        lab.actor.update_actor(lab.put(table))
+        drawn: list[torch.Tensor] = []
+        seeded: dict[str, Any] = {"max_new_tokens": 4, "seed": 1}
+
+        def draw() -> None:
+            made = lab.actor.generate_sequences(prompts, **seeded)
+            assert made.meta["weights_version"] == lab.weights["actor"].steps
+            assert lab.actor.check_sync()[0] < 1e-3
+            drawn.append(made.fetch(["response_ids"])["response_ids"].values)
+
+        prompts, generate = lab.prompts.next(2), lab.actor.generate_sequences
+        draw()
+        change = lab.add("rollout", pool="engines", devices=1)
+        assert {c.role: c.action for c in change.roles} == {"actor": "engine", "rollout": "added"}
+        held = lab.topology().set_index("role")["generation_weights_bytes"]
+        assert held["actor"] == 0 < held["rollout"]
+        draw()
+        lab.actor.update_actor(lab.put(table))
+        here = lab.actor.weight_digests()
+        rollout, delegated = lab.rollout, lab.actor.generate_sequences
+        assert generate(prompts, **seeded).meta["weights_version"] == 4
+        assert lab.move(wb.Placement.colocate(1)).frame()["action"].tolist() == ["engine", "dropped"]
+        with pytest.raises(NotFound, match="the rollout was dropped"):
+            rollout.generate_sequences(prompts, **seeded)
+        with pytest.raises(NotFound, match="the rollout was dropped"):
+            rollout.check_sync()
+        assert delegated(prompts, **seeded).meta["weights_version"] == 4
+        assert lab.actor.weight_digests() == here
+        draw()
+        lab.move(wb.Placement.of({"shared": (1, ["actor"]), "engines": (1, ["rollout"])}))
+        draw()
+        assert torch.equal(drawn[0], drawn[1])
+        assert torch.equal(drawn[2], drawn[3])
+
+
+def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
+    for role, model, options, message in (
+        ("critic", TINY, {}, "has a critic, on pool 'shared'"),
+        ("costs", TINY, {}, "unknown role 'costs'"),
+        ("cost", None, {}, "a model, or a function"),
+        ("cost", 3, {}, "a role is a model name"),
+        ("cost", too_long, {"pool": "other"}, "with_role.*devices=1"),
+        ("rollout", TINY, {"pool": "other", "devices": 1}, "have the actor's model"),
+        ("rollout", None, {}, "a role stands in a pool"),
+        ("cost", too_long, {"pool": "other", "devices": 0}, "must be at least 1"),
+        ("cost_critic", TINY, {"pool": "other", "devices": 9}, "10 devices"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            lab.add(role, model, **options)
+    lab.critic.move("scorers", devices=1)
+    with pytest.raises(BadInput, match=r"there are shared, scorers.*name one, pool='shared'"):
+        lab.add("cost", too_long)
+    for role, message in (("cost", "has actor, critic"), ("actor", "tokenizer makes the tokens"), ("a", "unknown")):
+        with pytest.raises(BadInput, match=message):
+            lab.drop(role)
+
+
+def test_a_reference_beside_an_adapter(tmp_path: Path) -> None:
+    models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2))}
+    with tiny_lab("adapter", tmp_path, models=models, training=TRAINING, backend="inline") as lab:
+        with pytest.raises(BadInput, match="the actor without its adapter"):
+            lab.drop("reference")
+        shared = lab.reference
+        lab.add("reference", TINY)
+        assert lab.reference is not shared
+        assert lab.reference.worker_role == "reference"
+        assert "reference" in lab.weights
+        lab.drop("reference")
+        assert lab.reference.worker_role == "actor"
+        assert "reference" not in lab.weights
+
+
+class Counting(CriticWorker):
+    """A critic with a state of its own, and no way for it to other processes."""
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "count": 1}
+
+
+def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path) -> None:
+    models = {"actor": TINY, "critic": wb.Model(TINY, worker=Counting)}
+    with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
+        with pytest.raises(BadInput, match=r"moving Counting.*state of its own.*goes on as it was.*`carried`"):
+            lab.critic.move("own", devices=1)
+        assert lab.critic.pool.name == "shared"
+
+
+def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="takes a placement"):
+        lab.move("split")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="5 devices"):
+        lab.move(wb.Placement.colocate(5))
+    with lab.kept("actor"), pytest.raises(BadInput, match=r"inside lab.kept\(\)"):
+        lab.move(wb.Placement.split(2))
+    with tiny_lab("in", tmp_path / "in", backend="inline", models={"actor": TINY}) as inline:
+        assert inline.move(wb.Placement.colocate(1)).total_bytes == 0
+        elsewhere = wb.Placement.of({"other": (1, ["actor"])})
+        with pytest.raises(BadInput, match=r"new processes for other.*backend='ray'"):
+            inline.move(elsewhere)
+        assert inline.diff(elsewhere).fits is False
+        assert "cannot be done now: new processes for other" in str(inline.diff(elsewhere))

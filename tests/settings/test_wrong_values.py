@@ -1,0 +1,214 @@
+"""Values that would make a wrong result without a word are refused, and the message names them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from workbench.batches.carrier import carry, columns_of, rows_at
+from workbench.batches.columns import Ragged
+from workbench.errors import BadInput, StageError
+from workbench.messages.calls import Output, Shard
+from workbench.models import load_tokenizer, resolve
+from workbench.workers.roles.actor import ActorWorker
+from workbench.workers.roles.critic import CriticWorker
+
+
+class Measuring(ActorWorker):
+    @wb.register("DP_PROTO", reads=("prompt_ids",), writes=("twice",))
+    def measure(self, batch: Shard, *, metric: Any = 1.0) -> Output:
+        return Output(columns={"twice": torch.zeros(len(batch))}, metrics={"found": metric})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models = {"actor": wb.Model(TINY, worker=Measuring), "critic": TINY, "reference": TINY, "reward": vowels}
+    with tiny_lab("values", tmp_path_factory.mktemp("runs"), backend="inline", models=models) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def batch(lab: wb.Workbench) -> wb.Batch:
+    return lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4))
+
+
+def test_a_batch_of_another_tokenizer(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
+    folder = tmp_path / "other-tokenizer"
+    shutil.copytree(resolve(TINY), folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["a token more"])
+    tokenizer.save_pretrained(folder)
+    path = batch.save(tmp_path / "rollouts")
+    scores = batch.select("rewards").save(tmp_path / "scores")
+    with tiny_lab("other-tokens", tmp_path, backend="inline", models={"actor": folder}) as other:
+        with pytest.raises(BadInput, match=f"of '{TINY}'.*this workbench has those of '.*other-tokenizer'"):
+            other.load(path)
+        assert other.load(scores).rows == 4  # no tokens in it
+    assert lab.load(path).rows == 4
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6])
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "chosen_ids", "rejected_ids"])
+def test_a_token_id_that_is_none(lab: wb.Workbench, name: str, token_id: int) -> None:
+    with pytest.raises(BadInput, match=f"'{name}' has token id {token_id} in row 1.*ids 0 to"):
+        lab.put({name: Ragged.of([[1, 2], [3, token_id]], torch.int64)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_pp", "remax"])
+def test_rewards_that_are_not_finite(lab: wb.Workbench, batch: wb.Batch, value: float, estimator: str) -> None:
+    table = lab.critic.compute_values(lab.actor.compute_log_prob(batch)).fetch()
+    table["prompt_uid"], table["baseline_rewards"] = torch.tensor([0, 0, 1, 1]), torch.zeros(4)
+    table["rewards"] = torch.tensor([0.0, 1.0, value, 1.0])
+    with pytest.raises(BadInput, match="'rewards' of row 2 on rank 0 is not finite"):
+        lab.compute_advantages(lab.put(table), estimator=estimator)
+
+
+def test_rewards_that_are_text(lab: wb.Workbench, batch: wb.Batch) -> None:
+    table = lab.critic.compute_values(batch).fetch()
+    table["rewards"] = ["good", "bad", "good", "bad"]
+    with pytest.raises(BadInput, match="column 'rewards' is a list of str"):
+        lab.compute_advantages(lab.put(table))
+
+
+def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> None:
+    lab.actor.measure(batch, metric=2.5)
+    assert lab.last_metrics["measure"]["found"] == 2.5
+    with pytest.raises(StageError, match=r"actor\.measure.*metric 'found' is 'much', a str"):
+        lab.actor.measure(batch, metric="much")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (lambda batch: batch.df(["rewards"]), r"put\(DataFrame\).*dict of columns.*torch\.tensor"),
+        (lambda batch: {"a": torch.tensor(3.0)}, "column 'a' is a tensor without axes"),
+        (lambda batch: {"a": torch.zeros(3).numpy()}, "column 'a' is a ndarray.*from_numpy"),
+        (lambda batch: 7, r"put\(7\)"),
+    ],
+)
+def test_what_is_no_table(lab: wb.Workbench, batch: wb.Batch, table: Callable[[wb.Batch], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        lab.put(table(batch))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=500), "max_new_tokens=500.*=192"),
+        (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", kl_coefficient=-1), "kl_coefficient=-1"),
+        (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", gamma="1"), "gamma='1'.*a number"),
+        (lambda lab, batch: lab.actor.generate_sequences(batch, samples=1.5), "samples=1.5.*whole number"),
+        (lambda lab, batch: wb.Training(minibatches=1.5), "minibatches=1.5.*whole number"),  # type: ignore[arg-type]
+        (lambda lab, batch: wb.Training(minibatches=True), "minibatches=True.*whole number"),
+        (lambda lab, batch: wb.Training(warmup_steps=-1), "warmup_steps=-1"),
+        (lambda lab, batch: setattr(lab.store, "limit_bytes", "1GB"), "limit_bytes='1GB'.*whole number"),
+        (lambda lab, batch: setattr(lab.store, "limit_bytes", -5), "limit_bytes=-5.*at least 0"),
+    ],
+)
+def test_numbers(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        call(lab, batch)
+
+
+@pytest.mark.parametrize("epochs", [1.5, True, "2"])
+def test_epochs_are_whole(lab: wb.Workbench, batch: wb.Batch, epochs: Any) -> None:
+    scored = lab.compute_advantages(lab.actor.compute_log_prob(batch), estimator="reinforce_pp")
+    with pytest.raises(BadInput, match=r"epochs=.*whole number"):
+        lab.actor.update_actor(scored, epochs=epochs)
+
+
+class Mute:
+    def reset(self, prompt: str) -> None: ...
+
+
+class Deaf:
+    def step(self) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+class Demanding:
+    def reset(self, goal: str) -> None: ...
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lab, b: lab.actor.generate_sequences(b, environment=Mute), "environment Mute has no method step"),
+        (
+            lambda lab, b: lab.actor.generate_sequences(b, environment=Deaf),
+            r"step\(self.*of environment Deaf: too many",
+        ),
+        (
+            lambda lab, b: lab.actor.generate_sequences(b, environment=Demanding),
+            r"environment Demanding raised TypeError.*missing.*'goal'; the row has prompt, answer",
+        ),
+        (lambda lab, b: lab.lineage("batch3 v7"), "no batch 'batch3 v7' in the store"),
+        (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*algorithms by name"),
+        (lambda lab, b: lab.compare(b.df(), {}), r"compare\(DataFrame\)"),
+        (lambda lab, b: lab.report("x", {"a": "b"}), "metric 'a' is 'b'"),
+        (lambda lab, b: lab.report("x", 3), "metrics=3.*numbers by name"),
+        (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),  # type: ignore[arg-type]
+        (lambda lab, b: wb.DPO(lab, "pairs.jsonl"), r"lab\.pairs\(source\)"),  # type: ignore[arg-type]
+        (
+            lambda lab, b: wb.SFT(lab, lab.demonstrations([{"prompt": "a", "response": "b"}]), rows=4),
+            "rows=4 of .*rows=1",
+        ),
+    ],
+)
+def test_calls(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
+    with pytest.raises(wb.errors.WorkbenchError, match=message):
+        call(lab, batch)
+
+
+def test_lineage_by_name(lab: wb.Workbench, batch: wb.Batch) -> None:
+    assert lab.lineage(batch.id).equals(lab.lineage(batch))
+    assert set(lab.lineage(batch)["stage"]) >= {"reward.compute_reward", "actor.generate_sequences", "prompts"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wb.Placement.of({"a": (["actor"], 1)}), r"pool 'a': \(\['actor'\], 1\).*\(devices, roles\)"),  # type: ignore[dict-item]
+        (lambda: wb.Placement.of({"a": (1, "actor")}), r"\(devices, roles\)"),
+        (lambda: wb.Correction(low=0.5), r"low=0\.5 with bound='truncate'.*bound='mask'"),
+        (lambda: wb.Correction(levl="token"), r"Correction\(levl='token'\).*level= \(the nearest\)"),  # type: ignore[call-arg]
+        (lambda: wb.PPO(prompts=4), r"PPO\(\) without lab.*PPO\(lab="),  # type: ignore[call-arg]
+        (lambda: wb.protocol("FIRST", collect=[0]), r"collect=\[0\].*function of the layout"),  # type: ignore[arg-type]
+        (lambda: wb.Model(TINY, training={"engine": "torch"}), r"wb\.Training\(engine='torch'\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": {"actor": wb.Model(TINY, worker=CriticWorker)}}, "worker of critic.*derive it from ActorWorker"),
+        ({"models": {"actor": wb.Model(TINY, worker=dict)}}, "a class derived from the role's, ActorWorker"),
+        ({"models": {"actor": TINY}, "training": {"engine": "torch"}}, r"training=.*wb\.Training\(engine='torch'\)"),
+    ],
+)
+def test_openings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        wb.open("wrong", backend="inline", **options)
+
+
+def test_positions_from_shared_memory_are_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    positions = np.array([2, 0])
+    positions.flags.writeable = False
+    assert columns_of(rows_at(carry({"a": torch.arange(3)}), positions))["a"].tolist() == [2, 0]  # type: ignore[union-attr]
+    assert not recwarn.list

@@ -1,0 +1,49 @@
+"""What a stage is given of a batch of which other columns are still being made."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workbench.batches.batch import Batch
+from workbench.batches.location import Location, ShardId
+from workbench.batches.references import Column, ShardCounts
+from workbench.stages.run import Run
+
+COUNTS = ShardCounts()
+
+
+def column(key: str) -> Column:
+    location = Location.of_parts([(ShardId("a-0", key), np.arange(2))])
+    return Column(dtype="float32", row_shape=(), nbytes=8, owner="actor", location=location)
+
+
+def run_of(number: int, stage: str, **made: Any) -> Run:
+    group: Any = types.SimpleNamespace(role="actor", hosts=(), pool=types.SimpleNamespace(name="a"))
+    run = Run(
+        number=number, stage=stage, group=group, inputs=[], plan=list, finish=lambda run: None, clean=lambda run: None
+    )
+    run.made, run.meta = {name: column(stage) for name in made}, {f"of_{name}": value for name, value in made.items()}
+    return run
+
+
+@pytest.mark.parametrize("ended", [(), (2,), (3,)])
+def test_only_the_makers_of_what_is_asked_for_add_to_the_meta(ended: tuple[int, ...]) -> None:
+    generate, score = run_of(1, "generate", response_ids=0.7), run_of(2, "score", old_log_prob=1.3)
+    value = run_of(3, "value", values=0)
+    source: Any = None
+    batch = Batch("batch1", {"prompt_ids": column("put")}, source=source, counts=COUNTS, meta={"iteration": 4})
+    for run in (generate, score, value):
+        batch = batch.after(run, run.made)
+    generate.settle(None)
+    for run in (score, value):
+        if run.number in ended:
+            run.settle(None)
+    columns, meta = batch.part(["prompt_ids", "response_ids"])
+    assert list(columns) == ["prompt_ids", "response_ids"]
+    assert meta == {"iteration": 4, "of_response_ids": 0.7}
+    if 2 in ended:
+        assert batch.part(["old_log_prob"])[1] == {"iteration": 4, "of_old_log_prob": 1.3}

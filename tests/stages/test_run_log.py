@@ -1,0 +1,34 @@
+"""The log of stage calls: what it says each has taken."""
+
+from __future__ import annotations
+
+import time
+import types
+from typing import Any
+
+from workbench.stages.run import Run
+from workbench.stages.run_log import RunLog
+
+
+def made(log: RunLog, stage: str) -> Run:
+    group: Any = types.SimpleNamespace(role="actor", hosts=("a-0",), pool=types.SimpleNamespace(name="a"))
+    run = Run(number=1, stage=stage, group=group, inputs=[], plan=list, finish=lambda run: None, clean=lambda run: None)
+    log.add(run, stage, 1, None, aside=False)
+    return run
+
+
+def test_what_never_began_took_nothing_and_what_runs_counts_up_to_now() -> None:
+    log = RunLog()
+    assert list(log.frame()["duration_s"]) == []
+    cancelled, running, ended, waiting = (made(log, name) for name in ("cancelled", "running", "ended", "waiting"))
+    cancelled.cancel()
+    began = time.time() - 5.0
+    running.started_s = ended.started_s = began
+    ended.cancel()
+    ended_s = ended.ended_s
+    rows: dict[str, Any] = {row["stage"]: row for row in log.frame().to_dict("records")}
+    assert rows["cancelled"]["ended_s"] > 0  # and it has no start
+    assert rows["cancelled"]["duration_s"] == rows["waiting"]["duration_s"] == 0.0
+    assert rows["ended"]["duration_s"] == ended_s - began
+    assert 5.0 <= rows["running"]["duration_s"] < 60.0
+    assert not waiting.done

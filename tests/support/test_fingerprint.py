@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from workbench.support.fingerprint import fingerprint
+from workbench.workers.roles.reward import RewardWorker
+
+
+def weigh(text: str, weight: float = 1.0) -> float:
+    return weight * len(text)
+
+
+class Scorer:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, text: str) -> float:
+        return self.weight * len(text)
+
+
+def scaled(weight: float) -> Any:
+    return lambda text: weight * len(text)
+
+
+def worker(extra: int) -> type:
+    class Mine(RewardWorker):
+        EXTRA = extra
+
+        def more(self) -> int:
+            return 1
+
+    return Mine
+
+
+def other_worker() -> type:
+    class Mine(RewardWorker):
+        EXTRA = 1
+
+        def more(self) -> int:
+            return 2
+
+    return Mine
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (
+            functools.partial(weigh, weight=2.0),
+            functools.partial(weigh, weight=2.0),
+            functools.partial(weigh, weight=3),
+        ),
+        (Scorer(1.0), Scorer(1.0), Scorer(2.0)),
+        (Scorer(1.0).__call__, Scorer(1.0).__call__, Scorer(2.0).__call__),
+        (scaled(1.0), scaled(1.0), scaled(2.0)),
+        (worker(1), worker(1), worker(2)),
+        (worker(1), worker(1), other_worker()),
+        ({"a": 1, "b": {2, 3}}, {"b": {3, 2}, "a": 1}, {"a": 2, "b": {2, 3}}),
+        ([lambda x: x + 1], [lambda x: x + 1], [lambda x: x + 2]),
+        ([weigh], [weigh], [fingerprint]),
+    ],
+    ids=[
+        "partial",
+        "callable object",
+        "bound method",
+        "closure",
+        "class member",
+        "method",
+        "dict",
+        "lambda",
+        "function",
+    ],
+)
+def test_equal_content_and_only_that_counts_as_equal(one: Any, same: Any, other: Any) -> None:
+    assert fingerprint(one) == fingerprint(same)
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_what_holds_itself_has_an_end() -> None:
+    def again(n: int) -> int:
+        return again(n - 1) if n else 0
+
+    ring: list[Any] = [again]
+    ring.append(ring)
+    assert fingerprint(ring) == fingerprint(ring)
+
+
+SCRIPT = """
+import functools
+import os
+from workbench.support.fingerprint import fingerprint
+from workbench.models.spec import Model
+from workbench.settings.engines import Training
+from workbench.workers.roles.reward import RewardWorker
+from tests.support.test_fingerprint import Scorer, worker
+
+def vowels(prompt, response, **row):  # its place and comments do not count
+    return sum(c in {"a", "e", "i", "o", "u"} for c in response) if response not in {"none", "nil"} else 0.0
+
+values = [functools.partial(vowels, 1), Scorer(0.5), worker(3), Model(function=vowels, training=Training()), {"x", "y"}]
+print([fingerprint(value) for value in values])
+"""
+
+
+@pytest.mark.slow
+def test_the_same_in_every_process() -> None:
+    """Other processes have other addresses, another order of sets, and other line numbers."""
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", before + SCRIPT], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed, before in (("1", ""), ("2", "\n\n# another line\n"))
+    ]  # fmt: skip
+    assert answers[0] == answers[1]

@@ -1,0 +1,277 @@
+"""One batch under several algorithms: each arm from the same weights, with the results side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.algorithms.graph import Graph
+from workbench.backends.starting import Step, settle
+from workbench.batches.columns import Ragged
+from workbench.errors import BadInput, WorkbenchError
+from workbench.placement import ROLLOUT
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.algorithms.loop import Algorithm
+    from workbench.batches.batch import Batch
+    from workbench.controller import Workbench
+
+NUMBERS = ("token_rewards", "advantages", "returns", "values", "rewards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What one algorithm made of the batch. ran, taken: stages that were run, and that were taken from the batch."""
+
+    name: str
+    batch: Batch
+    metrics: Mapping[str, float]
+    ran: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """Keep the state of roles on their hosts, and go back to it at the end, or when what this gives is called."""
+    for role in roles:
+        if role not in lab.groups:
+            raise BadInput(f"role {role!r}", f"this workbench has {', '.join(lab.groups)}")
+    lab.scheduler.drain()
+    key, draws = f"kept-{secrets.token_hex(4)}", dict(lab._draws)
+    # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
+    weights = {role: lab.weights[role] for role in roles if role in lab.weights and role != ROLLOUT}
+    own = [role for role in roles if lab.groups[role].worker_role == role]  # others hold nothing that could change
+    here = [(info, [role for role in own if lab.groups[role].pool.name == info.pool]) for info in lab._infos]
+    here = [(info, mine) for info, mine in here if mine]
+
+    def everywhere(what: str, method: str, *, which: bool = False) -> None:
+        asked = [
+            Step(what, info, lab._backend.work(info.name, method, key, *([mine] if which else [])))
+            for info, mine in here
+        ]
+        settle(lab._backend, asked, lambda _: None)
+
+    def go_back() -> None:
+        lab.scheduler.drain()
+        everywhere(f"restoring {', '.join(roles)}", "restore")
+        lab.weights.update(weights)
+        lab._draws = dict(draws)
+        lab._save_state()
+
+    everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
+    steps = {role: kept.steps for role, kept in weights.items()}
+    lab.snapshots[key] = {"hosts": [info.name for info, _ in here], "steps": steps}
+    lab.note_position()  # a kernel that comes after this one goes back to it
+    lab._keeping += 1
+    before, lab.telemetry.aside = lab.telemetry.aside, True
+    try:
+        yield go_back
+    finally:
+        lab._keeping -= 1
+        try:
+            go_back()  # waits for the stages that are still under way
+        finally:
+            lab.telemetry.aside = before
+            everywhere("dropping what was kept", "drop_snapshot")
+            del lab.snapshots[key]
+            lab.note_position()
+
+
+@contextlib.contextmanager
+def prompts_kept(lab: Workbench) -> Iterator[Callable[[], None]]:
+    """Put back the prompts that are drawn inside, at the end and when what this gives is called."""
+    prompts = lab.prompts
+    drawn, state = prompts.drawn, prompts.state
+    position = prompts.source.state_dict() if prompts.source is not None else None
+
+    def go_back() -> None:
+        prompts.drawn, prompts.state = drawn, state
+        if prompts.source is not None and position is not None:
+            prompts.source.load_state_dict(position)
+        lab._save_state()
+
+    try:
+        yield go_back
+    finally:
+        go_back()
+
+
+def downstream(graph: Graph, batch: Batch) -> list[str]:
+    """The stages that have to be run when `batch` is given: those whose columns it lacks, or has from other code or
+    other arguments, and all that read what these write. Rollouts, and columns that were put, count as given.
+
+    A function, or a batch's own method, has been run if a stage behind it has; one that was put in from a cell has not.
+    Where two stages write a column, the batch has it from the later one.
+    """
+    last = {name: stage.name for stage in graph.stages for name in stage.writes}
+    there: dict[str, bool] = {}
+    for stage in reversed(graph.stages):
+        columns = [batch.columns.get(name) for name in stage.writes]
+        if stage.edited or any(last[name] != stage.name for name in stage.writes):
+            there[stage.name] = False
+        elif stage.role in ("batch", "notebook"):
+            there[stage.name] = any(there[consumer.name] for consumer in graph.consumers(stage.name))
+        else:
+            code = "" if stage.samples else stage.code  # rollouts are what is branched from, however they were drawn
+            right = ("", code) if code else None
+            there[stage.name] = bool(columns) and all(
+                c is not None and (right is None or c.made_with in right) for c in columns
+            )
+    edges, todo = graph.edges(), set[str]()
+    for stage in graph.stages:
+        if not there[stage.name] or edges[stage.name] & todo:
+            todo.add(stage.name)
+    return [name for name in graph.names if name in todo]
+
+
+def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
+    """Run each arm's stages from what `batch` has, all from the same weights and, where they draw more of them, with
+    the same prompts; afterwards roles and prompts are as before."""
+    from workbench.algorithms.loop import Algorithm
+
+    plans = {}
+    for name, algorithm in arms.items():
+        if not isinstance(algorithm, Algorithm) or algorithm.lab is not lab:
+            raise BadInput(
+                f"arm {name!r}: {algorithm!r:.60}", "an arm is an algorithm on this workbench", "wb.PPO(lab)"
+            )
+        with _named(name):
+            graph = algorithm.graph()
+        todo = downstream(graph, batch)
+        if any(graph[stage].role == "prompts" for stage in todo):
+            raise BadInput(
+                f"arm {name!r} on {batch!r}", "it has no prompts of its own", "give a batch of lab.prompts.next(n)"
+            )
+        plans[name] = (graph, todo)
+    if not plans:
+        raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
+    updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
+    before, looping, done = lab.last_metrics, lab.looping, list[Arm]()
+    lab.looping = True
+    try:
+        with prompts_kept(lab) as put_back, lab.kept(*sorted(updated)) as go_back:
+            for name, (graph, todo) in plans.items():
+                lab.last_metrics = {}
+                newest, values = batch, dict[str, Any]()
+                with _named(name), lab.overlap():
+                    for stage in graph.stages:
+                        if stage.name in todo:
+                            values[stage.name] = graph.call(stage, lab, values)
+                        else:
+                            values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
+                        newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
+                metrics = {f"{stage}/{n}": v for stage, found in lab.last_metrics.items() for n, v in found.items()}
+                taken = tuple(n for n in graph.names if n not in todo)
+                done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
+                go_back()
+                put_back()
+    finally:
+        lab.last_metrics, lab.looping = before, looping
+    return Comparison(batch, tuple(done))
+
+
+@contextlib.contextmanager
+def _named(arm: str) -> Iterator[None]:
+    """Inside, errors say whose they are."""
+    try:
+        yield
+    except WorkbenchError as error:
+        error.value = f"arm {arm!r}: {error.value}"
+        raise
+    except Exception as error:
+        error.add_note(f"in arm {arm!r}")
+        raise
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms on the same batch. `df`: metrics by arm. `column(name)`: its mean in each row, by arm."""
+
+    batch: Batch
+    arms: tuple[Arm, ...]
+    _frames: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __getitem__(self, name: str) -> Arm:
+        for arm in self.arms:
+            if arm.name == name:
+                return arm
+        raise BadInput(f"arm {name!r}", f"there are {', '.join(arm.name for arm in self.arms)}")
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """One row a metric, one column an arm; NaN where an arm has none of that name."""
+        import pandas as pd
+
+        return pd.DataFrame({arm.name: dict(arm.metrics) for arm in self.arms})
+
+    def column(self, name: str = "advantages") -> pd.DataFrame:
+        """One row a response, one column an arm: the mean of a column of numbers over the response's tokens."""
+        import pandas as pd
+
+        if name not in self._frames:
+            found = {}
+            for arm in self.arms:
+                if name in arm.batch.columns:
+                    column = arm.batch.fetch([name])[name]
+                    rows = column.rows() if isinstance(column, Ragged) else column
+                    found[arm.name] = [
+                        float(np.mean(np.asarray(row))) if np.size(row) else float("nan") for row in rows
+                    ]
+            if not found:
+                raise BadInput(f"column {name!r}", "no arm has it")
+            # arms may have made other numbers of rows
+            self._frames[name] = pd.DataFrame({arm: pd.Series(values) for arm, values in found.items()})
+        return self._frames[name]
+
+    def _same(self, name: str) -> bool:
+        """Whether several arms have a column, and all of them the same numbers in it."""
+        frame = self.column(name)
+        first = frame.iloc[:, 0]
+        return frame.shape[1] > 1 and all(values.equals(first) for _, values in frame.items())
+
+    def __repr__(self) -> str:
+        return (
+            f"<Comparison of {', '.join(arm.name for arm in self.arms)} on {self.batch.name}: {len(self.df)} metrics>"
+        )
+
+    def _repr_html_(self) -> str:
+        from workbench.display.compare import overlay
+        from workbench.display.html import table
+
+        metrics = dict.fromkeys(name for arm in self.arms for name in arm.metrics)
+        rows = [
+            {"metric": name, **{arm.name: f"{arm.metrics[name]:.6g}" for arm in self.arms if name in arm.metrics}}
+            for name in metrics
+        ]
+        there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
+        same = [name for name in there if self._same(name)]
+        pictures = [
+            overlay(
+                {str(arm): values.tolist() for arm, values in self.column(name).items()},
+                f"{name}, mean over each response",
+                x="responses, sorted",
+            )
+            for name in there
+            if name not in same
+        ]
+        note = f"<div>The same in all arms that have it: {', '.join(same)}</div>" if same else ""
+        stages = [
+            {"arm": arm.name, "taken from the batch": ", ".join(arm.taken), "run": ", ".join(arm.ran)}
+            for arm in self.arms
+        ]
+        caption = f"{len(self.arms)} arms on {self.batch.name}: {self.batch.rows} rows"
+        return (
+            table(stages, caption=caption)
+            + "".join(
+                f'<div style="display:inline-block;margin:4px 16px 4px 0">{picture}</div>' for picture in pictures
+            )
+            + note
+            + table(rows, caption="metrics", max_rows=60)
+        )

@@ -1,0 +1,303 @@
+"""A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs.
+
+`tracing.trace` finds the stages from the lines of an algorithm. The same are then carried out, one at a time or all, by
+the calls that a notebook would make by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import BadInput, StageError
+from workbench.stages.group import GroupOperation
+from workbench.stages.planning import deal_rows
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One node: `operation` of `role` on the outputs of the stages `inputs`.
+
+    name: unique in its graph: as `reported_as` said, or the operation's; a second one is called operation_2.
+    role: a role of the workbench, "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an
+    iteration), "batch" (a batch's own method) or "notebook" (a function).
+    columns: what its batch has then; None where that is not known before it runs, or it makes no batch.
+    """
+
+    name: str
+    role: str
+    operation: str
+    inputs: tuple[str, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
+    updates: bool = False
+    samples: bool = False
+    edited: bool = False
+    function: Callable[..., Any] | None = None
+
+    @property
+    def code(self) -> str:
+        """A short text, equal for equal code and arguments; empty for what is no operation of a role."""
+        if not isinstance(self.function, GroupOperation):
+            return ""
+        return self.function.code(*self.function.arguments(self.args, self.kwargs))
+
+    def given(self, arguments: Mapping[str, Any]) -> Stage:
+        """Prompts, or a batch's own method, with other arguments; `BadInput` where it takes none of that name."""
+        signature = inspect.signature(_method(self))
+        names = list(signature.parameters)[1:]
+        try:
+            signature.bind_partial(None, **arguments)
+        except TypeError as error:
+            raise BadInput(f"{self.name} with {', '.join(arguments)}", f"it takes {', '.join(names)}") from error
+        if signature.parameters[names[0]].kind is inspect.Parameter.VAR_POSITIONAL:
+            return replace(self, kwargs={**self.kwargs, **arguments})
+        # by name, so that a new value takes the place of one that was given by position
+        return replace(self, args=(), kwargs={**dict(zip(names, self.args, strict=False)), **self.kwargs, **arguments})
+
+    def call(self, lab: Workbench, values: Mapping[str, Any]) -> Any:
+        """Carry it out. values: the batches of its inputs, by stage name."""
+        inputs = [values[name] for name in self.inputs]
+        if self.role == "prompts":
+            return (self.function or lab.prompts.next)(*self.args, **self.kwargs)
+        if self.role == "batch":
+            args = [values[a.stage] if isinstance(a, StandIn) else a for a in self.args]
+            return getattr(inputs[0], self.operation)(*args, **self.kwargs)
+        assert self.function is not None
+        if self.role == "notebook":
+            return self.function(*inputs, *self.args, **self.kwargs)
+        with lab.reported_as(self.name):
+            return self.function(*inputs, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The stages of one iteration, in call order."""
+
+    title: str
+    stages: tuple[Stage, ...]
+
+    def __getitem__(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise BadInput(f"stage {name!r}", f"{self.title} has {', '.join(self.names)}")
+
+    @property
+    def names(self) -> list[str]:
+        """The stages' names, in call order."""
+        return [stage.name for stage in self.stages]
+
+    def consumers(self, name: str) -> list[Stage]:
+        """The stages that take the output of one."""
+        return [stage for stage in self.stages if name in stage.inputs]
+
+    def behind(self, name: str) -> list[str]:
+        """A stage and all that take its output, or the output of one that does."""
+        found = {self[name].name}
+        for stage in self.stages:
+            if found & set(stage.inputs):
+                found.add(stage.name)
+        return [stage for stage in self.names if stage in found]
+
+    def call(self, stage: Stage, lab: Workbench, values: Mapping[str, Any]) -> Any:
+        """Carry out one of its stages. values: what those before it made, by name.
+
+        Raises `StageError` where others take a batch from it and it makes none.
+        """
+        from workbench.batches.batch import Batch
+
+        made = stage.call(lab, values)
+        takers = self.consumers(stage.name)
+        if takers and not isinstance(made, Batch):
+            given = "None" if made is None else f"{type(made).__name__} {made!r:.60}"
+            raise StageError(
+                f"stage {stage.name!r}: {stage.operation} returned {given}",
+                f"{takers[0].name!r} takes a batch from it",
+                "return a batch, or put another in its place with replace()",
+            )
+        return made
+
+    def check_columns(self) -> None:
+        """Raise `BadInput` where an operation cannot do with the columns that its batch will have; those of a batch
+        that a function makes are not known, and are not asked."""
+        for stage in self.stages:
+            have = self[stage.inputs[0]].columns if stage.inputs else None
+            if have is not None and isinstance(stage.function, GroupOperation):
+                arguments, _ = stage.function.arguments(stage.args, stage.kwargs)
+                stage.function.check_columns(arguments, have)
+
+    def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
+        """Raise `BadInput` where the rows of a stage's batch cannot be dealt out to its ranks and minibatches.
+
+        title: begins the message. known: the rows that functions give, by stage; where those are not known, what comes
+        after is not asked.
+        """
+        rows: dict[str, int | None] = dict(known or {})
+        for stage in self.stages:
+            given = rows.get(stage.inputs[0]) if stage.inputs else None
+            if given is not None and stage.samples:
+                given *= stage.kwargs.get("samples", 1)
+            if stage.role == "prompts":
+                given = stage.kwargs.get("n", stage.args[0] if stage.args else None)
+            elif stage.role == "batch" and stage.operation not in KEEP_ROWS:
+                repeated = stage.kwargs.get("n", stage.args[0] if stage.args else None)
+                given = given * repeated if given is not None and stage.operation == "repeat" else None
+            elif stage.role == "notebook":
+                given = rows.get(stage.name)
+            rows[stage.name] = given
+            if given is None or not stage.inputs or not isinstance(stage.function, GroupOperation):
+                continue
+            try:
+                deal_rows(stage.function.group, stage.function.operation, given)
+            except BadInput as error:
+                raise BadInput(f"{title}: {stage.name}: {error.value}", error.rule, error.remedy) from None
+
+    def edges(self) -> dict[str, set[str]]:
+        """For each stage, those whose columns it reads: fewer than those that its batch has been through."""
+        made_by: dict[str, dict[str, str]] = {}
+        found: dict[str, set[str]] = {}
+        for stage in self.stages:
+            columns: dict[str, str] = {}
+            for name in stage.inputs:
+                columns |= made_by[name]
+            found[stage.name] = {columns[column] for column in stage.reads if column in columns} or set(stage.inputs)
+            # what a function or a batch's method writes is not known: all that follows comes through it
+            opaque = stage.role in ("batch", "notebook")
+            made = dict.fromkeys(columns if opaque else stage.writes, stage.name)
+            made_by[stage.name] = made if opaque else columns | made
+        return found
+
+    def replaced(self, name: str, function: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Graph:
+        """With other arguments for a stage, or with a function, or an operation, in its place."""
+        old = self[name]
+        if function is not None:
+            new = replace(stage_of(function, name, old.inputs, (), arguments), edited=True)
+        elif old.function is not None and old.role != "prompts":
+            new = stage_of(old.function, name, old.inputs, old.args, {**old.kwargs, **arguments})
+        else:
+            new = old.given(arguments)
+        return self.checked([new if stage.name == name else stage for stage in self.stages])
+
+    def inserted(self, after: str, function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Graph:
+        """With a stage between one and what takes its output."""
+        before = self[after]
+        if name in self.names:
+            raise BadInput(f"a second stage {name!r}", "names of stages are unique", "give name=")
+        new = replace(stage_of(function, name, (before.name,), (), arguments), edited=True)
+        stages: list[Stage] = []
+        for stage in self.stages:
+            stages.append(_rewired(stage, after, name))
+            if stage.name == after:
+                stages.append(new)
+        return self.checked(stages)
+
+    def removed(self, name: str) -> Graph:
+        """Without a stage: what took its output takes its input."""
+        gone = self[name]
+        if not gone.inputs and self.consumers(name):
+            raise BadInput(f"removing {name!r}", "nothing comes before it, and others need it")
+        stages = [
+            stage if name not in stage.inputs else _rewired(stage, name, gone.inputs[0])
+            for stage in self.stages
+            if stage.name != name
+        ]
+        return self.checked(stages)
+
+    def checked(self, stages: Iterable[Stage]) -> Graph:
+        """The graph of these stages; `BadInput` where one lacks a column that it reads."""
+        known: dict[str, tuple[str, ...] | None] = {}
+        out = []
+        for stage in stages:
+            have = known[stage.inputs[0]] if stage.inputs else ()
+            missing = [] if have is None else [column for column in stage.reads if column not in have]
+            if missing:
+                raise BadInput(
+                    f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
+                    f"its input has {', '.join(have or ())}",
+                    "keep the stage that writes it, or replace this one too",
+                )
+            if stage.role in ("batch", "notebook"):
+                after = stage.columns if stage.role == "batch" else None
+            else:
+                after = None if have is None else tuple(dict.fromkeys((*have, *stage.writes)))
+            known[stage.name] = after
+            out.append(replace(stage, columns=after))
+        return Graph(self.title, tuple(out))
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.title}: {' > '.join(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        from workbench.display.graph import draw
+
+        return draw(self)
+
+
+def _method(stage: Stage) -> Callable[..., Any]:
+    from workbench.batches.batch import Batch
+    from workbench.data.prompt_stream import PromptStream
+
+    return PromptStream.next if stage.role == "prompts" else getattr(Batch, stage.operation)
+
+
+def _rewired(stage: Stage, old: str, new: str) -> Stage:
+    inputs = tuple(new if name == old else name for name in stage.inputs)
+    args = tuple(StandIn(new) if isinstance(a, StandIn) and a.stage == old else a for a in stage.args)
+    return replace(stage, inputs=inputs, args=args)
+
+
+def stage_of(
+    function: Callable[..., Any],
+    name: str,
+    inputs: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Stage:
+    """A stage of an operation or a function, its arguments checked."""
+    if not callable(function):
+        raise BadInput(f"stage {name!r}: {function!r:.60}", "a stage is an operation, or a function of a batch")
+    if isinstance(function, GroupOperation):
+        function = function.now
+        operation = function.operation
+        arguments, _ = function.arguments(args, kwargs)
+        return Stage(
+            name=name,
+            role=function.group.role,
+            operation=operation.name,
+            inputs=inputs[:1] if operation.takes_batch else (),
+            args=args,
+            kwargs=dict(kwargs),
+            reads=operation.needed(arguments) if operation.takes_batch else (),
+            writes=operation.written(arguments),
+            updates=operation.updates,
+            samples=operation.samples,
+            function=function,
+        )
+    operation_name = getattr(function, "__name__", type(function).__name__)
+    return Stage(
+        name=name,
+        role="notebook",
+        operation=operation_name,
+        inputs=inputs,
+        args=args,
+        kwargs=dict(kwargs),
+        function=function,
+    )
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Where a batch stands in a call: the stage that makes it."""
+
+    stage: str

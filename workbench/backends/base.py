@@ -1,0 +1,78 @@
+"""What the controller asks of a backend, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from workbench.messages.calls import Call, HostInfo
+
+
+class Pending(ABC):
+    """The answer of one host, under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Wait for the answer; raises what the host raised."""
+
+
+def answered(pending: Pending) -> bool:
+    """Whether a host has done what it was asked, by now."""
+    with suppress(Exception):  # whatever the host raised
+        if pending.done():
+            pending.result()
+            return True
+    return False
+
+
+class Backend(ABC):
+    """Starts hosts and carries calls to them."""
+
+    name: str
+
+    @abstractmethod
+    def start(self, infos: Sequence[HostInfo]) -> None:
+        """Start one host for each description, beside those that run; process groups are joined by the controller."""
+
+    @abstractmethod
+    def check_free(self, pools: Sequence[str], device: str) -> None:
+        """Raise `BadInput` where processes of these pools, one each, each with a device of that kind, cannot be started
+        beside those that run."""
+
+    @abstractmethod
+    def end(self, infos: Sequence[HostInfo]) -> None:
+        """End all hosts of some pools, and free what they hold; those that have ended are no error."""
+
+    @abstractmethod
+    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
+        """Find hosts that an earlier kernel started; the names of those that are gone, `HostDied` if all are."""
+
+    @abstractmethod
+    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
+        """One rank's part of a stage; calls to one host run one at a time, in order.
+
+        progress(done, total, tokens) is for backends whose calls are finished when this returns; of the others, ask
+        `status` meanwhile.
+        """
+
+    @abstractmethod
+    def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """A short question, answered while a stage computes (status, describe, fetch, lengths, put, release)."""
+
+    @abstractmethod
+    def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Set-up work, in order with stages (join, build)."""
+
+    @abstractmethod
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
+        """Whether `count` of these (None: all) are done within the time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the hosts and free what they hold."""

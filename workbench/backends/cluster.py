@@ -1,0 +1,352 @@
+"""The Ray cluster under this user's workbenches: joined where there is one, else a head started outside the kernel.
+
+One head serves all workbenches of a user on a machine. It outlives the kernel, and is stopped by process id when the
+last workbench closes. Ray's control store listens on every interface whatever it is told, so a token is the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workbench.backends import registry
+from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
+from workbench.support.home import home, locked
+
+NAMESPACE = "workbench"
+START_TIMEOUT_S = 150
+KEEP = "WORKBENCH_KEEP_RAY"
+MODE = os.environ.get("RAY_AUTH_MODE")  # as the user has set it
+RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
+ANSWER_S = 5.0
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+ATTEMPTS = 3
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A cluster that this process joined through `connect`: the address asked for, Ray's for it, whether it is ours."""
+
+    asked: str | None
+    address: str
+    own: bool
+
+
+_joined: _Joined | None = None
+_started: list[subprocess.Popen[bytes]] = []  # heads that this process started, to be reaped when they are stopped
+
+
+def _head_file() -> Path:
+    return home() / "head.json"
+
+
+def _use_token(own_head: bool) -> None:
+    """Make this process, and what it starts, show a token to Ray: this user's own, or for a cluster that somebody else
+    started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
+    found = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or RAYS_TOKEN.exists()
+    # a head that somebody starts without a token asks for none
+    os.environ["RAY_AUTH_MODE"] = MODE or ("token" if own_head or found else "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    token = home() / "ray_token"
+    if not own_head:
+        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token):  # set below, when this process was joined to its own
+            del os.environ["RAY_AUTH_TOKEN_PATH"]
+        return
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return
+    if not token.exists():
+        new = token.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32))
+        new.replace(token)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+
+def running_head() -> dict[str, Any] | None:
+    """{"address": .., "pid": ..} of the head that this user's workbenches share, or None."""
+    try:
+        head = json.loads(_head_file().read_text())
+        process = psutil.Process(head["pid"])
+        alive = process.create_time() == head["created"] and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, ValueError, KeyError, psutil.Error):
+        return None
+    return head if alive else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start_head(note: Note) -> dict[str, Any]:
+    for _ in range(ATTEMPTS - 1):  # Ray gives its processes 30 s, too little on a machine that is busy just then
+        with contextlib.suppress(HostDied):
+            return _try_start_head(note)
+    return _try_start_head(note)
+
+
+def _try_start_head(note: Note) -> dict[str, Any]:
+    port = _free_port()
+    log = home() / "head.log"
+    command = [
+        *(sys.executable, str(Path(__file__).with_name("ray_head.py")), "start", "--head", "--block"),
+        *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
+        *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
+        f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
+    ]
+    # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
+        )
+    _started.append(process)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    try:
+        while "Ray runtime started" not in log.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = log.read_text()[-600:].strip()
+                raise HostDied(f"the Ray head did not start (see {log})", said, "run `wb doctor`")
+            note("starting Ray")
+            time.sleep(0.1)
+    except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
+        process.terminate()
+        raise
+    head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    _head_file().with_suffix(".new").write_text(json.dumps(head))
+    _head_file().with_suffix(".new").replace(_head_file())
+    return head
+
+
+def connect(address: str | None = None, *, start: bool = True, note: Note = lambda text: None) -> Any:
+    """Join the cluster at `address`, or this user's own head (started if need be), and return the `ray` module.
+
+    A cluster that the user joined with `ray.init()` is used as it is, and left alone. Raises `BadInput` where this
+    process is joined to another cluster than the one asked for. note: called while waiting, with what is waited for.
+    """
+    global _joined
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call that comes after the end must not join some cluster
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency(
+            "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
+        ) from None
+    with locked("head", lambda: note("waiting for another process that starts or stops Ray")):
+        head = running_head()
+        if ray.is_initialized():
+            if _serves(ray, address, head):
+                return ray
+            ray.shutdown()
+            _joined = None
+        own_head = address is None or (head is not None and head["address"] == address)
+        _use_token(own_head)
+        if address is None:
+            if head is None and not start:
+                raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
+            head = head or _start_head(note)
+        target = str(address or (head and head["address"]))
+        note("joining Ray")
+        _need_answer(target)
+        try:
+            with _keeps_handler(), _outlives_head() if own_head else contextlib.nullcontext():
+                # Ray reads its settings when it is imported; it may have been imported before they were made
+                ray._raylet.Config.initialize("")
+                ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+                ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+            raise _no_answer(target, str(error).splitlines()[0]) from error
+        _joined = _Joined(asked=address, address=_address(ray), own=own_head)
+        if own_head:
+            _note_client()
+    return ray
+
+
+def _need_answer(target: str) -> None:
+    """Raise `WorkbenchError` where nothing listens: Ray would try for minutes, and let nobody interrupt it."""
+    host, colon, port = target.rpartition(":")
+    if not colon or not port.isdigit() or "//" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_answer(target, str(error)) from error
+
+
+def _no_answer(target: str, reason: str) -> WorkbenchError:
+    return WorkbenchError(
+        f"no Ray cluster answers at {target!r} ({reason})",
+        "address= must name a running head as host:port, and its token must be known here: RAY_AUTH_TOKEN, "
+        "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as on the machine of the head",
+        "start one with `ray start --head`, or leave address= out",
+    )
+
+
+@contextlib.contextmanager
+def _keeps_handler() -> Iterator[None]:
+    """While Ray is joined, which puts handlers of its own for SIGTERM in the place of the caller's: one of them aborts
+    the process three seconds later, in the middle of what is being closed."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _outlives_head() -> Iterator[None]:
+    """While this process joins a head: Ray is not to end it when that head has been gone for a minute. Whether it is
+    gone is asked before each call, see `head_is_gone`; the head's own processes keep Ray's minute."""
+    given = os.environ.get(PATIENCE)
+    os.environ.setdefault(PATIENCE, str(10**9))
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[PATIENCE]
+
+
+def joined_head() -> str | None:
+    """The address of this user's head, where this process is joined to it; None: to another cluster, or to none."""
+    return _joined.address if _joined is not None and _joined.own else None
+
+
+def head_is_gone(address: str) -> bool:
+    """Whether the head of this user's that was joined at that address does not run any more, or was left since."""
+    head = running_head()
+    return joined_head() != address or head is None or not _names(address, head)
+
+
+def _names(address: str, head: dict[str, Any]) -> bool:
+    return address.rsplit(":", 1)[1] == str(head["address"]).rsplit(":", 1)[1]
+
+
+def _serves(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
+    """Whether the cluster that this process is joined to is the one asked for; False: it was our own head and is gone.
+
+    Raises `BadInput` for another cluster: Ray allows one a process, and leaving it would end what runs through it.
+    """
+    here = _address(ray)
+    if _joined is None or _joined.address != here:  # the user's own ray.init()
+        fits = address in (None, here)
+    elif _joined.own:
+        if not _own(ray, head):
+            return False
+        fits = address in (None, here)
+    else:
+        fits = address in (_joined.asked, here)
+    if fits:
+        return True
+    raise BadInput(
+        f"address={address!r}",
+        f"this process is joined to the Ray cluster at {here}, and Ray allows one a process",
+        f"restart the kernel, or use address={here!r} for all workbenches of this kernel",
+    )
+
+
+def _address(ray: Any) -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _own(ray: Any, head: dict[str, Any] | None) -> bool:
+    """Whether the cluster that this process is joined to is this user's head, and that lives."""
+    here = _address(ray)
+    host = here.rsplit(":", 1)[0]
+    if head is None or not _names(here, head):
+        return False
+    if _joined is not None and _joined.address == here:
+        return _joined.own
+    return host in ("127.0.0.1", ray.util.get_node_ip_address())  # Ray names the machine in place of 127.0.0.1
+
+
+def joined_address(ray: Any) -> str | None:
+    """Where another process finds the cluster that this one is joined to; None: it is this user's own head."""
+    return None if _own(ray, running_head()) else _address(ray)
+
+
+def _note_client() -> None:
+    """Leave word that this process is joined to the head, which stays while somebody is."""
+    folder = home() / "clients"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(os.getpid())).write_text(repr(psutil.Process().create_time()))
+
+
+def other_clients() -> list[int]:
+    """Process ids of notebooks and commands, other than this one, that are joined to this user's head."""
+    alive = []
+    for note in (home() / "clients").glob("*"):
+        try:
+            same = psutil.Process(int(note.name)).create_time() == float(note.read_text())
+        except (psutil.Error, OSError, ValueError):
+            same = False
+        if not same:
+            note.unlink(missing_ok=True)
+        elif int(note.name) != os.getpid():
+            alive.append(int(note.name))
+    return alive
+
+
+def stop_idle_head() -> None:
+    """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one. Where
+    the variable WORKBENCH_KEEP_RAY is set it stays, and the next opening is some ten seconds quicker."""
+    if running_head() is None or os.environ.get(KEEP):
+        return
+    with locked("head"):
+        in_use = any(record.address is None for record in registry.records())
+        if not in_use and not other_clients() and not _users_own(running_head()):
+            _end_head()
+
+
+def stop_head() -> None:
+    """End this user's head and every process under it, by process id."""
+    with locked("head"):
+        _end_head()
+
+
+def _users_own(head: dict[str, Any] | None) -> bool:
+    """Whether the user of this process joined `head` with ray.init(): it is not ours to take away then."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or not _own(ray, head):
+        return False
+    return _joined is None or _joined.address != _address(ray)
+
+
+def _end_head() -> None:
+    global _joined
+    head = running_head()
+    if _joined is not None and _joined.own:
+        ray = sys.modules["ray"]
+        if ray.is_initialized() and _address(ray) == _joined.address:
+            ray.shutdown()
+        _joined = None
+    if head is not None:
+        top = psutil.Process(head["pid"])
+        family = [*top.children(recursive=True), top]
+        top.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=5)
+    for process in [p for p in _started if p.poll() is not None]:
+        _started.remove(process)
+    _head_file().unlink(missing_ok=True)

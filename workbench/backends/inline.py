@@ -1,0 +1,138 @@
+"""Hosts inside the kernel: one device, no Ray, `pdb` works in worker code. Calls finish before they return."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.backends.base import Backend, Pending
+from workbench.errors import BadInput, NotFound
+from workbench.messages.calls import Call, HostInfo
+from workbench.workers.host import Host
+
+# What a host's `join` sets; DeepSpeed reads it.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _Kernel:
+    """What inline workbenches share because a process has it once: default process group, rank variables, threads.
+
+    The first to open notes how things were, and the last to close puts them back: a group that was there before stays.
+    """
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    def enter(self) -> None:
+        """One workbench more."""
+        if not self._open:
+            self._variables = {name: os.environ.get(name) for name in RANK_VARIABLES}
+            self._threads = torch.get_num_threads()
+            self._had_group = dist.is_initialized()
+        self._open += 1
+
+    def leave(self) -> None:
+        """One workbench less."""
+        self._open -= 1
+        if self._open:
+            return
+        if dist.is_initialized() and not self._had_group:
+            dist.destroy_process_group()
+        for name, value in self._variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        torch.set_num_threads(self._threads)
+
+
+_kernel = _Kernel()
+
+
+class Finished(Pending):
+    """An answer that is there, or the error that came instead. An interrupt of the kernel goes straight through."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._value, self._error = None, None
+        try:
+            self._value = ask()
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class InlineBackend(Backend):
+    """One host, in this process."""
+
+    name = "inline"
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, Host] = {}
+        self._in_kernel = False
+
+    def start(self, infos: Sequence[HostInfo]) -> None:
+        if len(infos) != 1:
+            raise BadInput(
+                f"a placement of {len(infos)} devices with backend='inline'",
+                "the inline backend runs everything in the kernel, on one device",
+                "use Placement.colocate(devices=1), or backend='ray'",
+            )
+        _kernel.enter()
+        self._in_kernel = True
+        self._hosts = {info.name: Host(info, self) for info in infos}
+
+    def host(self, name: str) -> Host:
+        """One of its hosts: it is in this process."""
+        return self._hosts[name]
+
+    def check_free(self, pools: Sequence[str], device: str) -> None:
+        if pools:
+            raise BadInput(
+                f"new processes for {', '.join(dict.fromkeys(pools))} with backend='inline'",
+                "the inline backend has one process, the kernel",
+                "open the workbench with backend='ray', or keep the pool's name and its one device",
+            )
+
+    def end(self, infos: Sequence[HostInfo]) -> None:
+        for info in infos:
+            self._hosts.pop(info.name).close()
+
+    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
+        raise NotFound("an inline workbench", "it lived and died with its kernel", "open it anew")
+
+    def call(self, host: str, method: str, *args: Any) -> Any:
+        """A host's view of its peers."""
+        return getattr(self._hosts[host], method)(*args)
+
+    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
+        self._hosts[host].on_progress = progress
+        return Finished(lambda: self._hosts[host].execute(call))
+
+    def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        return Finished(lambda: getattr(self._hosts[host], method)(*args, **kwargs))
+
+    work = ask
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
+        return True
+
+    def close(self) -> None:
+        try:
+            for host in self._hosts.values():
+                host.close()
+        finally:
+            self._hosts.clear()
+            if self._in_kernel:
+                self._in_kernel = False
+                _kernel.leave()

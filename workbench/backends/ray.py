@@ -1,0 +1,390 @@
+"""Hosts as named, detached Ray actors: they outlive the kernel, and live on one machine or many."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from textwrap import shorten
+from typing import Any
+
+from workbench.backends.base import Backend, Pending
+from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head
+from workbench.backends.idle import Idle
+from workbench.backends.nodes import nodes_of_pools
+from workbench.errors import BadInput, HostDied, NotDriving, NotFound, WorkbenchError
+from workbench.messages.calls import Call, HostInfo
+from workbench.support.machine import Process, end
+
+START_TIMEOUT_S = 120
+ATTACH_TIMEOUT_S = 10
+END_GRACE_S = 10
+SAID = 160  # characters of what Ray says of it
+LOOK_S = 0.5  # so often is it asked whether the head lives
+POLL_S = 0.2
+# What a kernel that does not drive a workbench may ask its hosts.
+LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
+# A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
+CPU_SHARE = 0.001
+GROUPS = "/devices/"  # in the names of placement groups of workbenches
+NODE_LABEL = "ray.io/node-id"
+
+
+class RayPending(Pending):
+    """A Ray reference."""
+
+    def __init__(self, ray: Any, ref: Any, host: str, head: str | None = None) -> None:
+        self._ray, self.ref, self._host, self._head = ray, ref, host, head
+        self._value, self._got = None, False
+
+    def done(self) -> bool:
+        return self._got or bool(self._ray.wait([self.ref], timeout=0)[0])
+
+    def result(self) -> Any:
+        if not self._got:
+            self._value, self._got = self._get(), True
+        return self._value
+
+    def _get(self) -> Any:
+        try:
+            while self._head is not None and not self._ray.wait([self.ref], timeout=LOOK_S)[0]:
+                _need_head(self._head)  # without it there may never be an answer
+            return self._ray.get(self.ref)
+        except self._ray.exceptions.OutOfMemoryError as error:  # not one of the actor errors
+            raise HostDied(
+                f"host {self._host} is gone",
+                f"its machine ran out of memory, and Ray ended it ({shorten(str(error).splitlines()[0], SAID)})",
+                "lab.memory() and lab.diff(...) say what needs how much; give the models more devices or machines "
+                "(lab.move), or make batches or micro_batch_tokens smaller; "
+                "lab.recover() starts it again, and goes on from the last checkpoint",
+            ) from error
+        except self._ray.exceptions.RayActorError as error:
+            _need_head(self._head)
+            raise HostDied(
+                f"host {self._host} is gone",
+                "it was stopped: by `wb stop`, or by another kernel that closed or replaced the workbench"
+                if "ray.kill" in str(error)
+                else f"its process ended ({shorten(str(error).splitlines()[-1], SAID)}); "
+                "it was killed, by somebody or because memory ran out, or its code crashed",
+                "see lab.logs(); lab.recover() starts it again, and goes on from the last checkpoint",
+            ) from error
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause if error.cause is not None else error
+            if not isinstance(cause, WorkbenchError):  # those say all there is to say
+                cause.add_note(f"on host {self._host}:\n{str(error).strip()}")
+            raise cause from None
+
+
+def _need_head(address: str | None) -> None:
+    """Raise `HostDied` where this user's head, which was joined at that address, is gone. None: another cluster."""
+    if address is not None and head_is_gone(address):
+        raise HostDied(
+            "the Ray head of this user is gone, and all hosts with it",
+            "`ray stop` ends it, and so may the system when memory runs out; the notebook keeps its variables",
+            "lab.recover() starts them again, and goes on from the last checkpoint",
+        )
+
+
+class _Peers:
+    """A host's view of the others of its workbench, from inside its actor."""
+
+    def __init__(self, lab: str) -> None:
+        self._lab = lab
+        self._handles: dict[str, Any] = {}
+
+    def call(self, host: str, method: str, *args: Any) -> Any:
+        import ray
+
+        if host not in self._handles:
+            try:
+                self._handles[host] = ray.get_actor(_actor_name(self._lab, host), namespace=NAMESPACE)
+            except ValueError as error:
+                raise HostDied(f"host {host} is gone", "its process ended before") from error
+        # in a group of its own, so that hosts that pull from each other do not wait for each other's stages
+        return RayPending(ray, self._handles[host].data.remote(method, *args), host).result()
+
+
+def _actor_class(ray: Any) -> Any:
+    class HostActor:
+        """A thin shell: what it runs is looked up by name on the `Host` at call time."""
+
+        def __init__(self, info: HostInfo) -> None:
+            from workbench.workers.host import Host
+            from workbench.workers.logs import send_output_to
+
+            if info.log_path:
+                send_output_to(info.log_path)
+            self._host = Host(info, _Peers(info.lab))
+            self._driver = ""
+            self._watch = Idle(info)
+
+        @ray.method(concurrency_group="control")
+        def process(self) -> Process:
+            return Process.current()
+
+        @ray.method(concurrency_group="control")
+        def drive(self, driver: str) -> None:
+            self._driver = driver
+
+        def compute(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
+            self._check(driver, method)
+            with self._watch.used():
+                return getattr(self._host, method)(*args, **kwargs)
+
+        @ray.method(concurrency_group="data")
+        def data(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self._host, method)(*args, **kwargs)
+
+        @ray.method(concurrency_group="control")
+        def control(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
+            self._check(driver, method)
+            return getattr(self._host, method)(*args, **kwargs)
+
+        def _check(self, driver: str, method: str) -> None:
+            if driver != self._driver and self._driver and method not in LOOKS:
+                raise NotDriving(
+                    f"{method} on host {self._host.info.name}", "another kernel has taken the workbench over",
+                    "look on, or take it back with wb.attach(name, take_over=True)",
+                )  # fmt: skip
+
+    return ray.remote(concurrency_groups={"data": 4, "control": 2})(HostActor)
+
+
+def _actor_name(lab: str, host: str) -> str:
+    return f"{lab}/{host}"
+
+
+def end_hosts(lab: str, address: str | None, hosts: Iterable[str], processes: Iterable[Process]) -> None:
+    """End the hosts of the workbench with this id, and give back its devices. Returns when their memory is free again,
+    as far as they run on this machine. address: the cluster's; None: this user's own head."""
+    with contextlib.suppress(NotFound):  # no head: they ended with it
+        ray = connect(address, start=False)
+        for host in hosts:
+            with contextlib.suppress(ValueError):  # ended before
+                ray.kill(ray.get_actor(_actor_name(lab, host), namespace=NAMESPACE))
+        _remove_groups(ray, _groups_prefix(lab))
+    end(processes, grace_s=END_GRACE_S)
+
+
+def _remove_groups(ray: Any, prefix: str) -> None:
+    """Give back the devices of the placement groups whose names begin like that."""
+    from ray.util.placement_group import PlacementGroup
+
+    for group, entry in ray.util.placement_group_table().items():
+        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+
+
+def _groups_prefix(lab: str) -> str:
+    return f"{lab}{GROUPS}"
+
+
+def _group_name(info: HostInfo) -> str:
+    """Of the placement group of a host's pool."""
+    return f"{_groups_prefix(info.lab)}{info.pool}.{info.again}."
+
+
+def _gpus(info: HostInfo) -> float:
+    return 1.0 if info.device.startswith("cuda") else 0.0
+
+
+class RayBackend(Backend):
+    """One actor a device, in one detached placement group a pool: whose devices are given back when it ends.
+
+    lab: the workbench's id, part of the names of all that it has on the cluster. driver: tells kernels apart: hosts
+    do what the one says that called `drive` last, and show others what they ask. note: called while waiting, with what
+    is waited for. cluster: address of the cluster for other processes; None: this user's own head.
+    processes: of each host.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self, lab: str, address: str | None = None, *, driver: str = "", start: bool = True,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._lab, self._note, self._driver = lab, note, driver
+        self._ray = connect(address, start=start, note=note)
+        self.cluster = joined_address(self._ray)
+        self._head = joined_head()
+        self._actors: dict[str, Any] = {}
+        self._looked_s = time.monotonic()
+        self.processes: dict[str, Process] = {}
+
+    def rejoin(self, note: Callable[[str], None]) -> bool:
+        """Where this user's head is gone: join another one, started if need be; whether that was so."""
+        if not self._without_head():
+            return False
+        self._ray = connect(None, note=note)
+        self._head = joined_head()
+        self._actors.clear()
+        return True
+
+    def _without_head(self) -> bool:
+        return self._head is not None and head_is_gone(self._head)
+
+    def _actor(self, host: str) -> Any:
+        """A host that can be asked. Raises `HostDied`."""
+        if time.monotonic() > self._looked_s + LOOK_S:  # a call without a head would never be answered
+            _need_head(self._head)
+            self._looked_s = time.monotonic()
+        if host not in self._actors:
+            raise HostDied(f"host {host} is gone", "what it kept went with it", "run the stages that made it again")
+        return self._actors[host]
+
+    def check(self, infos: Sequence[HostInfo]) -> None:
+        """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
+        _need_head(self._head)
+        wanted = sum(info.device.startswith("cuda") for info in infos)
+        have = int(self._ray.cluster_resources().get("GPU", 0))
+        if wanted > have:
+            raise BadInput(
+                f"a placement of {wanted} GPUs", f"the cluster has {have}", "use fewer devices, or device='cpu'"
+            )
+
+    def check_free(self, pools: Sequence[str], device: str) -> None:
+        _need_head(self._head)
+        free = self._ray.available_resources().get("GPU", 0)
+        if device == "cuda" and len(pools) > free:
+            raise BadInput(
+                f"{len(pools)} new processes, each with a GPU", f"the cluster has {free:g} free, and those of the old "
+                "processes are free when these have ended", "keep pools (by name and number of devices), or open anew",
+            )  # fmt: skip
+
+    def start(self, infos: Sequence[HostInfo]) -> None:
+        self.check(infos)
+        nodes, first = self._nodes(infos), 0
+        for _, ranks in groupby(infos, key=lambda info: info.pool):
+            pool = list(ranks)
+            self._start_pool(pool, nodes[first : first + len(pool)])
+            first += len(pool)
+        asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
+        while not self.wait(list(asked.values()), POLL_S):
+            _need_head(self._head)
+            self._note("starting hosts")
+        self.processes |= {name: pending.result() for name, pending in asked.items()}
+
+    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
+        ray = self._ray
+        group = self._devices(infos, nodes)
+        actor_class = _actor_class(ray)
+        for index, info in enumerate(infos):
+            threads = str(info.threads)
+            self._actors[info.name] = actor_class.options(
+                name=_actor_name(self._lab, info.name),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=CPU_SHARE,
+                num_gpus=_gpus(info),
+                runtime_env={
+                    "env_vars": {
+                        "OMP_NUM_THREADS": threads,
+                        "MKL_NUM_THREADS": threads,
+                        # idle threads that spin take the cores from other hosts: up to ten times slower
+                        "OMP_WAIT_POLICY": "passive",
+                        "TOKENIZERS_PARALLELISM": "false",
+                        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                    }
+                },
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            ).remote(info)
+
+    def end(self, infos: Sequence[HostInfo]) -> None:
+        gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
+        actors = [self._actors.pop(info.name) for info in infos if info.name in self._actors]
+        if not self._without_head():  # else they ended with it
+            for actor in actors:
+                self._ray.kill(actor)
+            for name in dict.fromkeys(map(_group_name, infos)):
+                _remove_groups(self._ray, name)
+        end(gone, grace_s=END_GRACE_S)
+
+    def _devices(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> Any:
+        """Reserve one device for each host of a pool: a placement group. nodes: their machines; empty: any."""
+        ray = self._ray
+        group = ray.util.placement_group(
+            [{"CPU": CPU_SHARE, **({"GPU": _gpus(info)} if _gpus(info) else {})} for info in infos],
+            strategy="PACK",
+            name=_group_name(infos[0]),
+            lifetime="detached",
+            # alone, PACK fills machine after machine, across the borders of pools
+            **({"bundle_label_selector": [{NODE_LABEL: node} for node in nodes]} if nodes else {}),
+        )
+        ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
+        while not ray.wait([ready], timeout=POLL_S)[0]:
+            _need_head(self._head)
+            self._note(f"waiting for {len(infos)} free device(s)")
+            if time.monotonic() > deadline:
+                raise BadInput(
+                    f"a placement of {len(infos)} devices found no room in {START_TIMEOUT_S} s",
+                    f"the cluster has {ray.available_resources()} free",
+                    "close other workbenches (`wb ls`), or use fewer devices",
+                )
+        return group
+
+    def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
+        """The machine of each host, those of a pool on one where they can be; empty where that makes no difference, or
+        devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts."""
+        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        if len(alive) < 2:
+            return []
+        kind, available = "GPU" if _gpus(infos[0]) else "CPU", self._ray._private.state.available_resources_per_node()
+        free = {node: round(available.get(node, {}).get(kind, 0)) for node in alive}
+        pools = [len(list(ranks)) for _, ranks in groupby(infos, key=lambda info: info.pool)]
+        found = nodes_of_pools(pools, free)
+        if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
+            table = self._ray.util.placement_group_table().values()
+            here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
+            hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
+            found = nodes_of_pools(pools, {node: max(0, cores - hosts[node]) for node, cores in free.items()}) or found
+        return [node for nodes in found or [] for node in nodes]
+
+    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
+        lost = set[str]()
+        for info in infos:
+            try:
+                actor = self._ray.get_actor(_actor_name(self._lab, info.name), namespace=NAMESPACE)
+                self.processes[info.name] = self._ray.get(actor.process.remote(), timeout=ATTACH_TIMEOUT_S)
+                self._actors[info.name] = actor
+            except (ValueError, self._ray.exceptions.RayError) as error:
+                lost.add(info.name)
+                if len(lost) == len(infos):
+                    raise HostDied(
+                        f"all hosts of workbench {self._lab} are gone", "nothing of it lives",
+                        "open it again with if_exists='replace', or go on from a checkpoint with wb.restore(path)",
+                    ) from error  # fmt: skip
+        return lost
+
+    def _pending(self, host: str, ref: Any) -> RayPending:
+        return RayPending(self._ray, ref, host, self._head)
+
+    def drive(self) -> None:
+        """Have the hosts do what this kernel says, and no other's."""
+        asked = [self._pending(host, actor.drive.remote(self._driver)) for host, actor in self._actors.items()]
+        for pending in asked:
+            pending.result()
+
+    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
+        return self._pending(host, self._actor(host).compute.remote(self._driver, "execute", call))
+
+    def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        return self._pending(host, self._actor(host).control.remote(self._driver, method, *args, **kwargs))
+
+    def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        return self._pending(host, self._actor(host).compute.remote(self._driver, method, *args, **kwargs))
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
+        refs = [p.ref for p in pending if isinstance(p, RayPending)]
+        wanted = len(refs) if count is None else count
+        return len(self._ray.wait(refs, num_returns=wanted, timeout=timeout_s)[0]) >= wanted
+
+    def close(self) -> None:
+        end_hosts(self._lab, self.cluster, self._actors, self.processes.values())
+        self._actors.clear()

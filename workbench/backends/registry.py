@@ -1,0 +1,212 @@
+"""Which workbenches live on this machine: one small folder each, so that a new kernel, and `wb ls`, find them.
+
+A folder belongs to one opening, not to a name: who closes a workbench removes its own record and nobody else's, also
+when another workbench of that name has been opened in the meantime.
+
+    labs/<id>/lab.json          name, processes, address: read by all
+    labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions: for `attach`
+    labs/<id>/state.json        counters that a new kernel goes on from; beside it, the files of `session.handover`
+    labs/<id>/owner.json        which kernel drives it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from workbench.errors import BadInput, MissingDependency, NotFound
+from workbench.support.home import home
+from workbench.support.machine import Process
+
+if TYPE_CHECKING:
+    from workbench.config.description import Description
+    from workbench.controller import Workbench
+
+opened: dict[str, Workbench] = {}  # by name: those that this process opened or attached to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A workbench on Ray that was opened and not closed.
+
+    id: of this opening. digests: of its descriptions. address: of its cluster; None: this user's own Ray head.
+    hosts: the process of each host, by the host's name.
+    """
+
+    id: str
+    name: str
+    digests: tuple[str, ...]
+    run_folder: str
+    address: str | None
+    hosts: dict[str, Process]
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether all its hosts run; None: some are on other machines, and none is known to have ended."""
+        states = {process.alive for process in self.hosts.values()}
+        return False if False in states else None if None in states else True
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept."""
+        return _folder(self.id)
+
+
+def check_name(name: str) -> str:
+    """Return `name`, or raise `BadInput` if no workbench can be called that."""
+    if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
+        raise BadInput(f"name {name!r}", "a workbench's name has letters, digits, '-', '_' and '.', and is not empty")
+    return name
+
+
+def write(record: Record, description: Description) -> None:
+    """Record a workbench as it stands now."""
+    record.folder.mkdir(parents=True, exist_ok=True)
+    (record.folder / "description.new").write_bytes(cloudpickle.dumps(description))
+    (record.folder / "description.new").replace(record.folder / "description.pkl")
+    _replace(record.folder / "lab.json", asdict(record))
+
+
+def rewrite(description: Description, hosts: dict[str, Process]) -> None:
+    """Record the hosts that a workbench has after a move; nothing is recorded of one that was closed elsewhere."""
+    record = next((record for record in records() if record.id == description.id), None)
+    if record is not None:
+        write(replace(record, hosts=hosts, digests=description.digests), description)
+
+
+def records() -> list[Record]:
+    """Every workbench that is recorded, by name."""
+    found = []
+    for path in (home() / "labs").glob("*/lab.json"):
+        try:
+            values = json.loads(path.read_text())
+            hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
+            found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
+        except (OSError, ValueError, KeyError, TypeError):  # removed this moment, or written by another version
+            continue
+    return sorted(found, key=lambda record: record.name)
+
+
+def find(name: str) -> Record | None:
+    """The record of the workbench of that name, if there is one."""
+    check_name(name)
+    return next((record for record in records() if record.name == name), None)
+
+
+def with_id(id: str) -> Record:
+    """The record of one opening, or `NotFound`."""
+    for record in records():
+        if record.id == id:
+            return record
+    raise NotFound(f"no workbench with the id {id!r}", "it was closed", "see `wb ls --json`")
+
+
+def get(name: str) -> Record:
+    """The record of the workbench of that name, or `NotFound`."""
+    record = find(name)
+    if record is None:
+        names = ", ".join(record.name for record in records())
+        raise NotFound(
+            f"no workbench named {name!r}",
+            f"there are: {names or 'none'}; one with backend='inline' is known only to the process that opened it",
+            "open one with wb.open(...)",
+        )
+    return record
+
+
+def description(record: Record) -> Description:
+    """What a workbench was opened with. Raises `MissingDependency` where code that it names cannot be imported."""
+    try:
+        value: Description = pickle.loads((record.folder / "description.pkl").read_bytes())
+    except OSError:
+        raise NotFound(f"no workbench named {record.name!r}", "it was closed this moment", "open it anew") from None
+    except (ImportError, AttributeError) as error:
+        module = f"module {error.name!r}" if isinstance(error, ImportError) and error.name else str(error)
+        raise MissingDependency(
+            f"workbench {record.name!r} was opened with code that this process cannot import: {module}",
+            "its functions and worker classes are found by the names of their modules",
+            "run from the folder of that module or with PYTHONPATH=<folder>; or define the function in the notebook, "
+            f"and open again. `wb stop {record.name}` works in any case",
+        ) from error
+    return value
+
+
+def forget(lab: str) -> None:
+    """Remove the record of the workbench with this id, and no other's of its name."""
+    shutil.rmtree(_folder(lab), ignore_errors=True)
+
+
+def save_state(lab: str, state: dict[str, Any]) -> None:
+    """Keep the counters that a new kernel goes on from; nothing is kept of a workbench that was closed elsewhere."""
+    with contextlib.suppress(FileNotFoundError):
+        _replace(_folder(lab) / "state.json", state)
+
+
+def load_state(lab: str) -> dict[str, Any]:
+    """What `save_state` kept; empty when there is nothing."""
+    try:
+        state: dict[str, Any] = json.loads((_folder(lab) / "state.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The kernel that drives a workbench. controller: of its processes' workbenches, which one. since_s: unix time."""
+
+    controller: str
+    process: Process
+    since_s: float
+
+    @property
+    def lives(self) -> bool:
+        """Whether it may still call stages: not, where its process has ended."""
+        return self.process.alive is not False
+
+    @property
+    def mine(self) -> bool:
+        """Whether it is this process."""
+        return self.process == Process.current()
+
+
+def own(lab: str, controller: str) -> None:
+    """Record that this process's controller drives the workbench with this id."""
+    with contextlib.suppress(FileNotFoundError):
+        owner = Owner(controller=controller, process=Process.current(), since_s=time.time())
+        _replace(_folder(lab) / "owner.json", asdict(owner))
+
+
+def owner(lab: str) -> Owner | None:
+    """Which kernel drives the workbench with this id; None where none is known."""
+    try:
+        values = json.loads((_folder(lab) / "owner.json").read_text())
+        return Owner(**{**values, "process": Process(**values["process"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def last_used_s(lab: str) -> float:
+    """When a stage of it was last called, unix time; 0.0: nothing is known."""
+    try:
+        return (_folder(lab) / "state.json").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _folder(lab: str) -> Path:
+    return home() / "labs" / lab
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    """Write so that a reader sees the old text or the new, never half of one."""
+    path.with_suffix(".new").write_text(json.dumps(values, indent=1))
+    path.with_suffix(".new").replace(path)

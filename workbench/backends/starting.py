@@ -1,0 +1,159 @@
+"""Bringing up the hosts of a workbench: each pool's process group, then the models; one error for all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from workbench.backends import Backend, Pending
+from workbench.config.description import Description
+from workbench.errors import HostDied, StageError, WorkbenchError
+from workbench.messages.calls import HostInfo
+from workbench.placement import Layout
+from workbench.workers.roles import ROLE_WORKERS
+
+POLL_S = 0.2
+# After the first failure the others get this long, so that equal failures are told together.
+GRACE_S = 2.0
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one host was asked to do, such as "loading critic"."""
+
+    what: str
+    host: HostInfo
+    pending: Pending
+
+
+def join_pools(backend: Backend, infos: Sequence[HostInfo], note: Note) -> None:
+    """Join every pool's process group. Raises as `settle` does."""
+    first = [
+        Step("opening the pool's store", ranks[0], backend.work(ranks[0].name, "open_store")) for ranks in _pools(infos)
+    ]
+    stores = settle(backend, first, note)
+    joining = [
+        Step("joining its pool", info, backend.work(info.name, "join", *store))
+        for ranks, store in zip(_pools(infos), stores, strict=True)
+        for info in ranks
+    ]
+    settle(backend, joining, note)
+
+
+def load_roles(
+    backend: Backend,
+    infos: Sequence[HostInfo],
+    description: Description,
+    note: Note,
+    *,
+    roles: Mapping[str, Collection[str]] | None = None,
+    beside: Collection[str] = (),
+) -> None:
+    """Load the models of roles; those of different pools at the same time. Raises as `settle` does.
+
+    roles: which, by pool; None: all. beside: the pools whose hosts have roles already, which these are to replace.
+    """
+    lead = description.models[description.lead]
+    options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
+    loading = []
+    for pool in description.placement.pools:
+        # advantages are computed where the actor is, or who stands in for it
+        here = {role: description.models[role] for role in pool.roles}
+        if description.lead in here:
+            here["numeric"] = lead
+        for role, model in here.items():
+            if roles is not None and role not in roles[pool.name]:
+                continue
+            worker_class = model.worker if model.worker and role != "numeric" else ROLE_WORKERS[role]
+            layout = Layout(d=pool.devices) if role == "numeric" else description.layout_of(role)
+            # all ranks of a pool go through the roles in the same order: DeepSpeed needs them together
+            for info in (info for info in infos if info.pool == pool.name):
+                note(f"loading {role}")
+                waits = pool.name in beside
+                pending = backend.work(
+                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, **options
+                )
+                loading.append(Step(f"loading {role}", info, pending))
+                if _failure(loading[-1]):  # inline, where a call is over when it returns
+                    settle(backend, loading, note)
+    settle(backend, loading, note)
+
+
+def settle(backend: Backend, steps: Sequence[Step], note: Note) -> list[Any]:
+    """Wait for all steps, telling `note` what the hosts are at, and return their answers.
+
+    A rank that fails leaves the others of its pool in a collective, so the first failure ends the waiting. Raises
+    `HostDied`, or an error of the failure's own class where it is ours, else `StageError` with the remote traceback as
+    a note; the message names the role, the pool and the ranks.
+    """
+    failed_s: float | None = None
+    while not backend.wait([step.pending for step in steps], POLL_S):
+        note(_doing(backend, steps) or steps[0].what)
+        if failed_s is None and any(_failure(step) for step in steps):
+            failed_s = time.monotonic()
+        if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
+            break
+    failures = [(step, failure) for step in steps if (failure := _failure(step))]
+    if failures:
+        raise _one_error(failures)
+    return [step.pending.result() for step in steps]
+
+
+def _pools(infos: Sequence[HostInfo]) -> Iterator[list[HostInfo]]:
+    for _, ranks in groupby(infos, key=lambda info: info.pool):
+        yield list(ranks)
+
+
+def _doing(backend: Backend, steps: Sequence[Step]) -> str:
+    """What the hosts say that they are at; empty where none answers at once."""
+    asked = [backend.ask(name, "status") for name in dict.fromkeys(step.host.name for step in steps)]
+    backend.wait(asked, POLL_S)
+    said: dict[str, None] = {}
+    for answer in asked:
+        with suppress(WorkbenchError):
+            if answer.done():
+                said[answer.result()[0]] = None
+    return ", ".join(filter(None, said))
+
+
+def _failure(step: Step) -> Exception | None:
+    if step.pending.done():
+        try:
+            step.pending.result()
+        except Exception as error:
+            return error
+    return None
+
+
+def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
+    # what other ranks run into follows from a host's death
+    failures = sorted(failures, key=lambda failure: not isinstance(failure[1], HostDied))
+    step, first = failures[0]
+    same = [s for s, error in failures if (s.what, type(error), str(error)) == (step.what, type(first), str(first))]
+    ranks = "; ".join(
+        f"pool {pool}, rank {', '.join(str(s.host.rank) for s in group)}"
+        for pool, group in groupby(same, key=lambda s: s.host.pool)
+    )
+    where = f"{step.what} failed on {ranks}"
+    others = len(failures) - len(same)
+    rule = f"{others} other step(s) failed otherwise" if others else ""
+    remedy = f"its output is in {step.host.log_path}" if step.host.log_path else ""
+    error: WorkbenchError
+    if isinstance(first, HostDied):
+        error = HostDied(f"{where}: {first.value}", first.rule, remedy)
+    elif isinstance(first, WorkbenchError):
+        error = type(first)(f"{where}: {first.value}", first.rule or rule, first.remedy)
+    else:
+        error = StageError(f"{where}: {type(first).__name__}: {first}", rule, remedy)
+        for note in getattr(first, "__notes__", ()):
+            error.add_note(note)
+        first.__notes__ = []  # told once
+    error.__cause__ = first
+    return error

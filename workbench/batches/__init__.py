@@ -1,0 +1,1 @@
+"""Batches: columns, where their rows lie, the handle in the notebook, the store, files."""

@@ -1,0 +1,316 @@
+"""Batches from batches: rows chosen, ordered, cut and joined; columns chosen, renamed and joined. No tensor moves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from workbench.batches.balance import balanced_shares
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.location import Location
+from workbench.batches.references import Column, Source
+from workbench.errors import BadInput
+from workbench.messages.protocols import minibatch_rows
+from workbench.support.validation import whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.batches.batch import Batch
+
+
+class BatchTools(ABC):
+    """The methods of a `Batch` that make another: each only changes which rows of which shards are meant."""
+
+    rows: int
+    _source: Source
+
+    @property
+    @abstractmethod
+    def columns(self) -> Mapping[str, Column]: ...
+
+    @property
+    @abstractmethod
+    def meta(self) -> Mapping[str, Any]: ...
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def ready(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]: ...
+
+    @abstractmethod
+    def need(self, columns: Iterable[str], reader: str) -> None: ...
+
+    @abstractmethod
+    def fetch(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> Table: ...
+
+    @abstractmethod
+    def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame: ...
+
+    @abstractmethod
+    def _derive(
+        self,
+        tool: str,
+        columns: Mapping[str, Column],
+        meta: Mapping[str, Any] | None = None,
+        others: Sequence[Batch] = (),
+    ) -> Batch:
+        """The next version, made by `tool` of this batch and of `others`."""
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
+        """A choice of rows, by number, in the order given."""
+        index = self._row_numbers(rows)
+        return self._derive("take", rows_of(self.columns, index))
+
+    def _row_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        index = np.asarray(rows)
+        right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
+        if not right or index.min() < 0 or index.max() >= self.rows:
+            raise BadInput(f"rows {rows!r} of {self!r}", f"must be one or more row numbers from 0 to {self.rows - 1}")
+        return index.astype(np.int64)
+
+    def repeat(self, n: int) -> Batch:
+        """Every row n times, copies side by side."""
+        if n < 1:
+            raise BadInput(f"repeat({n})", "must be at least 1")
+        return cast("Batch", self) if n == 1 else self.take(np.repeat(np.arange(self.rows), n))
+
+    def filter(
+        self,
+        keep: Sequence[bool] | np.ndarray | pd.Series | Callable[[pd.DataFrame], Any],
+        columns: Iterable[str] = (),
+    ) -> Batch:
+        """The rows for which `keep` is true.
+
+            batch.filter(lambda rows: rows.rewards > 0, columns=["rewards"])
+
+        keep: one truth value a row (list, array, tensor, series); or a function that gives them for `df(columns)`:
+        then these columns, and no others, are brought here.
+        """
+        if callable(keep):
+            if not (names := list(columns)):
+                raise BadInput("filter(function) without columns", "the function is given a frame of named columns",
+                               'name those that it reads: columns=["rewards"]')  # fmt: skip
+            keep = keep(self.df(names))
+        mask = np.asarray(keep)
+        if mask.dtype != bool or mask.shape != (self.rows,):
+            raise BadInput(
+                f"a filter of shape {list(mask.shape)} and dtype {mask.dtype} for {self!r}",
+                f"one True or False a row, {self.rows} in all",
+            )
+        if not mask.any():
+            raise BadInput(f"a filter that keeps none of {self!r}", "a batch has at least one row")
+        return self.take(np.flatnonzero(mask))
+
+    def split(self, n: int) -> list[Batch]:
+        """n batches of consecutive rows, as equally many as can be."""
+        whole("n", n, 1)
+        if n > self.rows:
+            raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
+        return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
+
+    def split_by(self, column: str) -> dict[Any, Batch]:
+        """For each value of a column, in order of appearance, the batch of its rows: `split_by("prompt_uid")`.
+
+        Brings this one column here.
+        """
+        groups: dict[Any, list[int]] = {}
+        try:
+            for row, value in enumerate(self._values(column, "split_by")):
+                groups.setdefault(value, []).append(row)
+        except TypeError as error:
+            raise BadInput(
+                f"split_by({column!r}): {error}", "its values become keys: numbers or text", "choose another column"
+            ) from error
+        return {value: self.take(rows) for value, rows in groups.items()}
+
+    def shuffle(self, seed: int) -> Batch:
+        """The rows in an order that only the seed, and how many there are, decides."""
+        whole("seed", seed, 0)
+        return self.take(np.random.default_rng(seed).permutation(self.rows))
+
+    def sort_by(self, column: str, descending: bool = False) -> Batch:
+        """The rows in order of a column of numbers or text; equal ones keep theirs, NaN come last. Brings this column
+        here."""
+        values = self._values(column, "sort_by")
+        ordered = [row for row, value in enumerate(values) if value == value]
+        unordered = [row for row, value in enumerate(values) if value != value]
+        try:
+            ordered.sort(key=values.__getitem__, reverse=descending)
+            return self.take(ordered + unordered)
+        except TypeError as error:
+            raise BadInput(
+                f"sort_by({column!r}): {error}", "its values have one order: all numbers or all text"
+            ) from error
+
+    def _values(self, column: str, reader: str) -> list[Any]:
+        """A column of one value a row, brought here."""
+        self.need([column], reader)
+        if self.columns[column].row_shape != ():
+            raise BadInput(
+                f"{reader}({column!r})",
+                f"reads one value a row; {column!r} has rows of shape {list(self.columns[column].row_shape)}",
+                f"by length: batch.take(np.argsort(batch.lengths({column!r})))" if reader == "sort_by" else "",
+            )
+        values = self.fetch([column])[column]
+        assert not isinstance(values, Ragged)
+        return values if isinstance(values, list) else values.tolist()
+
+    def lengths(self, column: str) -> np.ndarray:
+        """Tokens of each row of a ragged column, [rows] int64; counted on the hosts, no token moves."""
+        self.need([column], "lengths")
+        if self.columns[column].row_shape != ("*",):
+            raise BadInput(f"lengths({column!r})", "its rows are no token sequences", "choose a column of shape [*]")
+        return self._source.lengths(column, self.columns[column].location)
+
+    def balance(self, ranks: int, minibatches: int = 1) -> Batch:
+        """The rows in an order in which ranks that step together get nearly equally many tokens.
+
+        ranks: replicas that share a minibatch (d of the group's layout). minibatches: of the update that will read it.
+        Each minibatch keeps its rows, so an update computes the same gradients; which rank has which of them changes.
+        Tokens are those of prompt and response; the hosts count them.
+        """
+        whole("ranks", ranks, 1)
+        whole("minibatches", minibatches, 1)
+        cut = minibatch_rows(self.rows, minibatches)
+        if len(cut[0]) < ranks:
+            raise BadInput(
+                f"balance of {self.rows} rows in {minibatches} minibatches over {ranks} ranks",
+                "every rank has at least one row of a minibatch",
+                f"use at least {ranks * minibatches} rows",
+            )
+        self.need(["prompt_ids"], "balance")
+        counted = [name for name in ("prompt_ids", "response_ids") if name in self.columns]
+        tokens = np.sum([self.lengths(name) for name in counted], axis=0)
+        return self.take(np.concatenate([rows[s] for rows in cut for s in balanced_shares(tokens[rows], ranks)]))
+
+    # --- columns ------------------------------------------------------------------------------------------------------
+
+    def select(self, *columns: str) -> Batch:
+        """Only these columns, in this order."""
+        if not columns:
+            raise BadInput("select() of no column", "a batch has at least one column")
+        self.need(columns, "select")
+        return self._derive("select", *self.ready(columns))
+
+    def drop(self, *columns: str) -> Batch:
+        """Without these columns."""
+        self.need(columns, "drop")
+        return self.select(*(name for name in self.names if name not in columns))
+
+    def rename(self, **names: str) -> Batch:
+        """Columns under other names, `rename(old="new")`."""
+        self.need(names, "rename")
+        columns: dict[str, Column] = {}
+        for old, column in self.columns.items():
+            new = names.get(old, old)
+            if new in columns:
+                raise BadInput(f"rename: two columns {new!r}", "a batch has one column of a name", "choose other names")
+            columns[new] = replace(column, location=column.location.kept_as(old)) if new != old else column
+        return self._derive("rename", columns)
+
+    def join(self, other: Batch) -> Batch:
+        """This batch with the columns of another added, row by row. Where meta differ, its own stay.
+
+            batch.join(greedy.select("rewards").rename(rewards="baseline_rewards"))
+
+        Raises `BadInput` for names that both have, and for another number of rows.
+        """
+        self._check_beside([other], "join")
+        if self.rows != other.rows:
+            raise BadInput(f"join of {self!r} and {other!r}", "both have equally many rows")
+        if both := [name for name in other.columns if name in self.columns]:
+            raise BadInput(
+                f"join: both batches have {', '.join(map(repr, both))}",
+                "a batch has one column of a name",
+                f"drop them, or other.rename({both[0]}='other_{both[0]}')",
+            )
+        return self._derive("join", {**self.columns, **other.columns}, {**other.meta, **self.meta}, [other])
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """The rows of several batches, end to end, as the next version of the first, whose meta stay.
+
+        Raises `BadInput` unless all are of one workbench, have the same columns of the same dtypes and row shapes, and
+        were sampled, and scored by `compute_log_prob`, at one temperature.
+        """
+        if not batches:
+            raise BadInput("concat of no batches", "give at least one")
+        first, *others = batches
+        first._check_beside(others, "concat")
+        every = dict.fromkeys(name for batch in batches for name in batch.columns)
+        for number, batch in enumerate(batches):
+            if missing := [name for name in every if name not in batch.columns]:
+                raise BadInput(
+                    f"concat: batch {number} ({batch!r}) lacks {', '.join(map(repr, missing))}",
+                    "all have the same columns",
+                    "make them, or drop them from the others",
+                )
+        for travelling, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
+            temperatures = {batch.meta[travelling] for batch in batches if travelling in batch.meta}
+            if len(temperatures) > 1:
+                raise BadInput(
+                    f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
+                    "log-probabilities of a batch are taken at one temperature",
+                    "keep them apart",
+                )
+        together: dict[tuple[Any, ...], Location] = {}
+        columns = {}
+        for name, column in first.columns.items():
+            parts = [batch.columns[name] for batch in batches]
+            for number, part in enumerate(parts):
+                if (part.dtype, part.row_shape) != (column.dtype, column.row_shape):
+                    raise BadInput(
+                        f"concat: column {name!r} is {_kind(part)} in batch {number} and {_kind(column)} in batch 0",
+                        "all have one dtype and one shape of a row",
+                    )
+            locations = [part.location for part in parts]
+            renamed = any(location.names for location in locations)
+            key = (name if renamed else "", *map(id, locations))
+            if key not in together:
+                if renamed:
+                    locations = [location.kept_as(name) for location in locations]
+                together[key] = Location.concat(locations)
+            columns[name] = replace(
+                column,
+                nbytes=sum(part.nbytes for part in parts),
+                owner=", ".join(dict.fromkeys(part.owner for part in parts)),
+                location=together[key],
+            )
+        return first._derive("concat", columns, others=others)
+
+    def _check_beside(self, others: Iterable[Batch], reader: str) -> None:
+        for other in others:
+            if not isinstance(other, BatchTools):
+                raise BadInput(f"{reader} with {other!r:.60}", "takes batches")
+            if other._source is not self._source:
+                raise BadInput(
+                    f"{reader} of batches of two workbenches",
+                    "the columns of a batch lie on the hosts of one",
+                    "carry one over with batch.save(path) and lab.load(path)",
+                )
+
+
+def rows_of(columns: Mapping[str, Column], index: np.ndarray) -> dict[str, Column]:
+    """A choice of rows of columns; those that lie together still do."""
+    moved: dict[int, Location] = {}
+    chosen = {}
+    for name, column in columns.items():
+        location = column.location
+        if id(location) not in moved:
+            moved[id(location)] = location.take(index)
+        share = round(column.nbytes * len(index) / len(location))
+        chosen[name] = replace(column, nbytes=share, location=moved[id(location)])
+    return chosen
+
+
+def _kind(column: Column) -> str:
+    return f"{column.dtype} [{', '.join(map(str, ('rows', *column.row_shape)))}]"

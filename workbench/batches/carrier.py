@@ -1,0 +1,132 @@
+"""Tables in tensordict's form: how hosts keep the columns of a shard, cut rows out of them and join what they pulled.
+
+    Tensor   [rows, ...]   as it is
+    Ragged   [rows, *]     a nested tensor of jagged layout over the same memory
+    list     [rows]        a stack of non-tensor entries
+
+Workers read and return plain tables (`columns.Table`); `carry` and `columns_of` go from one form to the other without
+a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from workbench.batches.columns import Column, Ragged, Table, nbytes
+from workbench.batches.location import Pull
+
+# making a nested tensor makes torch log a notice to its own authors, once a process; it would stand in the notebook
+logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in record.getMessage())
+
+
+def carry(table: Mapping[str, Column], rows: int | None = None) -> TensorDict:
+    """The columns of a table, which all have equally many rows, as one tensordict of that batch size."""
+    rows = len(next(iter(table.values()))) if rows is None else rows
+    return TensorDict({name: _carried(column) for name, column in table.items()}, batch_size=[rows])
+
+
+def _carried(column: Column) -> Any:
+    if isinstance(column, Ragged):
+        offsets = torch.nn.functional.pad(torch.cumsum(column.lengths, 0), (1, 0))
+        return torch.nested.nested_tensor_from_jagged(column.values, offsets)
+    if isinstance(column, Tensor):
+        return column
+    # one by one: a list among the entries is an entry, and no axis
+    return NonTensorStack(*[NonTensorData(entry) for entry in column])
+
+
+def columns_of(carried: TensorDict) -> Table:
+    """The columns as workers see them."""
+    return {str(name): _column(carried.get(name)) for name in carried.keys()}  # noqa: SIM118 (it iterates over rows)
+
+
+def _column(value: Any) -> Column:
+    if isinstance(value, NonTensorStack | NonTensorData):
+        entries: list[Any] = value.tolist()
+        return entries
+    return Ragged(value.values(), value.offsets().diff()) if value.is_nested else value
+
+
+def side_by_side(positions: np.ndarray) -> bool:
+    """Whether rows follow each other in a shard, so that `rows_at` gives a view of them."""
+    return bool(len(positions)) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions)))
+
+
+def own_copy(table: Mapping[str, Column]) -> Table:
+    """The columns in memory of their own; the entries of lists are shared."""
+    copied: Table = {}
+    for name, column in table.items():
+        if isinstance(column, Ragged):
+            copied[name] = Ragged(column.values.clone(), column.lengths.clone())
+        else:
+            copied[name] = column.clone() if isinstance(column, Tensor) else list(column)
+    return copied
+
+
+def rows_at(carried: TensorDict, positions: np.ndarray) -> TensorDict:
+    """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
+    if side_by_side(positions):
+        first, last = int(positions[0]), int(positions[0]) + len(positions)
+        return carried if last - first == len(carried) else carried[first:last]
+    # copied: those that came through shared memory are read-only, of which torch warns
+    return carried[torch.from_numpy(np.array(positions, dtype=np.int64))]
+
+
+def end_to_end(parts: Sequence[TensorDict]) -> TensorDict:
+    """The rows of several tables of the same columns, end to end."""
+    return parts[0] if len(parts) == 1 else cast(TensorDict, torch.cat(list(parts)))
+
+
+def under_names(pull: Pull, kept: TensorDict, names: Sequence[str]) -> TensorDict:
+    """What a shard gave for `pull.kept(names)`, under the names of today."""
+    if not pull.name:
+        return kept
+    return TensorDict({name: kept.get(pull.name) for name in names}, batch_size=kept.batch_size)
+
+
+def carried_bytes(carried: TensorDict) -> int:
+    """Bytes of all columns, see `nbytes`."""
+    return sum(map(nbytes, columns_of(carried).values()))
+
+
+def to_wire(carried: TensorDict) -> dict[str, Any]:
+    """numpy arrays in place of tensors: pickle protocol 5 then moves the bytes without a copy."""
+
+    def plain(tensor: Tensor) -> tuple[str, np.ndarray]:
+        tensor = tensor.detach().cpu().contiguous()
+        name = str(tensor.dtype).removeprefix("torch.")
+        return name, (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+    wire: dict[str, Any] = {}
+    for name, column in columns_of(carried).items():
+        if isinstance(column, Ragged):
+            wire[name] = ("ragged", plain(column.values), plain(column.lengths))
+        elif isinstance(column, Tensor):
+            wire[name] = ("tensor", plain(column))
+        else:
+            wire[name] = ("list", column)
+    return wire
+
+
+def from_wire(wire: Mapping[str, Any]) -> TensorDict:
+    """The inverse of `to_wire`. What came through shared memory is read-only, so tensors are copied out of it."""
+
+    def tensor(plain: tuple[str, np.ndarray]) -> Tensor:
+        name, array = plain
+        out = torch.from_numpy(array.copy())
+        return out.view(torch.bfloat16) if name == "bfloat16" else out
+
+    columns: Table = {}
+    for name, (kind, *parts) in wire.items():
+        if kind == "ragged":
+            columns[name] = Ragged(tensor(parts[0]), tensor(parts[1]))
+        else:
+            columns[name] = tensor(parts[0]) if kind == "tensor" else parts[0]
+    return carry(columns)

@@ -1,0 +1,226 @@
+"""A batch in one file of the safetensors format, which other tools open as well.
+
+A column c of a batch is one or two tensors of the file:
+    Tensor   c.values  [rows, ...]
+    Ragged   c.values  the rows end to end              c.lengths  [rows] int64
+    list     c.values  each row as JSON, end to end     c.lengths  [rows] int64, in bytes of UTF-8
+What else there is to know stands in the file's metadata under "workbench", as JSON: format, rows, columns (the kind of
+each, in order), meta; and where columns are token ids, whose: name, size and digest of the vocabulary.
+
+Writer and reader hold one column, or one group of rows, of about CHUNK_BYTES in memory. `safetensors.torch.save_file`
+wants all tensors at once, hence a writer of our own; https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.references import TOKEN_COLUMNS
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    from workbench.batches.batch import Batch
+    from workbench.batches.references import Column
+    from workbench.batches.vocabulary import Vocabulary
+
+FORMAT = 1
+CHUNK_BYTES = 64 * 2**20
+
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A tensor to be written, whose bytes lie in a file of their own until all are known."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def itemsize(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
+
+
+def write(path: str | os.PathLike[str], batch: Batch) -> Path:
+    """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
+    target = Path(path).expanduser()
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else "lies in a folder that is not there"
+        raise BadInput(f"{str(target)!r} {what}", "a batch is saved as one file", "name a file in a folder that exists")
+    for name, column in batch.columns.items():
+        if column.dtype not in (*_DTYPES, "object"):
+            rule = f"safetensors has {', '.join(_DTYPES)}"
+            raise BadInput(f"column {name!r} of {column.dtype}", rule, f"leave it out: batch.drop({name!r})")
+    known = {
+        "format": FORMAT,
+        "rows": batch.rows,
+        "columns": {name: _kind(column) for name, column in batch.columns.items()},
+        "meta": {key: json.loads(_json(value, f"meta {key!r}", "")) for key, value in batch.meta.items()},
+    }
+    if set(TOKEN_COLUMNS) & set(batch.columns):
+        known["vocabulary"] = batch._source.vocabulary.identity
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        entries: list[_Entry] = []
+        for number, (name, column) in enumerate(batch.columns.items()):
+            entries += _spool(batch, name, column, Path(folder) / str(number))
+        entries.sort(key=lambda entry: -entry.itemsize)  # so that every tensor lies at a multiple of its item size
+        whole = Path(folder) / "whole"
+        with whole.open("wb") as out:
+            out.write(_header(entries, {"workbench": json.dumps(known)}))
+            for entry in entries:
+                with entry.file.open("rb") as part:
+                    shutil.copyfileobj(part, out, 2**20)
+            out.flush()
+            os.fsync(out.fileno())
+        whole.replace(target)
+    return target
+
+
+def _kind(column: Column) -> str:
+    if column.dtype == "object":
+        return "list"
+    return "ragged" if column.row_shape == ("*",) else "tensor"
+
+
+def _spool(batch: Batch, name: str, column: Column, file: Path) -> list[_Entry]:
+    """Fetch a column a chunk at a time; its bytes go to `file`."""
+    kind, dtype = _kind(column), "uint8" if column.dtype == "object" else column.dtype
+    lengths, shape = [], (0,)
+    with file.open("wb") as out:
+        for rows in _chunks(batch.rows, column.nbytes):
+            part = batch.fetch([name], rows=rows)[name]
+            if isinstance(part, list):
+                part = _as_json(part, name, rows)
+            if isinstance(part, Ragged):
+                lengths.append(part.lengths)
+                part = part.values
+            shape = (shape[0] + len(part), *part.shape[1:])
+            if part.numel():  # torch gives no view of nothing
+                out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    entries = [_Entry(key=f"{name}.values", dtype=dtype, shape=shape, file=file)]
+    if kind != "tensor":
+        beside = file.with_suffix(".lengths")
+        beside.write_bytes(torch.cat(lengths).numpy().tobytes())
+        entries.append(_Entry(key=f"{name}.lengths", dtype="int64", shape=(batch.rows,), file=beside))
+    return entries
+
+
+def _chunks(rows: int, nbytes: int) -> Iterator[range]:
+    """Consecutive rows, about CHUNK_BYTES each."""
+    step = max(1, math.floor(rows * min(1.0, CHUNK_BYTES / max(1, nbytes))))
+    return (range(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _header(entries: Sequence[_Entry], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.file.stat().st_size
+        header[entry.key] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_json(values: list[Any], name: str, rows: range) -> Ragged:
+    texts = [
+        _json(value, f"column {name!r}, row {row}", f"leave it out: batch.drop({name!r})").encode()
+        for row, value in zip(rows, values, strict=True)
+    ]
+    packed = torch.from_numpy(np.frombuffer(b"".join(texts), dtype=np.uint8).copy())
+    return Ragged(packed, torch.tensor([len(text) for text in texts], dtype=torch.int64))
+
+
+def _json(value: Any, where: str, remedy: str) -> str:
+    """Text that gives the same value back, or `BadInput`."""
+
+    def check(part: Any) -> None:
+        kind = type(part)
+        if kind is list:
+            for item in part:
+                check(item)
+        elif kind is dict and all(type(key) is str for key in part):
+            for item in part.values():
+                check(item)
+        elif kind not in (str, int, float, bool, type(None)):
+            what = "a dict whose keys are not all text" if kind is dict else f"a value of type {kind.__name__}"
+            rule = "is saved as JSON: text, numbers, True, False, None, and lists and dicts of these"
+            raise BadInput(f"{where} holds {what}", f"what is no tensor {rule}", remedy)
+
+    check(value)
+    return json.dumps(value)
+
+
+def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str, Any], Iterator[Table]]:
+    """The meta of a saved batch, and its rows, a group at a time.
+
+    Raises `BadInput` for any other file, and for one whose token ids are not those of `vocabulary`.
+    """
+    source = Path(path).expanduser()
+    if not source.is_file():
+        raise BadInput(f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
+    try:
+        file = safe_open(source, framework="pt")
+    except SafetensorError as error:
+        raise _not_ours(source, f"is no whole safetensors file: {error}") from error
+    text = (file.metadata() or {}).get("workbench")
+    if text is None:
+        raise _not_ours(source, "is a safetensors file, but no batch")
+    known = json.loads(text)
+    if known["format"] != FORMAT:
+        what = f"{str(source)!r} is a batch of format {known['format']}"
+        raise BadInput(what, f"this version reads format {FORMAT}", "use the version of workbench that saved it")
+    if "vocabulary" in known:
+        vocabulary.check_identity(known["vocabulary"], repr(str(source)))
+    rows, columns = known["rows"], known["columns"]
+    lengths = {name: _lengths(file, source, name, rows) for name, kind in columns.items() if kind != "tensor"}
+    starts = {name: np.concatenate([[0], np.cumsum(counts.numpy())]).tolist() for name, counts in lengths.items()}
+
+    def table(chunk: range) -> Table:
+        first, last = chunk.start, chunk.stop
+        out: Table = {}
+        for name, kind in columns.items():
+            values = file.get_slice(f"{name}.values")
+            if kind == "tensor":
+                out[name] = values[first:last]
+                continue
+            ragged = Ragged(values[starts[name][first] : starts[name][last]], lengths[name][first:last])
+            out[name] = _from_json(ragged) if kind == "list" else ragged
+        return out
+
+    return known["meta"], map(table, _chunks(rows, source.stat().st_size))
+
+
+def _lengths(file: Any, source: Path, name: str, rows: int) -> Tensor:
+    lengths: Tensor = file.get_tensor(f"{name}.lengths")
+    values = file.get_slice(f"{name}.values").get_shape()[0]
+    if len(lengths) != rows or int(lengths.sum()) != values or bool((lengths < 0).any()):
+        raise _not_ours(source, f"is damaged: the rows of {name!r} do not add up")
+    return lengths
+
+
+def _from_json(texts: Ragged) -> list[Any]:
+    return [json.loads(row.numpy().tobytes()) for row in texts.rows()]
+
+
+def _not_ours(source: Path, what: str) -> BadInput:
+    return BadInput(f"{str(source)!r} {what}", "lab.load reads what batch.save wrote", "name such a file")

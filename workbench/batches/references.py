@@ -1,0 +1,95 @@
+"""What a handle refers to: columns that lie on hosts, and who is still held by a handle."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from workbench.batches.location import Location, ShardId
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from workbench.batches.batch import Batch
+    from workbench.batches.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """dtype; shape of one row ("*": a length that varies); bytes of all rows; the role that made it; where it lies.
+
+    made_with: a text that is equal for equal code and arguments of the stage that made it; empty for what was put.
+    """
+
+    dtype: str
+    row_shape: tuple[int | str, ...]
+    nbytes: int
+    owner: str
+    location: Location
+    made_with: str = ""
+
+
+class Source(Protocol):
+    """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens, and whose
+    tokens they are; and to note of which batches another was made."""
+
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict: ...
+
+    def lengths(self, name: str, location: Location) -> np.ndarray: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None: ...
+
+
+# what the stages that come with workbench write: numbers, all of them
+NUMBER_COLUMNS = frozenset(
+    (
+        *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
+        *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
+        *("turns", "environment_rewards", "final_values", "final_cost_values"),
+        *("cost_values", "costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
+        *("chosen_rewards", "rejected_rewards", "chosen_costs", "rejected_costs"),
+        *("chosen_log_prob", "rejected_log_prob", "ref_chosen_log_prob", "ref_rejected_log_prob"),
+    )
+)
+# columns of token ids, which are shown as text
+TOKEN_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
+
+
+class ShardCounts:
+    """Counts the handles that refer to each shard; a shard that nobody refers to is due for release."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[ShardId] = Counter()
+        self._due: list[ShardId] = []
+        self._lock = threading.RLock()
+
+    def hold(self, location: Location) -> None:
+        """Count `location` until it is garbage collected."""
+        with self._lock:
+            self._counts.update(location.shards)
+        weakref.finalize(location, self._drop, location.shards).atexit = False
+
+    def _drop(self, shards: tuple[ShardId, ...]) -> None:
+        with self._lock:
+            self._counts.subtract(shards)
+            for shard in shards:
+                if self._counts[shard] <= 0:
+                    del self._counts[shard]
+                    self._due.append(shard)
+
+    def take_due(self) -> list[ShardId]:
+        """The shards due for release, each given out once."""
+        with self._lock:
+            due, self._due = self._due, []
+            return due

@@ -1,0 +1,341 @@
+"""What a workbench is asked to be: checked before any process starts, and compared when a name is opened again."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from workbench.config.requirements import check
+from workbench.errors import BadInput
+from workbench.messages.calls import HostInfo
+from workbench.models import load_config
+from workbench.models.spec import Model, check_settings
+from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
+from workbench.placement.role_model import RoleModel, head_of
+from workbench.settings.engines import SHARE_MEMORY, Generation, ShareMemory, Training
+from workbench.support.fingerprint import fingerprint
+from workbench.support.machine import cores
+from workbench.support.validation import at_least, one_of, whole
+from workbench.workers.roles import ROLE_WORKERS
+
+BACKENDS = ("ray", "inline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Everything that makes a workbench what it is; `models` by role, with all defaults filled in.
+
+    id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
+    defaults: dtype, training and generation of models that say nothing of them.
+    devices: how many there are; None: as many as the cluster that was joined has.
+    share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
+    idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
+    made others than the opening. opened: the digest of the description that it was opened with, where it has another by
+    now. None of these is part of the `digest`.
+    """
+
+    id: str
+    name: str
+    models: dict[str, Model]
+    placement: Placement
+    prompts: Any
+    backend: str
+    device: str
+    devices: int | None
+    seed: int
+    address: str | None
+    defaults: Mapping[str, Any]
+    share_memory: ShareMemory = False
+    idle_hours: float | None = None
+    moved: tuple[HostInfo, ...] = ()
+    opened: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        *,
+        models: Mapping[str, Any],
+        placement: Placement | None,
+        prompts: Any,
+        training: Training | None,
+        generation: Generation | None,
+        dtype: str,
+        backend: str,
+        device: str | None,
+        devices: int | None,
+        seed: int,
+        address: str | None,
+        share_memory: ShareMemory = False,
+        idle_hours: float | None = None,
+    ) -> Description:
+        """Fill in defaults and check everything that can be checked without starting a process."""
+        one_of("backend", backend, BACKENDS)
+        one_of("share_memory", share_memory, SHARE_MEMORY)
+        if idle_hours is not None:
+            try:
+                at_least("idle_hours", idle_hours, 0, strictly=True)
+            except BadInput as error:
+                raise BadInput(error.value, error.rule, "None for a workbench that never closes itself") from None
+        if not isinstance(models, Mapping):
+            raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
+        for role in models:
+            check_role(role)
+        if ROLLOUT in models:
+            raise BadInput(
+                f"models={{{ROLLOUT!r}: ...}}",
+                "rollout workers have the actor's model, dtype and generation settings",
+                "leave it out, and name 'rollout' in a pool of the placement",
+            )
+        if not models:
+            raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
+        whole("seed", seed, 0)
+        check_settings("training", training, Training)
+        check_settings("generation", generation, Generation)
+        defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
+        filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
+        if placement is not None:
+            _require_placement(placement)
+        if placement is not None and placement.has_rollout:
+            filled = _with_rollout(filled)
+        if all(model.name is None for model in filled.values()):
+            raise BadInput(
+                f"models={{{', '.join(filled)}}}, all of them functions",
+                "the tokenizer of a model makes the tokens that all roles read",
+                "declare an actor",
+            )
+        # An inline workbench has one device; everything else may declare its slots.
+        placement = (placement or Placement.colocate(1)).restrict(filled)
+        if address is not None and device is None:
+            raise BadInput(
+                f"address={address!r} without device=",
+                "what devices another cluster has cannot be seen from here",
+                "add device='cuda' or device='cpu'",
+            )
+        device = device or _local_device()
+        one_of("device", device, ("cpu", "cuda"))
+        if device == "cuda" and address is None and not _device_count("cuda"):
+            raise BadInput(
+                "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
+            )
+        description = cls(
+            id=f"{name}-{secrets.token_hex(4)}",
+            name=name,
+            models=filled,
+            placement=placement,
+            prompts=prompts,
+            backend=backend,
+            device=device,
+            devices=devices or (_device_count(device) if address is None else None),
+            seed=seed,
+            address=address,
+            defaults=defaults,
+            share_memory=share_memory,
+            idle_hours=idle_hours,
+        )
+        check(description)
+        return description
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether roles of a device are there one after another, see `workbench.open`."""
+        return bool(self.share_memory) and self.device == "cuda"
+
+    @property
+    def lead(self) -> str:
+        """The role whose tokenizer makes the tokens that all read: the actor, else the first that has a model."""
+        return "actor" if "actor" in self.models else next(r for r, model in self.models.items() if model.name)
+
+    @property
+    def generation(self) -> Generation | None:
+        """The settings of the engine that generates for the actor, on its ranks or on rollout workers; None: there is
+        no actor."""
+        generating = self.models.get(ROLLOUT) or self.models.get("actor")
+        return None if generating is None else generating.generation
+
+    @property
+    def actor_is_reference(self) -> bool:
+        """Whether the reference is the actor without its adapter: it has one, and no other reference is declared."""
+        actor = self.models.get("actor")
+        return actor is not None and actor.adapter is not None and "reference" not in self.models
+
+    def layout_of(self, role: str) -> Layout:
+        """The layout of a role over the devices of its pool. An actor that is cut over ranks generates on them too: in
+        replicas of one stage and `Generation.tensor_parallel_size` tensor ranks (but where rollout workers do)."""
+        layout, model = self.placement.layout_of(role), self.models.get(role)
+        if role != "actor" or model is None or layout.p * layout.t == 1 or not self.is_ours(role):
+            return layout
+        if model.generation is None:
+            return layout
+        where, t_g = f"layouts['actor']={layout}", model.generation.tensor_parallel_size
+        if layout.p_g not in (None, 1):
+            raise BadInput(
+                where,
+                "engines generate without pipeline stages; p_g > 1 is for planning, and for weights alone",
+                "use p_g=1, or leave it out",
+            )
+        if layout.t % t_g or layout.t_g not in (None, t_g):
+            raise BadInput(
+                f"{where} with Generation.tensor_parallel_size={t_g}",
+                "a tensor group of generation is cut out of one of training: its size is t_g, and divides t",
+                f"use Generation(tensor_parallel_size={layout.t_g or layout.t}), or another layout",
+            )
+        return layout.generating(t_g)
+
+    def is_ours(self, role: str) -> bool:
+        """Whether a role computes as ours do: a worker of another kind computes as it likes."""
+        model = self.models[role]
+        return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
+
+    @property
+    def declared(self) -> dict[str, Model]:
+        """The models without the rollout workers' own, and with an actor that generates."""
+        models = dict(self.models)
+        if rollout := models.pop(ROLLOUT, None):
+            models["actor"] = models["actor"].generating(rollout.generation)
+        return models
+
+    def declaring(self, models: Mapping[str, Any]) -> dict[str, Model]:
+        """`declared`, with models of more roles, as `wb.open` takes them."""
+        more = {role: Model.of(check_role(role), model).filled(role, **self.defaults) for role, model in models.items()}
+        return self.declared | more
+
+    def placed(self, placement: Placement, models: dict[str, Model] | None = None) -> Description:
+        """The same workbench under another placement of its roles; checked as at its opening.
+
+        models: as `declared`; None: the same. A pool for rollout workers brings these along.
+        """
+        _require_placement(placement)
+        models = self.declared if models is None else models
+        if placement.has_rollout:
+            models = _with_rollout(models)
+        changed = replace(
+            self, models=models, placement=placement.restrict(models), moved=(), opened=self.opened or self.digest
+        )
+        check(changed)
+        return changed
+
+    def role_models(self) -> dict[str, RoleModel | None]:
+        """What decides the bytes of each role; None: a function, or a worker of a kind that is not the role's."""
+        found: dict[str, RoleModel | None] = {}
+        for role, model in self.models.items():
+            if not self.is_ours(role):
+                found[role] = None
+                continue
+            assert model.name is not None and model.dtype is not None and model.training is not None
+            found[role] = RoleModel(
+                config=load_config(model.name),
+                head=head_of(role),
+                dtype=model.dtype,
+                training=model.training,
+                trained=model.trained and role != ROLLOUT,
+                generation=model.generation if role in ("actor", ROLLOUT) else None,
+                adapter=model.adapter,
+                samples_only=role == ROLLOUT,
+            )
+        return found
+
+    def hosts(self, run_folder: Path) -> list[HostInfo]:
+        """One host a device, pool by pool."""
+        if self.moved:
+            return list(self.moved)
+        places = [(pool, rank) for pool in self.placement.pools for rank in range(pool.devices)]
+        return [self.host(pool, rank, number, run_folder) for number, (pool, rank) in enumerate(places)]
+
+    def host(self, pool: Pool, rank: int, number: int, run_folder: Path, again: int = 0) -> HostInfo:
+        """The host of a rank of a pool, on the device with a number. On a CPU, all pools compute at the same time and
+        share the cores. again: how many pools of that name there were before."""
+        info = HostInfo(
+            lab=self.id,
+            pool=pool.name,
+            rank=rank,
+            world_size=pool.devices,
+            device=f"{self.device}:{number}",
+            threads=self.threads,
+            log_path=None,
+            share_memory=self.share_memory,
+            again=again,
+            idle_s=None if self.idle_hours is None or number else 3600 * self.idle_hours,
+        )
+        return (
+            info if self.backend == "inline" else replace(info, log_path=str(run_folder / "logs" / f"{info.name}.log"))
+        )
+
+    @property
+    def threads(self) -> int:
+        """Of each host: its share of a machine's cores."""
+        return max(1, cores() // self.placement.devices)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What a table of runs tells them apart by: texts and numbers by name."""
+        models = {f"models/{role}": str(model) for role, model in self.models.items()}
+        where = {"placement": str(self.placement), "backend": self.backend, "device": self.device}
+        return {"workbench": self.name, "seed": self.seed, **where, **models}
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal descriptions, in every process: functions and worker classes count by their content."""
+        return fingerprint(self._compared)[:16]
+
+    @property
+    def _compared(self) -> dict[str, Any]:
+        return {
+            field: value for field, value in vars(self).items() if field not in ("id", "idle_hours", "moved", "opened")
+        }
+
+    def differences(self, other: Description) -> list[str]:
+        """The arguments of an opening in which two descriptions differ, such as `training` or `models['reward']`."""
+
+        def differ(these: Mapping[str, Any], those: Mapping[str, Any]) -> list[str]:
+            names = dict.fromkeys([*these, *those])
+            return [name for name in names if fingerprint(these.get(name)) != fingerprint(those.get(name))]
+
+        found = differ(self._compared, other._compared)
+        if "defaults" in found:  # roles that say nothing of these have them in their models, too
+            found[found.index("defaults") : found.index("defaults") + 1] = differ(self.defaults, other.defaults)
+        if "models" in found:
+            roles = {role: (self.models.get(role), other.models.get(role)) for role in {**self.models, **other.models}}
+            found[found.index("models") : found.index("models") + 1] = [
+                f"models[{role!r}]" for role, (one, two) in roles.items()
+                if one is None or two is None or not set(differ(vars(one), vars(two))) <= set(found)
+            ]  # fmt: skip
+        return found
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of the descriptions that are this workbench's: what it is now, and what it was opened with."""
+        return tuple(dict.fromkeys(filter(None, (self.digest, self.opened))))
+
+
+def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
+    """The models with the rollout workers' own, which has the actor's generation settings in its stead."""
+    actor = models.get("actor")
+    if actor is None:
+        raise BadInput(
+            "a pool for 'rollout' without an actor", "rollout workers generate with the actor's weights",
+            "declare an actor in models=, or leave 'rollout' out of the placement",
+        )  # fmt: skip
+    return {**models, "actor": actor.generating(None), ROLLOUT: replace(actor, adapter=None, worker=None)}
+
+
+def _require_placement(placement: Any) -> None:
+    if not isinstance(placement, Placement):
+        raise BadInput(
+            f"placement={placement!r:.60}", "takes a placement", "wb.Placement.colocate(1), .split(2), .of({...})"
+        )
+
+
+def _local_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device_count(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else cores()

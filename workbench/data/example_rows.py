@@ -1,0 +1,165 @@
+"""What a row of a data set says: a prompt and its answer (a demonstration), or a prompt and two answers (a pair)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.data.sources import Row
+from workbench.errors import BadInput
+
+PROMPTS = ("prompt", "question")
+RESPONSES = ("response", "completion", "answer")
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_MESSAGES = "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text"
+
+Message = dict[str, str]
+Conversation = str | list[Message]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One row, read.
+
+    prompt: a text, or messages up to where the answer begins. answers: the response; or the chosen and the rejected
+    one. margin: of a pair, by how much more the chosen answer is preferred; None where the row does not say.
+    """
+
+    prompt: Conversation
+    answers: tuple[str, ...]
+    margin: float | None = None
+
+
+def demonstration(row: Row, where: str) -> Example:
+    """The demonstration of a row: its last answer is what is learned.
+
+        {"prompt": text or messages, "response": text}     also "question"; also "completion", "answer"
+        {"messages": [..., {"role": "assistant", ...}]}
+
+    where: the row's place, for errors. Raises `BadInput`.
+    """
+    prompt = next((name for name in PROMPTS if name in row), None)
+    response = next((name for name in RESPONSES if name in row), None)
+    if prompt and response:
+        return Example(prompt=_prompt(row[prompt], where, prompt), answers=(_answer(row[response], where, response),))
+    if "messages" in row:
+        messages = _messages(row["messages"], where, "messages")
+        if len(messages) > 1 and messages[-1]["role"] == "assistant":
+            return Example(prompt=messages[:-1], answers=(messages[-1]["content"],))
+        raise BadInput(
+            f"{where}: its messages do not end with an answer", "the last message is the assistant's", "drop the row"
+        )
+    raise BadInput(
+        f"{where} has {', '.join(map(repr, row)) or 'no columns'}",
+        "a demonstration is {'prompt': ..., 'response': ...} or {'messages': [...]}",
+        "rename its columns, or drop the row",
+    )
+
+
+def pair(row: Row, where: str) -> Example:
+    """The preference pair of a row.
+
+        {"prompt": text or messages, "chosen": text, "rejected": text}
+        {"chosen": text, "rejected": text}                 whole dialogues: what they share at first is the prompt
+        {"chosen": messages, "rejected": messages}         the same
+
+    An answer after a prompt may also be given as one message of the assistant. Optional: "margin", a number.
+    Raises `BadInput`, with the row's place.
+    """
+    missing = [name for name in ("chosen", "rejected") if name not in row]
+    if missing:
+        raise BadInput(
+            f"{where} has no {missing[0]!r}, but {', '.join(map(repr, row)) or 'no columns'}",
+            "a pair is {'prompt': ..., 'chosen': ..., 'rejected': ...}, or without the prompt where the answers begin "
+            "with it",
+            "rename its columns, or drop the row",
+        )
+    margin = row.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise BadInput(f"{where}: margin={margin!r}", "a margin is a number", "correct it")
+    chosen, rejected = row["chosen"], row["rejected"]
+    prompt = next((name for name in PROMPTS if name in row), None)
+    if prompt:
+        answers = (_answer(chosen, where, "chosen"), _answer(rejected, where, "rejected"))
+        return Example(prompt=_prompt(row[prompt], where, prompt), answers=answers, margin=margin)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        start = _shared_text(chosen, rejected)
+        if not chosen[:start].strip():
+            raise BadInput(
+                f"{where}: chosen and rejected do not begin alike",
+                "without a 'prompt', what both begin with is the prompt",
+                "add a column 'prompt', or drop the row",
+            )
+        return Example(prompt=chosen[:start], answers=(chosen[start:], rejected[start:]), margin=margin)
+    turns = [_messages(row[name], where, name) for name in ("chosen", "rejected")]
+    shared = _shared(*turns)
+    # equal dialogues share their answer too: it is no part of the prompt
+    shared = min(shared, len(turns[0]) - 1, len(turns[1]) - 1)
+    if shared < 1 or any(len(t) != shared + 1 or t[-1]["role"] != "assistant" for t in turns):
+        raise BadInput(
+            f"{where}: chosen and rejected differ in more than the last message",
+            "without a 'prompt', both are the same messages up to the assistant's last one",
+            "add a column 'prompt', or drop the row",
+        )
+    return Example(prompt=turns[0][:shared], answers=(turns[0][-1]["content"], turns[1][-1]["content"]), margin=margin)
+
+
+def dialogue(text: str) -> list[Message] | None:
+    """The messages of a text whose turns begin with "\\n\\nHuman:" and "\\n\\nAssistant:"; None if it is no such text.
+
+    Source of the form: HH-RLHF, Bai et al. 2022, https://arxiv.org/abs/2204.05862.
+    """
+    opening, *turns = _TURN.split(text)
+    if opening.strip() or not turns:
+        return None
+    said = zip(turns[::2], turns[1::2], strict=True)
+    messages = [{"role": _SPEAKERS[who], "content": content.strip()} for who, content in said]
+    return messages if messages[-1]["content"] else messages[:-1]
+
+
+def _shared_text(chosen: str, rejected: str) -> int:
+    """Where the answers begin: behind the last "Assistant:" that both share, else behind the last shared space."""
+    shared = chosen[: _shared(chosen, rejected)]
+    turns = list(_TURN.finditer(shared))
+    answers = [turn.end() for turn in turns if turn[1] == "Assistant"]
+    return answers[-1] if answers else len(shared.rstrip()) if chosen == rejected else _behind_last_space(shared)
+
+
+def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
+
+
+def _behind_last_space(text: str) -> int:
+    return max((i + 1 for i, character in enumerate(text) if character.isspace()), default=0)
+
+
+def _prompt(value: Any, where: str, column: str) -> Conversation:
+    if not isinstance(value, str):
+        return _messages(value, where, column)
+    if not value.strip():
+        raise BadInput(f"{where}: {column!r} is empty", "a prompt holds text", "drop the row")
+    return value
+
+
+def _answer(value: Any, where: str, column: str) -> str:
+    """A text, which may be empty, or what one message of the assistant says."""
+    if isinstance(value, str):
+        return value
+    messages = _messages(value, where, column)
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", "an answer is one, of the assistant")
+    return messages[0]["content"]
+
+
+def _messages(value: Any, where: str, column: str) -> list[Message]:
+    def right(message: object) -> bool:
+        return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value or not all(map(right, value)):
+        raise BadInput(f"{where}: {column!r} is {value!r:.60}", f"text, or {_MESSAGES}", "correct or drop the row")
+    return [{"role": message["role"], "content": message["content"]} for message in value]

@@ -1,0 +1,101 @@
+"""`lab.demonstrations(...)` and `lab.pairs(...)`: where batches for supervised training come from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.batches.batch import Batch
+from workbench.data.examples import Examples, Kind, Tokenized
+from workbench.data.sources import Source
+from workbench.errors import BadInput
+from workbench.support.named_fields import check_names
+from workbench.support.validation import whole
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+class ExampleStream:
+    """Draws batches of demonstrations or pairs, in an order that only the seed decides.
+
+        pairs = lab.pairs("pairs.jsonl", held_out=200)
+        batch = pairs.next(64)
+        lab.reward.compute_pair_rewards(pairs.held_out)
+        lab.last_metrics["compute_pair_rewards"]  # the accuracy on them
+
+    options: as of `Examples`. first: its state before anything was drawn. len() is the number of rows in one epoch.
+    """
+
+    def __init__(self, lab: Workbench, source: Source, kind: Kind, **options: Any) -> None:
+        hidden = ("source", "kind", "tokenizer")
+        check_names(Examples, options, len(hidden), called=f"lab.{kind}", hidden=hidden)
+        options.setdefault("seed", lab.seed)
+        self._lab, self.drawn = lab, 0
+        self.examples = Examples(source, kind, tokenizer=lab._tokenizer, **options)
+        self.first = self.state
+        lab.add_stream(self)
+
+    def next(self, n: int) -> Batch:
+        """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
+        lab = self._lab
+        lab.require_nothing_passed_over("the next iteration")
+        lab.save_if_due()
+        rows = self.examples.next(n)
+        lab.begin_iteration()
+        return self._put(rows, {"iteration": lab.iteration})
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where it stands, and of what, as plain values."""
+        return {"kind": self.examples.kind, "drawn": self.drawn, "examples": self.examples.state_dict()}
+
+    def take_up(self, state: Mapping[str, Any]) -> bool:
+        """Go on where a stream of the same rows stood; whether `state` is of one."""
+        now = {**self.examples.state_dict(), "position": state["examples"]["position"]}
+        if state["kind"] != self.examples.kind or state["examples"] != now:
+            return False
+        self.examples.load_state_dict(state["examples"])
+        self.drawn = state["drawn"]
+        return True
+
+    @functools.cached_property
+    def held_out(self) -> Batch:
+        """All rows that are held out, as one batch."""
+        if not self.examples.held_out:
+            raise BadInput(f"{self!r}", "no rows are held out", f"lab.{self.examples.kind}(..., held_out=200)")
+        # of no iteration: what is measured on it is reported under the one in which that is done
+        return self._put(self.examples.held_out, {})
+
+    def _put(self, rows: list[Tokenized], meta: Mapping[str, int]) -> Batch:
+        table = self.examples.table(rows)
+        table["prompt_uid"] = torch.arange(self.drawn, self.drawn + len(rows))
+        self.drawn += len(rows)
+        return self._lab.put(table, meta=meta, owner=self.examples.kind)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of its batches."""
+        return (*self.examples.columns, "prompt_uid")
+
+    @staticmethod
+    def check(stream: Any, kind: Kind, rows: int) -> None:
+        """Raise `BadInput` unless `stream` is one that draws rows of that kind, and can draw so many different ones."""
+        if not isinstance(stream, ExampleStream) or stream.examples.kind != kind:
+            raise BadInput(f"{stream!r:.60}", f"{kind} are needed", f"make them with lab.{kind}(source)")
+        whole("rows", rows)
+        if rows > len(stream):
+            raise BadInput(
+                f"rows={rows} of {stream!r}",
+                f"a batch has each row once, and it has {len(stream)} to train on",
+                f"give more data, or rows={len(stream)}",
+            )
+
+    def __len__(self) -> int:
+        return len(self.examples.training)
+
+    def __repr__(self) -> str:
+        return repr(self.examples)

@@ -1,0 +1,235 @@
+"""Demonstrations and preference pairs: rows of a source as token ids, in a training part and a held-out part."""
+
+from __future__ import annotations
+
+import hashlib
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from workbench.batches.columns import Ragged, Table
+from workbench.data.epochs import EpochOrder
+from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, pair
+from workbench.data.sources import Row, Source, read_rows
+from workbench.errors import BadInput
+from workbench.models import render_prompt
+from workbench.support.validation import one_of, whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["demonstrations", "pairs"]
+_READ: dict[Kind, Callable[[Row, str], Example]] = {"demonstrations": demonstration, "pairs": pair}
+# the columns of token ids, in the order of `Example.answers`
+ANSWERS: dict[Kind, tuple[str, ...]] = {"demonstrations": ("response",), "pairs": ("chosen", "rejected")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """One row as token ids. An answer ends with EOS, as a rollout does that came to its end."""
+
+    example: Example
+    prompt_ids: list[int]
+    answer_ids: tuple[list[int], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt with its longest answer."""
+        return len(self.prompt_ids) + max(map(len, self.answer_ids))
+
+
+class Examples:
+    """All rows of a source, tokenized once; what is handed out is decided by the seed alone.
+
+    source: whatever `read_rows` reads. kind: what its rows are, see `demonstration` and `pair`.
+    max_tokens: of prompt and answer together. overlong: what becomes of a longer row: "filter" drops it; "cut" takes
+        tokens off the front of the prompt (BOS stays), and drops the row only where its answer alone is too long;
+        "error" raises `BadInput`. Both answers of a pair keep the same prompt.
+    held_out: rows that are never handed out for training. Rows with equal prompts are on the same side.
+    chat: whether texts go through the chat template; None: if the tokenizer has one. A prompt in the form of HH-RLHF
+        ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes the messages that it stands for.
+
+    Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows.
+    Raises `BadInput` for a row that is none of its kind, with its place in the source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        kind: Kind,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int = 512,
+        overlong: Literal["filter", "cut", "error"] = "filter",
+        held_out: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        chat: bool | None = None,
+    ) -> None:
+        one_of("overlong", overlong, ("filter", "cut", "error"))
+        whole("max_tokens", max_tokens, 2)
+        whole("held_out", held_out, 0)
+        whole("seed", seed, 0)
+        self.kind, self.max_tokens, self.overlong, self.seed, self.shuffle = kind, max_tokens, overlong, seed, shuffle
+        self.dropped = self.cut = self.equal = 0
+        self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
+        rows = read_rows(source)
+        self.name = rows.name
+        fitted = [self._fit(_READ[kind](row, rows.where(i)), rows.where(i)) for i, row in enumerate(rows)]
+        kept = [row for row in fitted if row is not None]
+        self.held_out, self.training = _split(kept, held_out, seed)
+        self._need_margins()
+        if not self.training:
+            raise BadInput(
+                f"{self.name}: of {len(rows)} rows none is left for training ({self.summary})",
+                "at least one must be",
+                "raise max_tokens, give overlong='cut', or hold out fewer",
+            )
+        self._order = EpochOrder(len(self.training), seed=seed, shuffle=shuffle)
+        self.position = 0
+
+    def next(self, n: int) -> list[Tokenized]:
+        """The next n rows for training. Each epoch holds every row once; where one ends, the next begins."""
+        if not isinstance(n, int) or n < 1:
+            raise BadInput(f"n={n!r}", "a number of rows is a whole number from 1 on")
+        rows = [self.training[self._order.at(self.position + i)] for i in range(n)]
+        self.position += n
+        return rows
+
+    def table(self, rows: Sequence[Tokenized]) -> Table:
+        """The rows as columns of a batch: `prompt`, `prompt_ids`, each answer as text and as `..._ids`; for
+        demonstrations also `response_mask`, all ones; `margin` where the rows have one."""
+        table: Table = {
+            "prompt": [_last_said(row.example.prompt) for row in rows],
+            "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
+        }
+        for i, name in enumerate(ANSWERS[self.kind]):
+            table[name] = [row.example.answers[i] for row in rows]
+            table[f"{name}_ids"] = ids = Ragged.of([row.answer_ids[i] for row in rows], torch.int64)
+            if self.kind == "demonstrations":
+                table["response_mask"] = ids.like(torch.ones(len(ids.values), dtype=torch.bool))
+        if self.has_margin:
+            table["margin"] = torch.tensor([float(row.example.margin or 0) for row in rows])
+        return table
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of `table`."""
+        return tuple(self.table(self.training[:1]))
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether the rows say by how much more the chosen answer is preferred."""
+        return bool(self.training) and self.training[0].example.margin is not None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next row, from 0."""
+        return self.position // len(self.training)
+
+    @property
+    def summary(self) -> str:
+        """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
+        counts = [f"{len(self.training)} {self.kind}"]
+        counts += [f"{len(self.held_out)} held out"] if self.held_out else []
+        over = f"over {self.max_tokens} tokens"
+        counts += [f"{self.cut} {over} cut"] if self.cut else []
+        counts += [f"{self.dropped} {over} dropped"] if self.dropped else []
+        counts += [] if self.cut or self.dropped else [f"none {over}"]
+        counts += [f"{self.equal} with equal answers dropped"] if self.equal else []
+        return ", ".join(counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rows stand, as plain values (JSON will do)."""
+        return {"position": self.position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state` was taken. Raises `BadInput` if these rows are others, or in another order."""
+        differ = [key for key, value in self._identity().items() if state.get(key) != value]
+        if differ or not isinstance(state.get("position"), int):
+            raise BadInput(
+                f"the saved {self.kind} differ in {', '.join(differ) or 'position'}",
+                "rows are resumed with the same source, tokenizer and settings",
+                "build them as they were, or start anew without loading",
+            )
+        self.position = state["position"]
+
+    def __repr__(self) -> str:
+        name = reprlib.repr(self.name)[1:-1]
+        return f"<{name}: {self.summary}; epoch {self.epoch}, next {self.position % len(self.training)}>"
+
+    def _identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for row in self.training:
+            for ids in (row.prompt_ids, *row.answer_ids):
+                digest.update(np.asarray([len(ids), *ids], dtype="<i8").tobytes())
+        return {"seed": self.seed, "shuffle": self.shuffle, "token ids": digest.hexdigest()}
+
+    def _fit(self, example: Example, where: str) -> Tokenized | None:
+        """The row with its token ids, its prompt cut where asked for; None where it is dropped."""
+        tokenized = self._tokenize(example)
+        if len(tokenized.answer_ids) > 1 and tokenized.answer_ids[0] == tokenized.answer_ids[1]:
+            self.equal += 1
+            return None
+        over = tokenized.tokens - self.max_tokens
+        if over <= 0:
+            return tokenized
+        if self.overlong == "error":
+            raise BadInput(
+                f"{where} has {tokenized.tokens} tokens",
+                f"max_tokens is {self.max_tokens}",
+                "raise it, or give overlong='filter' or overlong='cut'",
+            )
+        ids = tokenized.prompt_ids
+        start = ids[:1] if ids[0] == self._tokenizer.bos_token_id else []
+        rest = ids[len(start) + over :]
+        if self.overlong == "filter" or not rest:
+            self.dropped += 1
+            return None
+        self.cut += 1
+        return Tokenized(example=example, prompt_ids=start + rest, answer_ids=tokenized.answer_ids)
+
+    def _tokenize(self, example: Example) -> Tokenized:
+        tokenizer, prompt, answers = self._tokenizer, example.prompt, example.answers
+        chat = self._chat or not isinstance(prompt, str)
+        if chat and isinstance(prompt, str):
+            prompt = dialogue(prompt) or prompt
+        if chat:  # a template writes its own line breaks; without one the answer's first space belongs to it
+            answers = tuple(answer.strip() for answer in answers)
+        eos = tokenizer.eos_token_id
+        return Tokenized(
+            example=example,
+            prompt_ids=render_prompt(tokenizer, prompt, chat=chat),
+            answer_ids=tuple(
+                [*tokenizer.encode(answer, add_special_tokens=False, verbose=False), eos] for answer in answers
+            ),
+        )
+
+    def _need_margins(self) -> None:
+        rows = [*self.training, *self.held_out]
+        without = sum(row.example.margin is None for row in rows)
+        if 0 < without < len(rows):
+            raise BadInput(
+                f"{self.name}: {without} of {len(rows)} rows have no margin", "all rows have one, or none", "fill them"
+            )
+
+
+def _split(rows: list[Tokenized], held_out: int, seed: int) -> tuple[list[Tokenized], list[Tokenized]]:
+    """(held out, for training), in the source's order: whole groups of equal prompts, drawn by the seed."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(tuple(row.prompt_ids), []).append(i)
+    ordered, apart = list(groups.values()), set[int]()
+    # the seed's second number is no epoch: the split is not the order of one
+    for g in np.random.default_rng([seed, 0, 1]).permutation(len(ordered)):
+        if len(apart) + len(ordered[g]) <= held_out:
+            apart.update(ordered[g])
+    return [row for i, row in enumerate(rows) if i in apart], [row for i, row in enumerate(rows) if i not in apart]
+
+
+def _last_said(prompt: Conversation) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -1,0 +1,114 @@
+"""`lab.prompts`: where a workbench's batches of prompts come from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.batches.batch import Batch
+from workbench.batches.columns import Ragged, Table
+from workbench.data.prompts import PromptRow, Prompts
+from workbench.errors import BadInput
+from workbench.settings.engines import Generation
+from workbench.support.named_fields import check_names
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+
+class PromptStream:
+    """`lab.prompts`: draws batches of prompts, in an order that only the seed decides."""
+
+    def __init__(self, lab: Workbench, settings: Any) -> None:
+        self._lab, self.drawn = lab, 0
+        self.state: dict[str, Any] | None = None
+        self.source: Prompts | None = None
+        if settings is not None:
+            options = {"seed": lab.seed, **prompt_options(settings, "prompts=dict")}
+            self.source = Prompts(**options, tokenizer=lab._tokenizer)
+            self._first = self.source.state_dict()
+            check_room(self.source, lab.description.generation)
+
+    def next(self, n: int) -> Batch:
+        """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
+
+        An iteration begins with it.
+        """
+        return self._draw(n, begins=True)
+
+    def more(self, n: int) -> Batch:
+        """n more prompts for the iteration that `next` began."""
+        return self._draw(n, begins=False)
+
+    def go_back(self) -> None:
+        """Begin anew, with the first prompts."""
+        self.drawn, self.state = 0, None
+        if self.source is not None:
+            self.source.load_state_dict(self._first)
+
+    def _draw(self, n: int, *, begins: bool) -> Batch:
+        lab = self._lab
+        lab._check_alive(lab.lead)
+        lab.check_driver()
+        if self.source is None:
+            raise BadInput(
+                "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
+            )
+        if begins:
+            lab.require_nothing_passed_over("the next iteration")
+            lab.save_if_due()
+        rows = self.source.next(n)
+        if begins:
+            lab.begin_iteration()
+        table = prompt_table(rows, self.drawn)
+        self.drawn += len(rows)
+        self.state = self.source.state_dict()
+        batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
+        lab._save_state()
+        return batch
+
+    def __repr__(self) -> str:
+        return repr(self.source) if self.source else "<no prompts: open with prompts=...>"
+
+    def _repr_html_(self) -> str:
+        return self.source._repr_html_() if self.source else repr(self)
+
+
+def prompt_options(settings: Any, called: str) -> dict[str, Any]:
+    """What `Prompts` is given for a source, or for a mapping of its options, whose names are checked.
+
+    called: what the mapping is called where it was written.
+    """
+    if not isinstance(settings, Mapping):
+        return {"source": settings}
+    check_names(Prompts, settings, called=called, hidden=("tokenizer",))
+    return dict(settings)
+
+
+def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
+    """The columns of a batch of prompts, which are numbered from `first_uid` on."""
+    table: Table = {
+        "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
+        "prompt_uid": torch.arange(first_uid, first_uid + len(rows)),
+        "prompt": [row.prompt for row in rows],
+    }
+    for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
+        if name in table:
+            raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
+        table[name] = [row.extra.get(name) for row in rows]
+    return table
+
+
+def check_room(prompts: Prompts, generation: Generation | None) -> None:
+    """Raise `BadInput` when the longest prompt leaves no token for a response."""
+    longest = prompts.longest
+    tokens = len(longest.prompt_ids)
+    if generation and tokens >= generation.max_model_tokens:
+        raise BadInput(
+            f"the prompt of row {longest.index} has {tokens} tokens",
+            f"prompt and response together have at most Generation.max_model_tokens={generation.max_model_tokens}",
+            "raise it, or leave long prompts out with prompts={'source': ..., 'max_prompt_tokens': n}",
+        )

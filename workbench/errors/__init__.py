@@ -1,0 +1,123 @@
+"""Every error that workbench raises on purpose.
+
+    WorkbenchError
+    ├── BadInput            (ValueError)    a value that cannot be right; nothing was started
+    ├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
+    ├── MissingDependency   (ImportError)   an engine or tracker that is not installed
+    ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
+    ├── NameTaken           (ValueError)    a workbench of that name lives and differs
+    ├── NotFound            (LookupError)   no workbench of that name
+    ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may look
+    ├── StageError          (RuntimeError)  a stage failed on one or more ranks
+    │   ├── RewardError                     the user's reward function raised or gave a wrong value
+    │   ├── RolloutError                    the user's environment raised or gave a wrong value
+    │   ├── SyncError                       the generation engine does not hold the trainer's weights
+    │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
+    │   ├── StageTimeout                    a stage took longer than its `timeout_s`
+    │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
+    ├── ReloadError         (RuntimeError)  edited code failed while it was loaded; the old code goes on
+    ├── CheckFailed         (RuntimeError)  a check of the live system failed
+    └── HostDied            (RuntimeError)  a host process is gone
+
+Each message says the value, the rule and the remedy. In a notebook an error is shown as one block: the user's lines,
+the message, the frames on the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.errors import frames as failures
+
+
+class WorkbenchError(Exception):
+    """Base of the tree. `value`, `rule` and `remedy` make up the message and stay readable as attributes.
+
+    failure: where a stage failed: role, stage, ranks, and the frames on them.
+    """
+
+    failure: failures.StageFailure | None = None
+
+    def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
+        super().__init__(value, rule, remedy)
+        self.value, self.rule, self.remedy = value, rule, remedy
+
+    def __str__(self) -> str:
+        return " ".join(part.rstrip(".") + "." for part in (self.value, self.rule, self.remedy) if part)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it, in place of a traceback through our code."""
+        from workbench.errors.block import rendered
+
+        return rendered(self)
+
+
+class NotDriving(WorkbenchError, RuntimeError):
+    """Another kernel drives the workbench: this one may look at it, or take it over."""
+
+
+class BadInput(WorkbenchError, ValueError):
+    """A value that cannot be right, found before any expensive work."""
+
+
+class UnknownColumn(WorkbenchError, KeyError):
+    """A batch lacks a column that was asked for."""
+
+
+class MissingDependency(WorkbenchError, ImportError):
+    """A package that the chosen engine or option needs is not installed."""
+
+
+class ModelUnavailable(WorkbenchError, OSError):
+    """A model or data set that is neither on this machine nor reachable from it."""
+
+
+class NameTaken(WorkbenchError, ValueError):
+    """A workbench of that name lives, and its description differs from the one asked for."""
+
+
+class NotFound(WorkbenchError, LookupError):
+    """No workbench, batch or host of that name."""
+
+
+class StageError(WorkbenchError, RuntimeError):
+    """A stage failed on one or more ranks; the message names role, stage, ranks and the first cause."""
+
+
+class RewardError(StageError):
+    """The user's reward function raised, ran out of time, or gave a value that is no reward."""
+
+
+class RolloutError(StageError):
+    """The user's environment raised, ran out of time, or gave something that is no reply to a turn."""
+
+
+class SyncError(StageError):
+    """After a weight sync the generation engine does not give the trainer's log-probabilities."""
+
+
+class StageInterrupted(StageError):
+    """The user stopped a stage; the message says in which state things are."""
+
+
+class StageTimeout(StageError):
+    """A stage took longer than its `timeout_s`; the message says what each rank was at."""
+
+
+class UpstreamError(StageError):
+    """A stage was not run: one whose output it needs failed or was cancelled. Names the first cause."""
+
+
+class ReloadError(WorkbenchError, RuntimeError):
+    """Edited code raised while a process loaded it; all go on with the old code. report: a `ReloadReport`."""
+
+    report: object = None
+
+
+class CheckFailed(WorkbenchError, RuntimeError):
+    """Checks of the live system failed; the message names them, with figure and culprit."""
+
+
+class HostDied(WorkbenchError, RuntimeError):
+    """A host process of the workbench is gone."""

@@ -1,0 +1,151 @@
+"""What a stage failed with: frames of the user's and our code, equal failures of ranks as one, and a block of text."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+OURS = f"{Path(__file__).resolve().parents[1]}/"
+# from a call of a host to the worker's method, and from there to a function of the user's
+DISPATCH = tuple(OURS + name for name in ("workers/host.py", "workers/user_calls.py", "workers/backends/"))
+LIBRARIES = tuple(
+    f"{path}/" for path in {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+MOST_CAUSES = 4
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame: file, line number, function, and the text of the line, where it was known on the spot."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def lines(self, cells: Mapping[str, str]) -> list[str]:
+        """Two lines of text. cells: what to call files that are cells of this notebook."""
+        file = cells.get(self.file) or f'File "{self.file}"'
+        text = self.text or linecache.getline(self.file, self.line).strip()
+        return [f"  {file}, line {self.line}, in {self.function}", *([f"    {text}"] if text else [])]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Frames of libraries that are left out: how many, of which, and the last of them."""
+
+    count: int
+    libraries: tuple[str, ...]
+    last: Frame
+
+    def lines(self, cells: Mapping[str, str]) -> list[str]:
+        """One line of text."""
+        name, libraries = self.last.file.rpartition("-packages/")[2], ", ".join(self.libraries)
+        frames = "a frame" if self.count == 1 else f"{self.count} frames, the last"
+        return [f"  ... {frames} in {libraries}: {name}, line {self.last.line}, in {self.last.function}"]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """One exception of a chain: its class's name, its message, and its frames from the outermost on."""
+
+    kind: str
+    message: str
+    frames: tuple[Frame | Left, ...]
+
+    def lines(self, cells: Mapping[str, str]) -> list[str]:
+        """As Python writes it, without a heading."""
+        said = f"{self.kind}: {self.message}" if self.message else self.kind
+        return [line for frame in self.frames for line in frame.lines(cells)] + said.splitlines()
+
+
+def chain_of(error: BaseException) -> tuple[Raised, ...]:
+    """An exception that was just caught and what caused it, the first cause first, with the frames of the user's and
+    our code: those of libraries are counted, and those of dispatch left out."""
+    found: list[Raised] = []
+    step: BaseException | None = error
+    while step is not None and len(found) < MOST_CAUSES:
+        frames = tuple(_shown(traceback.extract_tb(step.__traceback__)))
+        found.append(Raised(type(step).__name__, str(step), frames))
+        step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
+    return tuple(reversed(found))
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file is of this package."""
+    return file.startswith(OURS)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither of this package nor of an installed library."""
+    return not is_ours(file) and not file.startswith((*LIBRARIES, "<frozen")) and "-packages/" not in file
+
+
+def _shown(frames: Sequence[traceback.FrameSummary]) -> Iterator[Frame | Left]:
+    kept = [frame for frame in frames if not frame.filename.startswith(DISPATCH)]
+    for foreign, run in groupby(kept, key=lambda f: not is_ours(f.filename) and not is_users(f.filename)):
+        these = [Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in run]
+        if foreign:
+            names = dict.fromkeys(frame.file.rpartition("-packages/")[2].partition("/")[0] for frame in these)
+            yield Left(len(these), tuple("Python" if n.endswith(".py") or not n else n for n in names), these[-1])
+        else:
+            yield from these
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """What ranks failed with alike. chain: see `chain_of`; empty for an error of ours that says all there is to say.
+
+    messages: by rank, of the ranks after the first whose message is another than the first's.
+    """
+
+    ranks: tuple[int, ...]
+    kind: str
+    message: str
+    chain: tuple[Raised, ...] = ()
+    messages: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The ranks, in words."""
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+
+    def lines(self, cells: Mapping[str, str], *, alone: bool) -> list[str]:
+        """What is shown of it. alone: no rank failed otherwise, so that what was raised is said by the error itself."""
+        others = [f"on rank {rank}: {message}" for rank, message in self.messages]
+        if alone and not self.chain:
+            return others
+        lines = [f"on {self.title}:"]
+        for number, raised in enumerate(self.chain):
+            if number:
+                lines.append("which led to:")
+            lines += raised.lines(cells)
+        if not self.chain:
+            lines.append(f"{self.kind}: {self.message}")
+        return lines + others
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFailure:
+    """Where a stage failed, and on which ranks with what."""
+
+    role: str
+    stage: str
+    pool: str
+    run: int
+    failures: tuple[RankFailure, ...] = field(default=())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that failed."""
+        return tuple(sorted(rank for failure in self.failures for rank in failure.ranks))
+
+    def lines(self, cells: Mapping[str, str] = {}) -> list[str]:
+        """The frames on the ranks, equal failures as one."""
+        alone = len(self.failures) == 1
+        return [line for failure in self.failures for line in failure.lines(cells, alone=alone)]

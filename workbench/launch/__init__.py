@@ -1,0 +1,1 @@
+"""How a workbench is started: `wb.open`, `wb.attach`, scripts, and `wb doctor`."""

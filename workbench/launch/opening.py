@@ -1,0 +1,418 @@
+"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.ls`, `wb.stop`."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from workbench.backends import RayBackend, registry
+from workbench.backends.cluster import joined_address, joined_head, stop_idle_head
+from workbench.backends.ray import end_hosts
+from workbench.config.description import Description
+from workbench.controller import Workbench
+from workbench.display.progress import Progress
+from workbench.errors import BadInput, NameTaken, WorkbenchError
+from workbench.placement import Placement
+from workbench.placement.estimate import check_fit, estimate_memory
+from workbench.session.cell_history import record_cells
+from workbench.session.checkpoint import find_checkpoint
+from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
+from workbench.session.handover import Handover
+from workbench.session.overrides import overridable
+from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.support.home import locked
+from workbench.support.machine import available_bytes, cores, gpu_bytes
+from workbench.support.notebook_cell import in_notebook
+from workbench.support.validation import one_of, whole
+from workbench.telemetry.sinks import check_tracker
+
+IfExists = Literal["attach", "replace", "error"]
+
+
+@overridable
+def open(
+    name: str = "lab",
+    *,
+    models: Mapping[str, Any],
+    placement: Placement | None = None,
+    prompts: Any = None,
+    training: Training | None = None,
+    generation: Generation | None = None,
+    dtype: str = "float32",
+    backend: Literal["ray", "inline"] = "ray",
+    device: Literal["cpu", "cuda"] | None = None,
+    devices: int | None = None,
+    seed: int = 0,
+    address: str | None = None,
+    share_memory: ShareMemory = False,
+    idle_hours: float | None = 24.0,
+    if_exists: IfExists = "attach",
+    runs: str | Path = "runs",
+    track: str | Sequence[str] = (),
+    resume: str | Path | None = None,
+    save_every: int | None = None,
+) -> Workbench:
+    """Open a workbench: start its hosts, load its models, and return the controller.
+
+    models: role -> hub id, local folder, bundled or tiny name, function (reward, cost), or `wb.Model`.
+    placement: which roles share which devices; default: all on one device.
+    prompts: a data set name, a .jsonl file, a list, or a dict of `Prompts` options with "source".
+    training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role.
+    backend: "ray", or "inline": everything in this process on one device, no Ray.
+    device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
+    address: a Ray cluster to join, "host:port" (then say device= as well); default: this user's own, started if need
+        be, or the one that this process joined with `ray.init()`.
+    share_memory: True has the roles of a GPU take turns in its memory. Before a stage the others' parameters, gradients
+        and optimizer states go to host memory, this one's come back, optimizers only for updates; vLLM's weights and
+        key-value cache are freed while something else computes. Results stay the same to the last bit; a sync is due
+        whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
+        On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
+    idle_hours: a workbench on Ray outlives its kernel; it closes itself after so many hours without a stage, which is
+        said at opening in a notebook. None: never.
+    if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
+        description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`, which
+        is the default in a script that `wb.script` runs.
+    runs: folder under which the run folder (telemetry, logs) is made.
+    track: where metrics go too, "tensorboard", "wandb", "mlflow", "trackio", each also as "NAME=PROJECT"; see
+        `lab.track`.
+    resume: a checkpoint of `lab.save`, or a run folder, whose newest automatic one is taken: the models go on from it.
+        The program is taken to be the one that saved it, run again from its start: `algo.run(n)` and
+        `lab.iterations(n)` leave out the iterations that were made before. In a notebook, see `wb.restore`.
+    save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
+
+    A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
+    `workbench.session.overrides`.
+
+    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
+    placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
+    In a notebook or a terminal, after two seconds a line says what is being waited for.
+    """
+    one_of("if_exists", if_exists, ("attach", "replace", "error"))
+    registry.check_name(name)
+    trackers = [track] if isinstance(track, str) else list(track)
+    for tracker in trackers:
+        check_tracker(tracker)
+    description = Description.of(
+        name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
+        dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
+        share_memory=share_memory, idle_hours=idle_hours,
+    )  # fmt: skip
+    if save_every is not None:
+        whole("save_every", save_every, 1)
+    restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
+    run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    with Progress(f"opening {name}") as bar:
+
+        def note(text: str) -> None:
+            bar.label = f"opening {name}: {text}"
+            bar.update(0, 0)
+
+        if description.backend == "inline":
+            lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+        else:
+            # the second of two notebooks that open the same name at once attaches to what the first opened
+            with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
+                lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+    if save_every is not None:
+        lab.autosave(save_every)
+    return lab
+
+
+def _open(
+    description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None],
+    restoring: Restoring | None,
+) -> Workbench:  # fmt: skip
+    name = description.name
+    living = _living(name)
+    another = living is not None and description.digest not in living
+    if living is not None and (if_exists == "error" or (if_exists == "attach" and another)):
+        raise NameTaken(
+            f"a workbench named {name!r} lives",
+            "if_exists='error'" if if_exists == "error" else _what_differs(description),
+            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+        )
+    if living is not None and if_exists == "attach" and restoring is not None:
+        raise NameTaken(
+            f"a workbench named {name!r} lives", "what lives is not put back to a checkpoint",
+            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+        )  # fmt: skip
+    if living is not None and if_exists == "attach":
+        return _tracked(attach(name), trackers)
+    lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    if restoring is not None:
+        restoring.check(lab)
+    _check_memory(description, replaced=[] if living is None else _processes(name))
+    if living is not None:
+        stop(name)
+    try:
+        _tracked(lab, trackers)  # a tracker that does not start is heard of before models load
+        lab._start(note)
+        if restoring is not None:
+            restoring.load(lab, note)
+        if isinstance(lab._backend, RayBackend):
+            record = registry.Record(
+                id=description.id,
+                name=name,
+                digests=description.digests,
+                run_folder=str(run_folder),
+                address=lab._backend.cluster,
+                hosts=lab._backend.processes,
+            )
+            registry.write(record, description)
+            registry.own(description.id, lab._id)
+            lab._handover = Handover(record.folder)
+            lab._backend.drive()
+            lab._save_state()
+    except BaseException:
+        lab.telemetry.sinks.close(failed=True)
+        if hasattr(lab, "_backend"):
+            lab._backend.close()
+        else:  # nothing was started, and nothing is to be read there
+            shutil.rmtree(run_folder, ignore_errors=True)
+        registry.forget(description.id)
+        raise
+    registry.opened[name] = lab
+    _record(lab, "opened")
+    if in_notebook() and description.backend == "ray" and description.idle_hours is not None:
+        hours = f"{description.idle_hours:g} h"
+        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
+    return lab
+
+
+def restore(path: str | Path, **changes: Any) -> Workbench:
+    """Open the workbench that a checkpoint was saved of, as it was then: `wb.restore("runs/lab/20261122-101500")`.
+
+    path: what `lab.save` wrote, or a run folder, whose newest automatic checkpoint is taken.
+    changes: arguments of `wb.open` that are to differ, such as `placement=wb.Placement.split(4)`, `name=`, `backend=`.
+        Under the same placement the next iteration gives the numbers of a run that was never interrupted, to the last
+        bit on a CPU; under another, within rounding.
+
+    `lab.checkpoint` says what it was. An algorithm of the class that was saved, made anew in the notebook, goes on
+    where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked
+    before a process starts: files by their checksums, models by the shapes of their weights.
+    """
+    check_changes(changes, open, "wb.restore")
+    checkpoint = find_checkpoint(path)
+    arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
+    if changes.get("backend") == "inline" and "placement" not in changes:
+        arguments["placement"] = None
+    if "devices" not in changes and arguments["address"] is None:  # those of this machine; slots as there are to be
+        wanted = arguments["placement"].devices if arguments["placement"] is not None else 1
+        on_cpu = arguments["device"] == "cpu" and arguments["backend"] == "ray"
+        arguments["devices"] = max(wanted, cores()) if on_cpu else None
+    lab = open(**arguments, resume=checkpoint.folder)
+    lab._credit = 0  # the notebook goes on: nothing is done again
+    return lab
+
+
+def _record(lab: Workbench, event: str) -> None:
+    """Write down that a workbench was opened or attached, and from now on the cells that are run with it."""
+    lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement))
+    record_cells(lab.telemetry, lambda: lab._closed)
+
+
+def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
+    for tracker in trackers:
+        lab.track(tracker)
+    return lab
+
+
+def _processes(name: str) -> list[psutil.Process]:
+    """The processes of this machine in which the workbench of that name lives; inline, this one."""
+    record = registry.find(name)
+    if record is None:
+        return [psutil.Process()]
+    return [here for process in record.hosts.values() if (here := process.here)]
+
+
+def _check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
+    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
+    machines have is not known. replaced: whose memory will be free."""
+    ray = sys.modules.get("ray")
+    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to whatever cluster
+    if description.address is not None or (joined and joined_address(ray)):
+        return
+    if description.device == "cuda":
+        has = gpu_bytes()
+    else:
+        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
+    if has is None:
+        return
+    models, gpu = description.role_models(), has if description.device == "cuda" else None
+    try:
+        estimate = estimate_memory(
+            description.placement, models, device=description.device, device_bytes=gpu,
+            take_turns=description.takes_turns,
+        )  # fmt: skip
+    except BadInput:  # a model whose weights cannot be told from its configuration may well load
+        return
+    if doubt := check_fit(estimate, has_bytes=has, models=models):
+        warnings.warn(doubt, stacklevel=5)  # in the line that opens
+
+
+def attach(name: str, *, take_over: bool = False) -> Workbench:
+    """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
+    `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped
+    last, made anew in this notebook, goes on where that stood, in the middle of an iteration too; an update that ran on
+    when its kernel ended is waited for, and not made twice.
+
+    One kernel drives a workbench. While another one does, this one may look (`lab.looks`: tables, views, batches), and
+    what it calls is refused with `NotDriving`; take_over: drive it from here, and refuse what that one calls from now
+    on. Of a kernel that has ended it is taken over without asking.
+
+    Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
+    """
+    mine = _opened_here(name)
+    if mine is not None and mine._drives():
+        return mine
+    record = registry.get(name)
+    owner = registry.owner(record.id)
+    if mine is not None and owner is not None and owner.lives and not owner.mine and not take_over:
+        return mine  # and look on
+    lab = Workbench(registry.description(record), Path(record.run_folder))
+    lab.attached = True
+    lab.looks = owner is not None and owner.lives and not owner.mine and not take_over
+    lab._backend = RayBackend(record.id, record.address, driver=lab._id, start=False)
+    lost = lab._backend.attach(lab._infos)
+    lab._broken |= {info.pool: f"the end of host {info.name}" for info in lab._infos if info.name in lost}
+    handover = Handover(record.folder)
+    with Progress(f"attaching to {name}") as bar:
+
+        def note(text: str) -> None:
+            bar.label = f"attaching to {name}: {text}"
+            bar.update(0, 0)
+
+        if not lab.looks:
+            registry.own(record.id, lab._id)
+            lab._backend.drive()
+        lab._restore_state()
+        handover.take_over(lab, note)
+    lab._handover = None if lab.looks else handover
+    registry.opened[name] = lab
+    _record(lab, "attached")
+    if lost:
+        print(f"of {name}, {', '.join(sorted(lost))} is gone; lab.recover() starts it again")
+    if lab.looks:
+        assert owner is not None
+        print(f"looking at {name}, which process {owner.process.pid} drives; wb.attach({name!r}, take_over=True) would")
+    return lab
+
+
+def ls() -> list[dict[str, Any]]:
+    """The workbenches that live on this machine, and what they hold.
+
+    alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
+    roles: the model of each. devices: how many. memory_bytes: of the hosts on this machine. iteration: that it is in.
+    idle_s: since a stage was last called. driver: process, machine, whether it is alive, of the kernel that drives it.
+    """
+    found = []
+    for record in registry.records():
+        processes = [
+            {"host": host, "machine": process.machine, "process": process.pid} for host, process in record.hosts.items()
+        ]
+        shown = {"name": record.name, "id": record.id, "alive": record.alive, "address": record.address}
+        found.append({**shown, **_held(record), "processes": processes, "run_folder": record.run_folder})
+    for name, lab in registry.opened.items():
+        if lab.description.backend == "inline":
+            shown = {"name": name, "id": lab.description.id, "alive": True, "address": "inline"}
+            roles = {role: str(group.spec) for role, group in lab.groups.items()}
+            held = {"roles": roles, "devices": 1, "memory_bytes": None, "iteration": lab.iteration, "idle_s": None}
+            found.append({**shown, **held, "driver": None, "processes": [], "run_folder": str(lab.run_folder)})
+    return found
+
+
+def _held(record: registry.Record) -> dict[str, Any]:
+    """What a workbench holds, as far as its record and its processes here say."""
+    owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
+    try:
+        roles = {role: str(model) for role, model in registry.description(record).models.items()}
+    except WorkbenchError:  # it needs modules that are not here
+        roles = {}
+    here = [process.here for process in record.hosts.values()]
+    driver = None
+    if owner is not None:
+        driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
+    return {
+        "roles": roles,
+        "devices": len(record.hosts),
+        "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
+        "iteration": registry.load_state(record.id).get("iteration"),
+        "idle_s": time.time() - used_s if used_s else None,
+        "driver": driver,
+    }
+
+
+def stop(name: str) -> None:
+    """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
+    mine = _opened_here(name)
+    if mine is not None:
+        drives = mine._drives()
+        mine.end()
+        if drives:
+            return
+    record = registry.get(name)
+    try:
+        end_hosts(record.id, record.address, record.hosts, record.hosts.values())
+    except WorkbenchError as error:
+        gone = f"if the cluster at {record.address} is gone for good, delete {record.folder}"
+        raise type(error)(error.value, error.rule, gone) from error
+    registry.forget(record.id)
+    stop_idle_head()
+
+
+def _opened_here(name: str) -> Workbench | None:
+    """This process's workbench of that name, if it still is the one that lives under it."""
+    lab = registry.opened.get(name)
+    if lab is None or lab.description.backend == "inline":
+        return lab
+    record = registry.find(name)
+    if record is not None and record.id == lab.description.id:
+        if record.digests == lab.description.digests and set(record.hosts) == {info.name for info in lab._infos}:
+            return lab
+        lab._closed = True  # another process moved it: this handle knows hosts that have ended
+        del registry.opened[name]
+        return None
+    lab.end()  # another process stopped or replaced it
+    return None
+
+
+def _what_differs(description: Description) -> str:
+    """Why what lives under that name is not what this describes."""
+    mine, text = _opened_here(description.name), "it was opened with another description"
+    try:
+        there = mine.description if mine is not None else registry.description(registry.get(description.name))
+    except WorkbenchError:  # code that it names is not here
+        return text
+    return f"{text}: {', '.join(description.differences(there))} would differ"
+
+
+def _living(name: str) -> tuple[str, ...] | None:
+    """The digests of the workbench of that name that lives, or None; a dead one is swept away."""
+    mine = _opened_here(name)
+    if mine is not None and mine.description.backend == "inline":
+        return mine.description.digests
+    record = registry.find(name)
+    if record is None:
+        return None
+    if record.alive is False:
+        stop(name)
+        return None
+    return record.digests
+
+
+@atexit.register
+def _leave() -> None:
+    for lab in list(registry.opened.values()):
+        if lab.description.backend == "inline":
+            lab.end()
+        lab.telemetry.sinks.close()
+    stop_idle_head()

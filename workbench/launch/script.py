@@ -1,0 +1,188 @@
+"""Running a `main` as a script: its parameters are options of the command line, beside those that every script has.
+
+    if __name__ == "__main__":
+        wb.script.run(main)
+
+A parameter is a whole number, a number, a text, a bool (--flag, --no-flag), one of a `Literal`, any of these or None
+("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` gives its help. Where it has the
+name of an option that every script has, it takes that one's place, and what the text does with it counts.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from workbench.errors import BadInput, StageInterrupted, WorkbenchError
+from workbench.launch.script_options import add_option, parameters_of
+
+DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+# option -> argument of `wb.open`, and how argparse reads it
+OPENING: dict[str, tuple[str, dict[str, Any]]] = {
+    "--name": ("name", {"metavar": "NAME", "help": "of the workbench"}),
+    "--seed": ("seed", {"metavar": "N", "type": int, "help": "of prompts, sampling and heads"}),
+    "--output": ("runs", {"metavar": "FOLDER", "help": "where the run folder is made"}),
+    "--backend": ("backend", {"choices": ("ray", "inline"), "help": "inline: all in this process, on one device"}),
+    "--address": ("address", {"metavar": "HOST:PORT", "help": "a Ray cluster to join; needs --device"}),
+    "--device": ("device", {"choices": ("cpu", "cuda"), "help": "what computes"}),
+    "--devices": (
+        "devices",
+        {"metavar": "N", "type": int, "help": "how many there are; of a CPU, shares of its cores"},
+    ),
+    "--if-exists": (
+        "if_exists",
+        {"choices": ("attach", "replace", "error"), "help": "where a workbench of that name lives; else: error"},
+    ),
+    "--track": (
+        "track",
+        {"metavar": "TRACKER[=PROJECT]", "action": "append", "help": "metrics go to it too: see lab.track; repeatable"},
+    ),
+    "--resume": (
+        "resume",
+        {"metavar": "PATH", "help": "go on from a checkpoint, or from the newest one of a run folder"},
+    ),
+    "--save-every": (
+        "save_every",
+        {"metavar": "N", "type": int, "help": "a checkpoint after each N iterations, in the run folder"},
+    ),
+}
+FLAGS = {
+    "--keep": "leave the workbench living, for wb.attach, also where the script closes it",
+    "--quiet": "show no progress",
+    "--traceback": "show where an error of the workbench comes from",
+}
+
+
+def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn:
+    """Call `main` with what the command line says, close the workbenches that it opened, and exit.
+
+    A coroutine function runs in `asyncio.run`. argv: default `sys.argv[1:]`. The message of a `WorkbenchError` goes to
+    stderr, other exceptions keep their traceback. The run folders are printed at the end.
+    """
+    try:
+        own, parser = _parser(main)
+    except BadInput as error:
+        _fail(error)
+    arguments = vars(parser.parse_args(argv))
+    from workbench.display import progress
+    from workbench.session import overrides
+
+    opening = {name: arguments[f"open.{name}"] for name, _ in OPENING.values() if f"open.{name}" in arguments}
+    for option, (name, _) in OPENING.items():
+        if name in opening:
+            try:
+                overrides.check(name, opening[name], option)
+            except BadInput as error:
+                parser.error(str(error))
+            except WorkbenchError as error:
+                _fail(error)
+    script = overrides.Script(
+        command=tuple(sys.argv if argv is None else (sys.argv[0], *argv)),
+        options={name: arguments.get(name, parameter.default) for name, parameter in own.items()},
+        opening=opening,
+        keep=arguments.get("script.keep", False),
+    )
+    before, shown = overrides.running, progress.show("nothing" if arguments.get("script.quiet") else "logged")
+    overrides.running = script
+    try:
+        code = _carry_out(main, script, arguments.get("script.traceback", False))
+    finally:
+        overrides.running = before
+        progress.show(shown)
+    raise SystemExit(code)
+
+
+def _carry_out(main: Callable[..., Any], script: Any, with_traceback: bool) -> int:
+    code = FAILED
+    with _termination() as terminated:
+        try:
+            made = main(**script.options)
+            if inspect.iscoroutine(made):
+                asyncio.run(made)
+            code = DONE
+        except (KeyboardInterrupt, StageInterrupted) as error:
+            code = TERMINATED if terminated.is_set() else INTERRUPTED
+            print(str(error) or "interrupted", file=sys.stderr)
+        except WorkbenchError as error:
+            if with_traceback:
+                traceback.print_exc()
+            print(f"{_program()}: {error}", file=sys.stderr)
+        finally:
+            _close(script, failed=code != DONE)
+    return code
+
+
+def _close(script: Any, failed: bool) -> None:
+    """Close what the script has opened and not closed itself, and say where it is written."""
+    from workbench.display import progress
+
+    with contextlib.ExitStack() as each:  # also where one of them does not close
+        for lab in script.labs:
+            print(lab.run_folder)
+            if lab.stays and not progress.is_quiet():
+                print(f"{lab.name} lives on: wb.attach({lab.name!r}), or wb stop {lab.name}", file=sys.stderr)
+            if not lab.attached:
+                each.callback(lab.close)
+            each.callback(lab.telemetry.sinks.close, failed=failed)
+
+
+@contextlib.contextmanager
+def _termination() -> Iterator[threading.Event]:
+    """Inside, SIGTERM interrupts as Ctrl-C does, so that no host is left behind; the event says that it came."""
+    terminated = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield terminated
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # closing goes on
+        terminated.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser(main: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], argparse.ArgumentParser]:
+    """The parameters of `main` by name, and the parser of all options."""
+    parameters = parameters_of(main)
+    text = getattr(sys.modules.get(main.__module__), "__doc__", None) or main.__doc__ or ""
+    parser = argparse.ArgumentParser(
+        description=inspect.cleandoc(text), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    if parameters:
+        own = parser.add_argument_group("options of this script")
+        for option, parameter in parameters.items():
+            add_option(own, option, parameter)
+    every = parser.add_argument_group("options of every script", "What they say goes before what the script says.")
+    for option, (name, reading) in OPENING.items():
+        if option not in parameters:
+            every.add_argument(option, dest=f"open.{name}", default=argparse.SUPPRESS, **reading)
+    for option, text in FLAGS.items():
+        if option not in parameters:
+            every.add_argument(option, dest=f"script.{option[2:]}", action="store_true", help=text)
+    return {parameter.name: parameter for parameter in parameters.values()}, parser
+
+
+def _fail(error: WorkbenchError) -> NoReturn:
+    print(f"{_program()}: {error}", file=sys.stderr)
+    raise SystemExit(FAILED)
+
+
+def _program() -> str:
+    return sys.argv[0].rpartition("/")[2]

@@ -1,0 +1,1 @@
+"""What goes over the wire: calls, replies, shards, metrics, operations, transfer protocols."""

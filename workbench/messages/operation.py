@@ -1,0 +1,209 @@
+"""`@register(protocol)`: makes a worker's method an operation of its worker group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from workbench.errors import BadInput
+from workbench.messages.protocols import PROTOCOLS, TransferProtocol
+from workbench.models.spec import Model
+from workbench.support.named_fields import meant
+from workbench.support.validation import one_of
+
+Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+ALL_TEXT = "all text"
+Check = Callable[[Mapping[str, Any]], object]
+CheckModel = Callable[[Mapping[str, Any], Model], object]
+CheckColumns = Callable[[Mapping[str, Any], Model, Collection[str]], object]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Travelling(Protocol):
+    """What is asked of a batch to say which of its columns go to the ranks."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its columns."""
+        ...
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """Those of Python objects."""
+        ...
+
+    @property
+    def unknown_names(self) -> tuple[str, ...]:
+        """Those of which it is not known what they hold."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A worker's method and how to call it on all ranks.
+
+    reads: columns that it needs (and that travel), or a function of the arguments that names them.
+    optional: columns that travel if they are there, or such a function; "all text" among them, or instead of them:
+    every column of Python objects.
+    writes: columns that it adds, or such a function.
+    minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
+    updates: takes optimizer steps, so its minibatches must be equally large.
+    generates: asks something of the generation engine, which other operations send to sleep where roles share memory.
+    samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
+    range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
+    check_model: raises for arguments that do not suit the role's model, given second. check_columns: for a batch whose
+    columns have the names given third. Both are asked before anything is done, by an algorithm as well.
+    """
+
+    name: str
+    protocol: TransferProtocol
+    reads: Columns = ()
+    optional: Optional = ()
+    writes: Columns = ()
+    minibatched: bool = False
+    updates: bool = False
+    samples: bool = False
+    generates: bool = False
+    check: Check | None = None
+    check_model: CheckModel | None = None
+    check_columns: CheckColumns | None = None
+    signature: inspect.Signature
+    choices: Mapping[str, tuple[Any, ...]]
+    doc: str
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the first argument is a batch."""
+        return bool(self.reads)
+
+    def needed(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """The columns that it reads with these arguments."""
+        return self.reads(arguments) if callable(self.reads) else self.reads
+
+    def written(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """The columns that it adds with these arguments."""
+        return self.writes(arguments) if callable(self.writes) else self.writes
+
+    def given(self, arguments: Mapping[str, Any]) -> Operation:
+        """This operation with `optional` said for these arguments."""
+        return replace(self, optional=self.optional(arguments)) if callable(self.optional) else self
+
+    def awaited(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+        """Columns of a batch that have to be there before `travelling` can be said."""
+        assert not callable(self.optional)
+        more = batch.unknown_names if ALL_TEXT in self.optional else ()
+        return (*self.travelling(needed, batch), *more)
+
+    def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+        """All columns of a batch that go to the ranks."""
+        assert not callable(self.optional), "its arguments have to be given first"
+        more = batch.text_names if ALL_TEXT in self.optional else ()
+        named = tuple(name for name in self.optional if name in batch.names)
+        return tuple(dict.fromkeys((*needed, *more, *named)))
+
+
+def register(
+    protocol: TransferProtocol | str,
+    *,
+    reads: Columns = (),
+    optional: Optional | Literal["all text"] = (),
+    writes: Columns = (),
+    minibatched: bool = False,
+    updates: bool = False,
+    samples: bool = False,
+    generates: bool = False,
+    check: Check | None = None,
+    check_model: CheckModel | None = None,
+    check_columns: CheckColumns | None = None,
+) -> Callable[[F], F]:
+    """Bind a protocol, itself or by name, to a worker's method.
+
+    A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
+    `Operation`. Arguments annotated with a Literal are held to its values. `timeout_s` and, where the operation draws
+    samples, `samples` are the controller's.
+    """
+
+    if isinstance(protocol, str):
+        one_of("protocol", protocol, tuple(PROTOCOLS))
+        protocol = PROTOCOLS[protocol]
+
+    def bind(method: F) -> F:
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())
+        parameters = [p for p in parameters if p.name != "self"]
+        if "timeout_s" in signature.parameters:
+            raise BadInput(
+                f"{method.__qualname__} takes timeout_s",
+                "every operation has it: it is how long the whole stage may take, and the worker does not see it",
+                "name the argument otherwise, such as call_timeout_s",
+            )
+        method.__operation__ = Operation(  # type: ignore[attr-defined]
+            name=method.__name__,
+            protocol=protocol,
+            reads=reads,
+            optional=(optional,) if isinstance(optional, str) else optional,
+            writes=writes,
+            minibatched=minibatched,
+            updates=updates,
+            samples=samples,
+            generates=generates,
+            check=check,
+            check_model=check_model,
+            check_columns=check_columns,
+            signature=signature.replace(parameters=parameters),
+            choices=_choices(method),
+            doc=inspect.getdoc(method) or "",
+        )
+        return method
+
+    return bind
+
+
+def operations(worker_class: type) -> dict[str, Operation]:
+    """The operations of a worker class, by name."""
+    found = {}
+    for name in dir(worker_class):
+        operation = getattr(getattr(worker_class, name), "__operation__", None)
+        if operation is not None:
+            found[name] = operation
+    return found
+
+
+def _choices(method: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """The values of those arguments that are annotated with a Literal."""
+    try:
+        hints = get_type_hints(method)
+    except NameError:  # a name that only a type checker sees
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def checked_arguments(
+    operation: Operation, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments by name, defaults filled in; `BadInput` for what the operation does not take.
+
+    The batch and `samples`, which the controller takes out, are not among them.
+    """
+    parameters = list(operation.signature.parameters.values())
+    if operation.takes_batch:
+        parameters = parameters[1:]
+    try:
+        bound = operation.signature.replace(parameters=parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        names = [p.name for p in parameters] + (["samples"] if operation.samples else [])
+        unknown = next((name for name in kwargs if name not in names), None)
+        raise BadInput(
+            f"{owner}.{operation.name}: {error}",
+            f"it takes {', '.join(names) or 'nothing more'}",
+            meant(unknown, names) if unknown else "",
+        ) from None
+    bound.apply_defaults()
+    for name, values in operation.choices.items():
+        one_of(name, bound.arguments[name], values)
+    if operation.check is not None:
+        operation.check(bound.arguments)
+    return bound.arguments

@@ -1,0 +1,211 @@
+"""From scores to advantages of tokens: token rewards, GAE, REINFORCE, whitening. Suffixes: see `arguments`.
+
+Pure functions, without gradient, in at least fp32. What needs the whole global batch says so: `moments` are summed over
+ranks by the caller. Variances are unbiased: over n - 1. Advantages from the group of a prompt's samples: `groups`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadInput
+from workbench.objectives.arguments import full, one_per_row, same_shape, tokenwise, within
+from workbench.objectives.kl import KLKind, kl_estimate
+
+
+@torch.no_grad()
+def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
+    """One score a response, float64 [B]: what the other responses to its prompt are held against.
+
+    scores: [B]; or [B, T], of which those `counted` are summed, in float64, so that the same rewards in another order
+        are the same score.
+    """
+    tokenwise(mask_BT)
+    if scores.ndim == 1:
+        one_per_row("scores_B", scores, mask_BT)
+        return scores.double()
+    same_shape(mask_BT=mask_BT, scores_BT=scores)
+    return torch.where(counted(mask_BT), scores.double(), 0.0).sum(-1)
+
+
+def counted(mask_BT: Tensor) -> Tensor:
+    """Where scores of tokens count towards their response's, [B, T]: inside the mask, or everywhere in a response
+    without any token inside. Such a one, whose loss is masked out because it was cut, say, is not trained on; its score
+    tells as much as the others what its prompt is worth."""
+    inside_BT = mask_BT.bool()
+    return inside_BT | ~inside_BT.any(-1, keepdim=True)
+
+
+@torch.no_grad()
+def token_rewards(
+    scores: Tensor,
+    log_prob_BT: Tensor,
+    ref_log_prob_BT: Tensor | None,
+    mask_BT: Tensor,
+    beta: float,
+    kind: KLKind = "k1",
+) -> Tensor:
+    """Rewards with a KL penalty, [B, T]; 0 outside the mask.
+
+        r_t = -beta k_t + [t is the last valid token] R
+
+    Sources: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593; Ouyang et al. 2022, https://arxiv.org/abs/2203.02155.
+
+    scores: [B], one score a response (a row without valid tokens has no place for it and drops it); or [B, T], a score
+        for each token, added where the mask is 1.
+    log_prob_BT: of the policy at the start of the update, `old_log_prob`.
+    ref_log_prob_BT: of the reference; None is allowed with beta = 0.
+
+    Raises `BadInput` on shapes that do not fit, a negative beta, or a missing reference.
+    """
+    tokenwise(mask_BT)
+    same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
+    within("beta", beta, 0.0)
+    mask_BT = mask_BT.bool()
+    if scores.ndim == 2:
+        same_shape(mask_BT=mask_BT, scores_BT=scores)
+        rewards_BT = full(scores)
+    else:
+        one_per_row("scores_B", scores, mask_BT)
+        valid_from_here_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
+        rewards_BT = torch.where(valid_from_here_BT == 1, full(scores)[:, None], 0.0)
+    if beta:
+        if ref_log_prob_BT is None:
+            raise BadInput(
+                f"beta={beta} without ref_log_prob_BT",
+                "a KL penalty needs the log-probabilities of a reference",
+                "run compute_ref_log_prob, or set beta=0",
+            )
+        rewards_BT = rewards_BT - beta * kl_estimate(log_prob_BT, ref_log_prob_BT, kind)
+    return torch.where(mask_BT, rewards_BT, 0.0)
+
+
+@torch.no_grad()
+def gae(
+    token_rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and returns, both [B, T]; 0 outside the mask.
+
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t     = delta_t + gamma lambda A_{t+1}
+        G_t     = A_t + V_t
+
+    Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16.
+
+    t + 1 means the next token that the policy chose: tokens outside the mask (tool output) take no time, so they cost
+    no factor gamma lambda, and rewards or values on them do not count.
+    bootstrap_B: V after the last valid token, 0 for responses that ended; without it all are 0, cut or not.
+
+    Raises `BadInput` on shapes that do not fit, or gamma or lambda outside [0, 1].
+    """
+    tokenwise(mask_BT)
+    same_shape(mask_BT=mask_BT, token_rewards_BT=token_rewards_BT, values_BT=values_BT)
+    within("gamma", gamma, 0.0, 1.0)
+    within("lam", lam, 0.0, 1.0)
+    rewards_BT, values_BT, mask_BT = full(token_rewards_BT), full(values_BT), mask_BT.bool()
+    if bootstrap_B is None:
+        next_value_B = values_BT.new_zeros(len(values_BT))
+    else:
+        one_per_row("bootstrap_B", bootstrap_B, mask_BT)
+        next_value_B = bootstrap_B.to(values_BT)
+    next_advantage_B = torch.zeros_like(next_value_B)
+    advantages_BT = torch.zeros_like(values_BT)
+    for t in reversed(range(values_BT.shape[1])):
+        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
+        advantage_B = delta_B + gamma * lam * next_advantage_B
+        next_value_B = torch.where(mask_BT[:, t], values_BT[:, t], next_value_B)
+        next_advantage_B = torch.where(mask_BT[:, t], advantage_B, next_advantage_B)
+        advantages_BT[:, t] = torch.where(mask_BT[:, t], advantage_B, 0.0)
+    return advantages_BT, torch.where(mask_BT, advantages_BT + values_BT, 0.0)
+
+
+def discounted_returns(token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
+    """Reward to go, G_t = r_t + gamma G_{t+1}, [B, T]; 0 outside the mask, whose tokens take no time (as in `gae`)."""
+    # With V = 0 and lambda = 1 the advantage is the return.
+    advantages_BT, _ = gae(token_rewards_BT, torch.zeros_like(token_rewards_BT), mask_BT, gamma, 1.0)
+    return advantages_BT
+
+
+@torch.no_grad()
+def reinforce(
+    token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float, baseline_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE's advantages, reward to go less a baseline, and returns, both [B, T]; 0 outside the mask.
+
+        A_t = G_t - b
+
+    b: the score of the greedy response to the same prompt in ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505);
+    none in REINFORCE++, the mean score of the group in REINFORCE++-baseline, both whitened afterwards over the global
+    batch (Hu et al. 2025, https://arxiv.org/abs/2501.03262). With one score a response and gamma = 1, A is R - b on
+    every token. A penalty in the token rewards counts from where it stands, and is none of the baseline, which is of
+    plain scores.
+
+    baseline_B: one number a row. Where it does not depend on the row's own tokens the policy gradient stays unbiased.
+
+    Raises `BadInput` on shapes that do not fit, or gamma outside [0, 1].
+    """
+    returns_BT = discounted_returns(token_rewards_BT, mask_BT, gamma)
+    if baseline_B is None:
+        return returns_BT, returns_BT
+    one_per_row("baseline_B", baseline_B, mask_BT)
+    return torch.where(mask_BT.bool(), returns_BT - full(baseline_B)[:, None], 0.0), returns_BT
+
+
+@torch.no_grad()
+def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
+    """DAPO's soft overlong punishment, [B], to be added to the score.
+
+        0                                   where |y| <= longest - buffer
+        (longest - buffer - |y|) / buffer   beyond it, down to
+        -1                                  where |y| >= longest
+
+    Source: Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13. lengths_B, longest, buffer: tokens.
+
+    Raises `BadInput` unless 1 <= buffer <= longest.
+    """
+    within("longest", longest, 1)
+    within("buffer", buffer, 1, longest)
+    return ((longest - buffer - full(lengths_B)) / buffer).clamp(-1.0, 0.0)
+
+
+@torch.no_grad()
+def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[count, sum, sum of squares] of the valid entries, float64. For `whiten`, add them up over shards and ranks."""
+    same_shape(mask_BT=mask_BT, x_BT=x_BT)
+    valid = x_BT[mask_BT.bool()].double()
+    return torch.stack((valid.new_tensor(valid.numel()), valid.sum(), valid.square().sum()))
+
+
+def explained_variance(returns: Tensor, errors: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns), of a critic: 1 foresees all, 0 no more than the mean return, below 0
+    less than that. Not a number where all returns are equal. returns, errors (returns - values): as from `moments`."""
+    count, total, squares = torch.stack((returns, errors), -1).double().unbind()
+    of_returns, of_errors = (squares / count - (total / count) ** 2).tolist()
+    return 1 - of_errors / of_returns if of_returns > 0 else float("nan")
+
+
+@torch.no_grad()
+def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps), [B, T]; 0 outside the mask. For advantages; returns are never whitened.
+
+    moments: those of the whole global batch, from `moments`. The variance is the unbiased one; that of a single entry
+        is taken as 0. From float64 sums it has a relative error of some 1e-16 mean^2 / var.
+
+    Raises `BadInput` on shapes that do not fit.
+    """
+    same_shape(mask_BT=mask_BT, x_BT=x_BT)
+    if moments.shape != (3,):
+        raise BadInput(
+            f"moments has shape {list(moments.shape)}", "must be [count, sum, sum of squares], as from moments()"
+        )
+    count, total, squares = moments.double().unbind()
+    mean = total / count.clamp(min=1)
+    variance = ((squares - mean * total) / (count - 1).clamp(min=1)).clamp(min=0)
+    white_BT = (x_BT.double() - mean) * torch.rsqrt(variance + eps)
+    return torch.where(mask_BT.bool(), white_BT, 0.0).to(full(x_BT).dtype)

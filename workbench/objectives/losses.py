@@ -1,0 +1,182 @@
+"""Per-token losses of PPO and its kin, [B, T]; `aggregation` makes a scalar of them. Suffixes: see `arguments`."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadInput
+from workbench.objectives.arguments import full, same_shape, tokenwise, within
+from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
+
+PolicyLoss = Literal["ppo", "gspo", "cispo"]
+
+
+class PolicyStats(NamedTuple):
+    """Per token and without gradient, so that masked sums of them add up over micro-batches and ranks.
+
+    ratio_BT: pi / pi_old, of the token or (GSPO) of the sequence. clipped_BT: True where a clip changed the objective;
+    for PPO and GSPO it thereby stopped the gradient, for CISPO it bounds the gradient's weight.
+    """
+
+    ratio_BT: Tensor
+    clipped_BT: Tensor
+
+
+def policy_loss(
+    kind: PolicyLoss,
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, PolicyStats]:
+    """The loss of that name, [B, T]. dual_clip is for "ppo" alone, the mask is read by "gspo" alone.
+
+    Raises `BadInput` as the loss does, on an unknown name, and on a dual clip for another loss than "ppo".
+    """
+    if kind == "ppo":
+        return ppo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high, dual_clip)
+    if dual_clip is not None:
+        raise BadInput(f"dual_clip={dual_clip} with loss={kind!r}", "a dual clip is one of PPO's", "leave it out")
+    if kind == "gspo":
+        return gspo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, mask_BT, clip_low, clip_high)
+    if kind == "cispo":
+        return cispo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo'")
+
+
+def ppo_loss(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, PolicyStats]:
+    """PPO's clipped surrogate, negated, [B, T]. Gradients flow into `log_prob_BT` only.
+
+        rho  = exp(log pi - log pi_old)
+        J    = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+        J    = max(J, dual_clip A)  where A < 0, if dual_clip is given
+        loss = -J
+
+    Sources: PPO, https://arxiv.org/abs/1707.06347, equation 7; unequal bounds ("clip-higher"): DAPO,
+    https://arxiv.org/abs/2503.14476, section 3.1; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
+
+    Before the first optimizer step pi = pi_old: rho is 1, nothing is clipped, the loss is -A. The log-ratio is clamped
+    to [-20, 20], past which the gradient is 0.
+
+    Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0, dual_clip < 1.
+    """
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT)
+    unclipped_BT = ratio_BT * advantages_BT
+    objective_BT = torch.minimum(unclipped_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT)
+    if dual_clip is not None:
+        within("dual_clip", dual_clip, 1.0)
+        floor_BT = torch.maximum(objective_BT, dual_clip * advantages_BT)
+        objective_BT = torch.where(advantages_BT < 0, floor_BT, objective_BT)
+    return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
+
+
+def gspo_loss(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, PolicyStats]:
+    """GSPO: the ratio and the clip belong to the sequence, [B, T]. Gradients flow into `log_prob_BT` only.
+
+        s_i  = exp(mean_t (log pi - log pi_old))
+        s_it = sg(s_i) pi / sg(pi)              the value of s_i; the gradient of token t
+        loss = -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t)
+
+    Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, in the form that the paper calls GSPO-token
+    (sg: without gradient). With one advantage a sequence its gradient, under every aggregation, is that of
+    the plain form, and a sequence is clipped as a whole. The mean is over the tokens of the mask. The paper's bounds
+    (the defaults here) are small because s is a geometric mean, which stays near 1.
+
+    Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
+    """
+    tokenwise(mask_BT)
+    same_shape(mask_BT=mask_BT, log_prob_BT=log_prob_BT)
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    mask_BT, log_prob_BT = mask_BT.bool(), full(log_prob_BT)
+    log_ratio_BT = torch.where(mask_BT, log_prob_BT.detach() - full(old_log_prob_BT).detach(), 0.0)
+    mean_B1 = log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    sequence_B1 = mean_B1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    # exp(0) = 1 exactly, so tokens of a sequence are clipped together, at the same value
+    ratio_BT = sequence_B1 * (log_prob_BT - log_prob_BT.detach()).exp()
+    unclipped_BT = ratio_BT * advantages_BT
+    objective_BT = torch.minimum(unclipped_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT)
+    return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
+
+
+def cispo_loss(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    clip_low: float = 1.0,
+    clip_high: float = 2.0,
+) -> tuple[Tensor, PolicyStats]:
+    """CISPO: REINFORCE whose importance weight is clipped, so that no token loses its gradient, [B, T].
+
+        loss = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi
+
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5. Here, as there, the epsilons are distances
+    from 1: clip_high=2 lets weights reach 3. (Where a library calls the cap itself epsilon, give cap - 1.)
+    clip_low=1 is no lower bound, which is what the paper trains with. The value of the loss is not -A at pi = pi_old,
+    as PPO's is; its gradient is the same there.
+
+    Raises `BadInput` on unequal shapes, clip_low outside [0, 1], clip_high < 0.
+    """
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
+    ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT).detach()
+    weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    return -weight_BT * advantages_BT * full(log_prob_BT), PolicyStats(ratio_BT, weight_BT != ratio_BT)
+
+
+def _checked(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """The advantages, without gradient and in full precision, once all is as a policy loss needs it."""
+    same_shape(log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT, advantages_BT=advantages_BT)
+    within("clip_low", clip_low, 0.0, 1.0)
+    within("clip_high", clip_high, 0.0)
+    return full(advantages_BT).detach()
+
+
+class ValueStats(NamedTuple):
+    """Per token and without gradient. clipped_BT: True where the clip changed the error, and stopped the gradient."""
+
+    clipped_BT: Tensor
+
+
+def value_loss(
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None
+) -> tuple[Tensor, ValueStats]:
+    """The critic's squared error, optionally clipped around the values at the start of the update, [B, T].
+
+        loss = 1/2 (V - G)^2
+        loss = 1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)      if clip is given
+
+    Source: the clipped form is that of https://github.com/openai/baselines, `ppo2/model.py`. Gradients flow into
+    `values_BT` only. `old_values_BT` are the values that the advantages were made with; they serve the clip alone.
+
+    Raises `BadInput` on unequal shapes or a negative clip.
+    """
+    same_shape(values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT)
+    values_BT, old_values_BT, returns_BT = full(values_BT), full(old_values_BT).detach(), full(returns_BT).detach()
+    unclipped_BT = error_BT = (values_BT - returns_BT).square()
+    if clip is not None:
+        within("clip", clip, 0.0)
+        near_BT = values_BT.clamp(old_values_BT - clip, old_values_BT + clip)
+        error_BT = torch.maximum(unclipped_BT, (near_BT - returns_BT).square())
+    return 0.5 * error_BT, ValueStats((error_BT != unclipped_BT).detach())

@@ -1,0 +1,1 @@
+"""The life of an open workbench: what it looks like, moving, recovering, reloading, checkpoints."""

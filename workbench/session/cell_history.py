@@ -1,0 +1,80 @@
+"""What was really run: each cell that a notebook's kernel ran, with its text, kept beside a workbench's telemetry.
+
+A notebook's page can be edited, run out of order, and lose cells; this is the record that an export can go by.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench.telemetry.store import TelemetryStore
+from workbench.workers.reload.sources import loaded
+
+
+@dataclass(frozen=True)
+class RunCell:
+    """One execution. kernel: tells kernels apart. number: n of `In [n]`. id: the page's; "" where it was not told.
+    done: whether it ended without an error."""
+
+    kernel: str
+    number: int
+    id: str
+    text: str
+    done: bool
+
+
+def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
+    """From a notebook: add the cells that this kernel has run, and each one that it will run, as events "cell", until
+    the workbench is closed; the cell that closes it is the last. Elsewhere: nothing.
+    """
+    ipython = sys.modules.get("IPython")  # a notebook has loaded it itself
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    if shell is None or getattr(shell, "kernel", None) is None:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        return
+    history = _History.of(shell)
+    for cell in history.cells:
+        telemetry.append_event("cell", **asdict(cell))
+    history.followers.append((telemetry, closed))
+
+
+class _History:
+    """All cells of this kernel, and who wants to know of them."""
+
+    _one: _History | None = None
+
+    def __init__(self, shell: Any) -> None:
+        self.kernel = f"{os.getpid()}-{shell.history_manager.session_number}"
+        texts = list(shell.history_manager.input_hist_raw[1:-1])  # the last one is under way
+        # of these nothing says whether they failed: they count as done
+        self.cells = [RunCell(self.kernel, n, "", text, True) for n, text in enumerate(texts, 1) if text]
+        self.followers: list[tuple[TelemetryStore, Callable[[], bool]]] = []
+        shell.events.register("post_run_cell", self._ran)
+
+    @classmethod
+    def of(cls, shell: Any) -> _History:
+        if cls._one is None:
+            cls._one = cls(shell)
+        return cls._one
+
+    def _ran(self, result: Any) -> None:
+        loaded.note()
+        info = result.info
+        if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
+            return
+        cell = RunCell(
+            self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell, bool(result.success)
+        )
+        self.cells.append(cell)
+        for telemetry, _ in self.followers:
+            try:
+                telemetry.append_event("cell", **asdict(cell))
+            except OSError:  # a run folder that was deleted
+                continue
+        self.followers = [follower for follower in self.followers if not follower[1]()]

@@ -1,0 +1,202 @@
+"""The folder of a checkpoint: what is in it, how it comes to be whole or not at all, and how one is found again.
+
+    checkpoint.json     what it is: format, iteration, placement, counters, where prompts and algorithm stand; and of
+                        each other file its bytes and SHA-256
+    controller.pkl      the description of the workbench, and what small things each rank has to add
+    roles/<role>/       see `workbench.workers.role_files`; model/ is loaded by transformers and vLLM
+    made/               batches of an iteration that was under way
+
+It is written beside its place, under a name that begins with a dot, and renamed when all of it is on the disk: who is
+killed while saving leaves that behind, and every earlier checkpoint as it was. The next save beside it clears it away
+when nobody has written to it for an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from workbench.errors import BadInput, MissingDependency, NotFound
+
+if TYPE_CHECKING:
+    from workbench.config.description import Description
+    from workbench.workers.role_state import Carried
+
+FORMAT = 1
+MANIFEST, CONTROLLER = "checkpoint.json", "controller.pkl"
+AUTOMATIC = "checkpoints"  # in a run folder
+STALE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `lab.save` wrote. folder: absolute. values: what its manifest says."""
+
+    folder: Path
+    values: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations had begun."""
+        return int(self.values["state"]["iteration"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(int(entry["bytes"]) for entry in self.values["files"].values())
+
+    def verify(self, *names: str) -> None:
+        """Raise `BadInput` naming the first file, of these or of all, that is not as it was written."""
+        entries = [(name, entry) for name, entry in self.values["files"].items() if not names or name in names]
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda entry: _entry(self.folder / entry[0]), entries)
+            for (name, written), now in zip(entries, found, strict=True):
+                if now != written:
+                    what = "is gone" if now is None else f"has {now['bytes']} bytes with another checksum"
+                    raise BadInput(
+                        f"{self.folder / name} {what}",
+                        f"{written['bytes']} bytes with SHA-256 {written['sha256'][:12]} were written",
+                        "restore from another checkpoint: what was in this one is damaged",
+                    )
+
+    def controller(self) -> tuple[Description, dict[str, list[Carried]]]:
+        """The description of the workbench, and by role what each rank carries. `MissingDependency` where code that it
+        names cannot be imported."""
+        self.verify(CONTROLLER)
+        try:
+            description, carried = pickle.loads((self.folder / CONTROLLER).read_bytes())
+        except (ImportError, AttributeError) as error:
+            raise MissingDependency(
+                f"checkpoint {str(self.folder)!r} was made with code that this process cannot import: {error}",
+                "its functions and worker classes are found by the names of their modules",
+                "run from the folder of that module, or with PYTHONPATH=<folder>",
+            ) from error
+        return description, carried
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint after {self.iteration} iterations of {self.values['name']!r}: {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import bytes_text, table
+
+        rows = [{"role": role, **{k: v for k, v in said.items() if k != "parts"}}
+                for role, said in self.values["roles"].items()]  # fmt: skip
+        caption = f"{self.folder}: after {self.iteration} iterations, {bytes_text(self.nbytes)}"
+        return table(rows, caption=caption)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that becomes `path` when all is well, and vanishes otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    beside.mkdir()
+    try:
+        yield beside
+        os.replace(beside, path)
+        _folder_to_disk(path.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what processes that were killed while saving have left there: nobody has written to it for an hour."""
+    for left in folder.glob(".*"):
+        if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
+            continue
+        with contextlib.suppress(OSError):  # it became a checkpoint just now
+            ours = {inner.name for inner in left.iterdir()} <= {"roles", "made", CONTROLLER, MANIFEST}
+            newest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
+            if ours and time.time() - newest > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def write_manifest(folder: Path, values: Mapping[str, Any], description: Description, carried: Any) -> Checkpoint:
+    """Add what the controller says, after all other files; what they are is part of it."""
+    (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, carried)))
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    with ThreadPoolExecutor(4) as pool:
+        files = dict(zip(names, pool.map(lambda name: _entry(folder / name, to_disk=True), names), strict=True))
+    written = {"format": FORMAT, **values, "files": files}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump(written, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for inner in [folder, *(inner for inner in folder.rglob("*") if inner.is_dir())]:
+        _folder_to_disk(inner)
+    return Checkpoint(folder, written)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; `BadInput` where its manifest is none, or of another format."""
+    try:
+        values = json.loads((folder / MANIFEST).read_text())
+        wrote = values["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{str(folder / MANIFEST)!r} cannot be read", str(error), "use another checkpoint") from error
+    if wrote != FORMAT:
+        raise BadInput(
+            f"{str(folder)!r} has format {wrote}", f"this version reads {FORMAT}", "use the one that wrote it"
+        )
+    return Checkpoint(folder, values)
+
+
+def find_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at `path`: itself; or the newest in a run folder, in its `checkpoints`, or in a folder of runs.
+
+    Raises `NotFound` where there is none, `BadInput` where it cannot be read.
+    """
+    folder = Path(path).expanduser().resolve()
+    if (folder / MANIFEST).is_file():
+        return read_checkpoint(folder)
+    inside = ("*", f"{AUTOMATIC}/*", f"*/{AUTOMATIC}/*")
+    found = [file for pattern in inside for file in folder.glob(f"{pattern}/{MANIFEST}") if not _beside(file, folder)]
+    if not found:
+        raise NotFound(
+            f"no checkpoint in {str(folder)!r}",
+            "a checkpoint is a folder that lab.save(path) or automatic saves wrote"
+            if folder.is_dir() else "there is no such folder",
+            "give the folder of one, or that of a run with automatic saves: runs/<name>/<time>",
+        )  # fmt: skip
+    return max((read_checkpoint(file.parent) for file in found), key=lambda checkpoint: checkpoint.values["saved_s"])
+
+
+def _beside(file: Path, folder: Path) -> bool:
+    """Whether a manifest is in a folder that never got its name."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _entry(path: Path, *, to_disk: bool = False) -> dict[str, Any] | None:
+    """Bytes and checksum of a file; None: it is gone. to_disk: see to it that it is there before who asks goes on."""
+    try:
+        with path.open("rb") as file:
+            if to_disk:
+                os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+    except FileNotFoundError:
+        return None
+
+
+def _folder_to_disk(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""A workbench goes on from a checkpoint, under whatever placement: `wb.restore`, `wb.open(resume=...)`."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from workbench.backends.starting import Step, settle
+from workbench.batches.store import Weights
+from workbench.errors import BadInput
+from workbench.messages.metric_values import MetricValues
+from workbench.placement import ROLLOUT
+from workbench.placement.state import Part, state_of
+from workbench.session.checkpoint.files import Checkpoint
+from workbench.session.checkpoint.saving import saved_parts
+from workbench.workers.role_files import RoleFiles
+from workbench.workers.role_state import Carried
+
+if TYPE_CHECKING:
+    from workbench.algorithms.loop import Algorithm
+    from workbench.config.description import Description
+    from workbench.controller import Workbench
+
+Note = Callable[[str], None]
+
+
+class Restoring:
+    """What a checkpoint has for a description, found to fit before anything is started."""
+
+    def __init__(self, checkpoint: Checkpoint, description: Description) -> None:
+        """Verify files, and that each role of the checkpoint is one of `description` with the same weights. Raises
+        `BadInput` and `MissingDependency`."""
+        self.checkpoint, self._description = checkpoint, description
+        checkpoint.verify()
+        before, self._carried = checkpoint.controller()
+        models, now = before.role_models(), description.role_models()
+        self._files: dict[str, RoleFiles] = {}
+        for role, said in checkpoint.values["roles"].items():
+            where = f"role {role!r} of {checkpoint!r}"
+            if role not in now:
+                raise BadInput(
+                    where, f"this workbench has {', '.join(now)}",
+                    "declare the models that were saved; a role can be dropped with lab.drop afterwards",
+                )  # fmt: skip
+            model, new = models[role], now[role]
+            layout = before.layout_of(role)
+            parts = saved_parts(models, role, refreshed="weights" in said["parts"])
+            standing = layout if model is None else model.standing(layout)
+            self._files[role] = RoleFiles(
+                role=role, folder=str(checkpoint.folder / "roles" / role), parts=parts, layout=standing
+            )
+            if (model is None) != (new is None):
+                raise BadInput(where, "its worker is of another kind here", "declare the model that was saved")
+            if model is None or new is None:
+                if (size := description.layout_of(role).size) != standing.size and self._has_state(role):
+                    raise BadInput(
+                        f"{where}, for {size} ranks",
+                        f"a worker of its own kind keeps its state by rank, and {standing.size} have saved it",
+                        f"give its pool {standing.size} devices",
+                    )
+                continue
+            for part in parts:
+                there, saved = _shapes(part.what, state_of(new)), _shapes(part.what, (part,))
+                if there != saved:
+                    wrong = next(n for n in (*saved, *there) if saved.get(n) != there.get(n))
+                    raise BadInput(
+                        f"{where}: {wrong} {saved.get(wrong, 'was not saved')}",
+                        f"here it is {there.get(wrong, 'not there, or not trained')}",
+                        "declare the model that was saved, trained as it was",
+                    )
+
+    def _has_state(self, role: str) -> bool:
+        return any(name.startswith(f"roles/{role}/state-") for name in self.checkpoint.values["files"])
+
+    def check(self, lab: Workbench) -> None:
+        """Raise `BadInput` where the prompts are others; needs no host."""
+        state = self.checkpoint.values["state"]["prompts"]
+        if lab.prompts.source is not None and state:
+            lab.prompts.source.load_state_dict(state)
+
+    def load(self, lab: Workbench, note: Note) -> None:
+        """Give the roles their states, and the controller its counters."""
+        infos = {info.name: info for info in lab._infos}
+        models, steps = lab.description.role_models(), []
+        random: dict[str, Any] = {}
+        for role, files in self._files.items():
+            carried, model = self._carried[role], models[role]
+            parts = () if model is None else tuple(state_of(model))
+            for rank, host in enumerate(lab.groups[role].hosts):
+                mine: Carried = carried[rank % len(carried)]
+                random.setdefault(host, mine.random)
+                pending = lab._backend.work(host, "load_role", files, parts, rank, mine)
+                steps.append(Step(f"restoring {role}", infos[host], pending))
+        if ROLLOUT in lab.groups:
+            layout, none = lab.description.layout_of(ROLLOUT), Carried(steps=0, moments=False, random={}, more={})
+            nothing = RoleFiles(role=ROLLOUT, folder="", parts=(), layout=layout)
+            for rank, host in enumerate(lab.groups[ROLLOUT].hosts):
+                pending = lab._backend.work(host, "load_role", nothing, (), rank, none)
+                steps.append(Step("restoring rollout", infos[host], pending))
+        settle(lab._backend, steps, note)
+        last = [
+            Step("going on", infos[host], lab._backend.work(host, "continue_random", state))
+            for host, state in random.items()
+        ]
+        settle(lab._backend, last, note)
+        self._count(lab)
+
+    def _count(self, lab: Workbench) -> None:
+        state = self.checkpoint.values["state"]
+        lab.prompts.go_back()  # for one that was saved before the first prompt
+        self.check(lab)
+        lab._run_number, lab.iteration = max(lab._run_number, state["run"]), state["iteration"]
+        lab.prompts.drawn, lab.prompts.state = state["drawn"], state["prompts"]
+        lab._draws = {lab.iteration: state["draws"]}
+        for role, weights in lab.weights.items():
+            # rollout workers are sent the actor's anew; a reference that was never refreshed is as its model has it
+            saved = state["weights"].get(role)
+            if saved and (role in self._files or role == ROLLOUT):
+                lab.weights[role] = Weights(steps=saved["steps"], state=secrets.token_hex(4))
+            elif saved:
+                lab.weights[role] = Weights(steps=saved["steps"], state=weights.state)
+        lab.saved_streams = list(state["streams"])
+        lab.saved_algorithm = self.checkpoint.values["algorithm"]
+        lab.checkpoint = self.checkpoint
+        under_way = bool(lab.saved_algorithm and lab.saved_algorithm["under_way"])
+        lab._credit = lab.iteration - under_way
+        lab._save_state()
+        lab.telemetry.append_event(
+            "restored", folder=str(self.checkpoint.folder), iteration=lab.iteration,
+            run_folder=self.checkpoint.values["run_folder"], run=lab._run_number,
+        )  # fmt: skip
+
+
+def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
+    """Shape and bytes of an element of each weight of the parts of that name, as text."""
+    weights = (weight for part in parts if part.what == what for weight in part.weights)
+    return {weight.name: f"{list(weight.shape)} in {weight.item_bytes} bytes" for weight in weights}
+
+
+def take_up(algorithm: Algorithm, saved: Mapping[str, Any]) -> None:
+    """Let an algorithm go on where one of its class stood."""
+    lab = algorithm.lab
+    algorithm.load_state(saved["state"])
+    algorithm._iteration = saved["iteration"]
+    if saved["under_way"]:
+        algorithm.made.clear()
+        for stage, value in saved["made"].items():
+            if "batch" in value:  # of a checkpoint
+                assert lab.checkpoint is not None
+                algorithm.made[stage] = lab.load(lab.checkpoint.folder / value["batch"])
+            elif "held" in value:  # of the kernel before
+                if value["held"] in lab.store:
+                    algorithm.made[stage] = lab.batch(value["held"])
+            else:
+                algorithm.made[stage] = MetricValues(value["metrics"])
+        algorithm._under_way = True
+        lab.last_metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
+
+
+def arguments_of(description: Description) -> dict[str, Any]:
+    """The arguments of `wb.open` that make a description."""
+    same = (
+        "name",
+        "placement",
+        "prompts",
+        "backend",
+        "device",
+        "devices",
+        "seed",
+        "address",
+        "share_memory",
+        "idle_hours",
+    )
+    return {"models": description.declared, **description.defaults, **{n: getattr(description, n) for n in same}}
+
+
+def check_changes(changes: Mapping[str, Any], opens: Callable[..., Any], called: str) -> None:
+    """Raise `BadInput` for an argument that `wb.open` does not have."""
+    known = inspect.signature(opens).parameters
+    for name in changes:
+        if name not in known or name == "resume":
+            raise BadInput(f"{called}(..., {name}=)", f"it takes arguments of wb.open: {', '.join(known)}")

@@ -1,0 +1,267 @@
+"""What a workbench shows of itself: what happened, and when. Read from disk; what is where: `whereabouts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.backends.registry import opened
+from workbench.errors import BadInput, NotFound
+from workbench.placement import ROLLOUT
+from workbench.session import overrides
+from workbench.session.topology import Whereabouts
+from workbench.settings.engines import SYNC_STRATEGIES
+from workbench.support.notebook_cell import notebook_path
+from workbench.telemetry.sinks import TrackedRun
+from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
+from workbench.workers.logs import tail
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from workbench_widgets import Panel
+
+    from workbench.display.timeline import Timeline
+    from workbench.display.traffic import Traffic
+    from workbench.export import Script
+    from workbench.resharding.strategies import Transition, ZeroSync
+
+
+class Views(Whereabouts):
+    """The methods of a `Workbench` that only look."""
+
+    _planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
+
+    def spans(self, run: int | None = None) -> pd.DataFrame:
+        """Every timed piece of work on every rank, one a row, seconds and bytes; of one run only, if given."""
+        return self.telemetry.spans(run)
+
+    def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
+        """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
+        generation, of what `lab.move` moves ("move"), or of all."""
+        if kind is not None:
+            check_kind("transfers(kind)", kind, TRANSFER_KINDS)
+        moved = self.telemetry.transfers()
+        return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
+
+    def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
+        """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
+
+        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
+        syncs would move at the least: what each rank lacks.
+        """
+        from workbench.display.traffic import traffic
+
+        if kind is not None:
+            check_kind("traffic(kind)", kind, TRANSFER_KINDS)
+        moved = self.telemetry.transfer_sums.frame(kind)
+        if stage is not None:
+            known = sorted(set(moved["stage"]))
+            if stage not in known:
+                raise NotFound(
+                    f"stage {stage!r}", f"bytes moved for {', '.join(known) or 'none'}", "choose one of these"
+                )
+            moved = moved[moved["stage"] == stage]
+        what = {"batch": "rows", "weights": "weights", "move": "state", None: "all that moved"}[kind]
+        return traffic(
+            moved,
+            names=[info.name for info in self._infos],
+            what=f"{what} for {stage}" if stage else what,
+            minimum_bytes=self._least_sync_bytes() * self._syncs_of(stage) if kind == "weights" else None,
+        )
+
+    def _syncs_of(self, stage: str | None) -> int:
+        """How many stage calls weights moved for; those of the reference are no syncs."""
+        runs = self.telemetry.transfer_sums.runs("weights")
+        wanted = [found for name, found in runs.items() if name != "take_weights" and stage in (None, name)]
+        return len(frozenset().union(*wanted))
+
+    def sync_plans(self) -> pd.DataFrame:
+        """What a sync of the actor's weights would move by each strategy, one a row: strategy, in_use, moved_bytes on
+        all ranks, least_bytes that no strategy could do without, and the most of a rank: received_bytes,
+        peak_parameter_bytes, kept_twice_bytes beside the generation weights. Without rows where ranks hold whole models
+        and generate with them, or rollout workers generate.
+        """
+        plans: pd.DataFrame = self._once("sync_plans", self._make_sync_plans)
+        return plans.copy()
+
+    def _once(self, what: str, make: Callable[[], Any]) -> Any:
+        """What follows from where the actor and the rollout workers stand is made once for each standing."""
+        groups = [self.groups[role] for role in ("actor", ROLLOUT) if role in self.groups]
+        standing = [(group, group.spec, group.layout, group.hosts) for group in groups]
+        if self._planned[0] != standing:
+            self._planned = standing, {}
+        made = self._planned[1]
+        if what not in made:
+            made[what] = make()
+        return made[what]
+
+    def _make_sync_plans(self) -> pd.DataFrame:
+        import pandas as pd
+
+        rows = []
+        generation = self.groups["actor"].spec.generation if "actor" in self.groups else None
+        in_use = generation.strategy if generation is not None else None
+        for strategy in SYNC_STRATEGIES:
+            plan = self._transition(strategy)
+            if plan is None:
+                continue
+            figures = plan.figures()
+            rows.append(
+                {
+                    "strategy": strategy,
+                    "in_use": strategy == in_use,
+                    "moved_bytes": int(figures.received.sum()),
+                    "least_bytes": self._least_sync_bytes(),
+                    "received_bytes": int(figures.received.max()),
+                    "peak_parameter_bytes": int(figures.peak_parameter.max()),
+                    "kept_twice_bytes": int(figures.kept_twice.max()),
+                }
+            )
+        columns = ["strategy", "in_use", "moved_bytes", "least_bytes", "received_bytes", "peak_parameter_bytes"]
+        return pd.DataFrame(rows, columns=[*columns, "kept_twice_bytes"])
+
+    def _transition(self, strategy: str) -> Transition | ZeroSync | None:
+        """The plan of a sync between the actor's ranks; None where they hold whole models, or others generate."""
+        from workbench.models import load_config
+        from workbench.workers.weight_transition import plan_of, trained_slices
+
+        actor = self.groups.get("actor")
+        if actor is None or ROLLOUT in self.groups or (slices := trained_slices(actor.spec, actor.layout)) is None:
+            return None
+        spec = actor.spec
+        if spec.generation is None:
+            return None
+        assert spec.name is not None
+        assert spec.dtype is not None
+        return plan_of(load_config(spec.name), actor.layout, spec.generation, spec.dtype, strategy, slices)
+
+    def _least_sync_bytes(self) -> int:
+        """What a weight sync of the actor moves at least: between its ranks, or to the rollout workers."""
+        return int(self._once("least_sync_bytes", self._make_least_sync_bytes))
+
+    def _make_least_sync_bytes(self) -> int:
+        from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
+
+        actor, rollout = self.groups.get("actor"), self.groups.get(ROLLOUT)
+        if actor is not None and rollout is not None:
+            taker = rollout_layout(rollout.spec, len(rollout.hosts))
+            return int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
+        plan = self._transition("hybridflow")
+        return 0 if plan is None else int(plan.figures().received.sum())
+
+    def syncs(self) -> pd.DataFrame:
+        """The ledger of weights: one row a sync and one a generation, in order, with what is wrong with it.
+
+        version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: by which
+        slices moved between ranks. moved_bytes: between ranks, on all of them; taken_bytes: handed to the engines.
+        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it;
+        taken where `Generation.check_sync` says so.
+        verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
+        the engine had these weights; "failed". With culprit (weight, rank) and remedy.
+        """
+        return self.telemetry.syncs()
+
+    def metrics(self, stage: str | None = None) -> pd.DataFrame:
+        """One row a stage call, a column a metric; of one stage only, if named."""
+        return self.telemetry.metrics(stage)
+
+    def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
+        """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
+
+        tracker: "tensorboard", "wandb", "mlflow" or "trackio", also as "NAME=PROJECT". Steps are iterations, names are
+        "stage/metric". Comparisons and checks are left out: after them all is as before. project, options: see the
+        tracker's class in `workbench.telemetry.sinks`. One that fails later is given up with a warning.
+
+        Raises `BadInput` where it does not start, `MissingDependency` where it is not installed.
+        """
+        options_of_script = overrides.running.options if overrides.running else {}
+        config = {**self.description.summary, **options_of_script}
+        run = TrackedRun(name=f"{self.name}-{self.run_folder.name}", folder=self.run_folder, config=config)
+        self.telemetry.sinks.add(tracker, project, run, options)
+
+    def devices(self) -> list[tuple[str, str]]:
+        """(pool, device) of every host, as the placement has them; nobody is asked."""
+        return [(info.pool, info.device) for info in self._infos]
+
+    def timeline(self, iterations: int | None = 1) -> Timeline:
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
+        from workbench.display.timeline import timeline
+
+        spans = self.spans()
+        start = None
+        if iterations is not None and len(spans):
+            events = self.telemetry.events()
+            starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
+            start = starts[0] if starts else None
+        return timeline(spans, devices=[device for _, device in self.devices()], start=start)
+
+    def panel(self, *views: str, algorithm: Any = None) -> Panel:
+        """The workbench as a live widget with a tab a view: `lab.panel()`, or those named: `lab.panel("timeline")`.
+
+        It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
+        asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
+        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not.
+        """
+        from workbench_widgets import panel
+
+        return panel(self, views, algorithm)
+
+    def trace(self, path: str | Path) -> Path:
+        """Write everything that happened as a Chrome trace, for Perfetto."""
+        return self.telemetry.chrome_trace(path)
+
+    def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
+        """Write this notebook as a script: `lab.export("script.py")`; `.told` says what its reader should know.
+
+        notebook: its file; None: the one that this kernel belongs to, where the front end tells. Save it first: the
+        file is what is read, beside the record of what was run. options: see `workbench.export.export_notebook`. `wb
+        export NOTEBOOK --check` proves that the two agree.
+        """
+        from workbench.export import export_notebook
+
+        output = Path(output)
+        if output.suffix != ".py":
+            raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
+        runs = sorted({self.run_folder, *(lab.run_folder for lab in opened.values())}, key=lambda folder: folder.name)
+        recorded = [folder for folder in runs if (folder / "events.jsonl").is_file()]
+        return export_notebook(notebook or notebook_path(), output, **{"runs": recorded, **options})
+
+    def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
+        """Print the last lines that worker processes wrote."""
+        for info in self._infos:
+            if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
+                print(f"--- {info.name}: {info.log_path}")
+                print(tail(Path(info.log_path), lines))
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._closed else ""
+        shared = "; reference: the actor" if self.description.actor_is_reference else ""
+        return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        rows = []
+        for pool in self.placement.pools:
+            for role, group in self.groups.items():
+                if group.pool is not pool:
+                    continue
+                spec = group.spec
+                engine: str = spec.training.engine if spec.training and spec.trained else ""
+                if role in ("actor", "rollout") and spec.generation:
+                    engine = " + ".join(filter(None, (engine, spec.generation.engine)))
+                rows.append(
+                    {
+                        "role": role,
+                        "model": group.model,
+                        "engines": engine,
+                        "dtype": spec.dtype if spec.name else "",
+                        "pool": pool.name,
+                        "devices": ", ".join(i.device for i in self._infos if i.pool == pool.name),
+                    }
+                )
+        state = ", closed" if self._closed else ""
+        return table(
+            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
+        )

@@ -1,0 +1,352 @@
+"""Carrying out a change of placement or of roles: what is new is made beside what is there, and takes its place when it
+is whole.
+
+    check │ start hosts, join pools, build roles │ publish │ take │ verify │ switch │ end old hosts
+          └─ an error in here ends what is new, and the old placement goes on ─┘
+
+Weights and moments go from host to host, and the controller hears of sums of bits and bytes alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from workbench.backends import Pending
+from workbench.backends.base import answered
+from workbench.backends.starting import Note, Step, join_pools, load_roles, settle
+from workbench.batches.store import Weights
+from workbench.display.interrupts import uninterrupted
+from workbench.display.progress import Progress
+from workbench.errors import BadInput, WorkbenchError
+from workbench.messages.calls import HostInfo
+from workbench.models.spec import Model
+from workbench.placement import ROLLOUT, Placement, check_role
+from workbench.placement.moves import TAKEN_ALONG
+from workbench.workers.role_state import Carried, RoleMove
+
+if TYPE_CHECKING:
+    from workbench.config.description import Description
+    from workbench.controller import Workbench
+    from workbench.placement.change import PlacementChange
+
+# How long an error waits for hosts to forget what was built for a move that came to nothing; a healthy one may still be
+# loading it.
+ANSWER_S = 60.0
+
+
+def add(lab: Workbench, role: str, model: Any, pool: str | None, devices: int | None) -> PlacementChange:
+    """`lab.add(role, model, pool, devices)`."""
+    lab._check_open()
+    description, where = lab.description, f"add({role!r})"
+    if check_role(role) in description.models:
+        raise BadInput(
+            where, f"this workbench has a {role}, on pool {lab.placement.pool_of(role).name!r}",
+            f"move it with lab.{role}.move(pool), or lab.drop({role!r}) first",
+        )  # fmt: skip
+    if role == "actor":
+        raise BadInput(
+            where, f"the tokens that all read are the {description.lead}'s", "open a workbench with an actor"
+        )
+    if role == ROLLOUT and model is not None:
+        raise BadInput(f"add({role!r}, {model!r:.40})", "rollout workers have the actor's model", "leave it out")
+    if role != ROLLOUT and model is None:
+        raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
+    pools = [other.name for other in lab.placement.pools]
+    if pool is None and (len(pools) > 1 or role == ROLLOUT):
+        own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
+        raise BadInput(
+            where, f"a role stands in a pool, and there are {', '.join(pools)}",
+            own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
+        )  # fmt: skip
+    models = description.declared if role == ROLLOUT else description.declaring({role: model})
+    placement = lab.placement.with_role(role, pool or pools[0], devices)
+    return carry_out(lab, description.placed(placement, models), f"adding {role}")
+
+
+def drop(lab: Workbench, role: str) -> PlacementChange:
+    """`lab.drop(role)`."""
+    lab._check_open()
+    description, where = lab.description, f"drop({role!r})"
+    if check_role(role) not in description.models:
+        alone = role in lab.groups
+        raise BadInput(
+            where, f"the {role} is the actor without its adapter, and holds nothing" if alone else
+            f"this workbench has {', '.join(description.models)}",
+        )  # fmt: skip
+    if role == description.lead:
+        raise BadInput(
+            where, "its tokenizer makes the tokens that all read, and tables are put to it",
+            "close the workbench, and open one without it",
+        )  # fmt: skip
+    models = {name: model for name, model in description.declared.items() if name != role}
+    return carry_out(lab, description.placed(lab.placement.without(role), models), f"dropping {role}")
+
+
+def move(lab: Workbench, placement: Placement) -> PlacementChange:
+    """`lab.move(placement)`."""
+    lab._check_open()
+    return carry_out(lab, lab.description.placed(placement), f"moving to {placement}")
+
+
+def carry_out(lab: Workbench, description: Description, title: str) -> PlacementChange:
+    """Make the workbench what another description says. title: begins the message of an error on the way."""
+    lab.check_driver()
+    lost = lab._given_up(description)
+    for group in lab.groups.values():
+        if group.pool.name not in lost:
+            lab._check_alive(group)
+    if lab.overlapping or lab._keeping:
+        where = "overlap()" if lab.overlapping else "kept()"
+        raise BadInput(
+            f"{title} inside lab.{where}", "that needs the roles as they are, and none at work", "do it afterwards"
+        )
+    lab.scheduler.drain()
+    lab._release()  # what nobody refers to need not move
+    change = lab._change(description)
+    change.require_fit()
+    with Progress(title) as bar:
+
+        def note(text: str) -> None:
+            bar.label = f"{title}: {text}"
+            bar.update(0, 0)
+
+        return Move(lab, change, description, title, note).carry_out()
+
+
+class Move:
+    """One change, on its way to a description. infos: the host at each of its places; new: those to be started."""
+
+    def __init__(
+        self, lab: Workbench, change: PlacementChange, description: Description, title: str, note: Note
+    ) -> None:
+        self._lab, self._change, self._note = lab, change, note
+        self._description, self._title = description, title
+        self._key, self._run = f"{lab._id}-move-{secrets.token_hex(4)}", lab._next_run()
+        there = {(info.pool, info.rank): info for info in lab._infos}
+        pools = {pool.name: pool for pool in change.new.pools}
+        self.infos = tuple(
+            self._description.host(
+                pools[place.pool], place.rank, place.device, lab.run_folder, change.next_again(place.pool)
+            )
+            if place.new
+            else there[place.pool, place.rank]
+            for place in change.places
+        )
+        self.new = [info for info, place in zip(self.infos, change.places, strict=True) if place.new]
+        self.ending = [info for info, place in zip(self.infos, change.places, strict=True) if place.ends]
+        self._started = False
+
+    def carry_out(self) -> PlacementChange:
+        """Do it, and say what it took. An error leaves everything as before, but for one in the very last step."""
+        began = time.monotonic()
+        try:
+            self._build()
+            carried = self._publish()
+            taking = time.monotonic()
+            self._take(carried)
+            taken = time.monotonic()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        try:
+            self._switch()
+        except KeyboardInterrupt as error:
+            error.add_note(f"{self._title} was past going back, and has been done")
+            raise
+        self._lab.telemetry.append_event(
+            "move", placement=repr(self._change.new), before=repr(self._change.old),
+            moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
+            transfer_seconds=taken - taking,
+        )  # fmt: skip
+        return replace(self._change, took_s=took_s, transfer_s=taken - taking)
+
+    # --- what there is to do ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _built(self) -> dict[str, list[str]]:
+        """The roles that are built, by their pool of after. Advantages are computed where the lead role is."""
+        found: dict[str, list[str]] = {pool.name: [] for pool in self._change.new.pools}
+        for role in self._change.roles:
+            if role.action in (*TAKEN_ALONG, "added"):
+                found[role.new_pool].append(role.role)
+            if role.role == self._description.lead and role.action == "moves":
+                found[role.new_pool].append("numeric")
+        return found
+
+    @cached_property
+    def _closed(self) -> dict[str, list[str]]:
+        """The roles that are closed, by their pool of before."""
+        found: dict[str, list[str]] = {pool.name: [] for pool in self._change.old.pools}
+        for role in self._change.roles:
+            if role.action in (*TAKEN_ALONG, "dropped"):
+                found[role.old_pool].append(role.role)
+            if role.role == self._description.lead and role.action == "moves":
+                found[role.old_pool].append("numeric")
+        return found
+
+    @cached_property
+    def _engines(self) -> dict[str, dict[str, Model]]:
+        """Of the roles whose generation engine begins or ends, what they are then, by pool and role."""
+        found: dict[str, dict[str, Model]] = {}
+        for role in self._change.roles:
+            if role.action == "engine":
+                found.setdefault(role.new_pool, {})[role.role] = self._description.models[role.role]
+        return found
+
+    @cached_property
+    def _after(self) -> list[HostInfo]:
+        """The hosts of after, pool by pool."""
+        left = [i for i, place in zip(self.infos, self._change.places, strict=True) if not place.ends]
+        return [info for pool in self._change.new.pools for info in left if info.pool == pool.name]
+
+    @cached_property
+    def _kept(self) -> list[HostInfo]:
+        """The hosts that stay, and change."""
+        new = set(self.new)
+        pools = {pool for roles in (self._built, self._closed, self._engines) for pool, found in roles.items() if found}
+        return [info for info in self._after if info not in new and info.pool in pools]
+
+    @cached_property
+    def _moves(self) -> list[RoleMove]:
+        names = tuple(info.name for info in self.infos)
+        change = self._change
+        return [
+            RoleMove(
+                role=role.role, key=self._key, hosts=names, parts=change.parts(role.role),
+                source=change.source(role.role), destination=change.destination(role.role),
+            )
+            for role in change.roles if role.action in TAKEN_ALONG
+        ]  # fmt: skip
+
+    # --- before the switch --------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        backend = self._lab._backend
+        if self.new:
+            self._started = True
+            self._note("starting hosts")
+            backend.start(self.new)
+            join_pools(backend, self.new, self._note)
+        load_roles(backend, self._after, self._description, self._note, roles=self._built, beside=self._change.kept)
+
+    def _publish(self) -> dict[str, list[Carried]]:
+        """Let the hosts of before say what goes along of each role, by rank; what is large they hold ready."""
+        steps, roles = [], []
+        for move in self._moves:
+            for rank, place in enumerate(move.source[1]):
+                steps.append(self._work(f"publishing {move.role}", place, "publish_role", move, rank))
+                roles.append(move.role)
+        found: dict[str, list[Carried]] = {}
+        for role, carried in zip(roles, settle(self._lab._backend, steps, self._note), strict=True):
+            found.setdefault(role, []).append(carried)
+        return found
+
+    def _take(self, carried: dict[str, list[Carried]]) -> None:
+        """Let the hosts of after take, and verify, what they need; and the batches of hosts that end."""
+        steps, random = [], dict[int, Any]()
+        for move in self._moves:
+            given = carried[move.role]
+            for rank, place in enumerate(move.destination[1]):
+                mine = given[rank % len(given)]
+                steps.append(self._work(f"taking {move.role}", place, "take_role", move, rank, mine, self._run))
+                if self._change.places[place].new:
+                    random.setdefault(place, mine.random)
+        for place, heir in self._change.heirs.items():
+            host = self.infos[place].name
+            steps.append(self._work(f"taking the batches of {host}", heir, "take_shards", host, self._run))
+        for transfers in settle(self._lab._backend, steps, self._note):
+            self._lab.telemetry.append_transfers(transfers)
+        last = [self._work("going on", place, "continue_random", state) for place, state in random.items()]
+        settle(self._lab._backend, last, self._note)
+
+    def _work(self, what: str, place: int, method: str, *args: Any) -> Step:
+        info = self.infos[place]
+        return Step(what, info, self._lab._backend.work(info.name, method, *args))
+
+    @uninterrupted()
+    def _abandon(self, error: BaseException) -> None:
+        """End what is new; what was there goes on."""
+        backend = self._lab._backend
+        if self._started:
+            with suppress(WorkbenchError):
+                backend.end(self.new)
+        new = set(self.new)
+        old = [info for info in self.infos if info not in new and info.pool not in self._change.lost]
+        keys, ending = [key for move in self._moves for key in move.published], [info.name for info in self.ending]
+        asked: list[tuple[HostInfo, Pending]] = []
+        for info in old:
+            backend.ask(info.name, "release", keys)
+            asked.append((info, backend.work(info.name, "abandon_move", ending)))
+        backend.wait([pending for _, pending in asked], ANSWER_S)
+        lost, late = self._account(asked, self._title)
+        if isinstance(error, WorkbenchError):
+            error.value = f"{self._title}: {error.value}"
+        then = "the old placement goes on as it was"
+        if lost:
+            then = f"the old placement lost {', '.join(lost)}: lab.recover() starts them again"
+        elif late:
+            then += f", when {', '.join(late)} have ended what they had begun"
+        if isinstance(error, WorkbenchError):
+            error.remedy = then if lost else "; ".join(filter(None, (then, _no_opening(error.remedy))))
+        elif lost or late:
+            error.add_note(f"{self._title} came to nothing; {then}")
+
+    def _account(self, asked: Sequence[tuple[HostInfo, Pending]], what: str) -> tuple[list[str], list[str]]:
+        """Note the pools of hosts that failed to do what they were asked, or have not done it yet; their names."""
+        lost, late = [], []
+        for info, pending in asked:
+            if not pending.done():
+                late.append(info.name)
+                self._lab._late.setdefault(info.pool, []).append((what, pending))
+            elif not answered(pending):
+                lost.append(info.name)
+                self._lab._broken[info.pool] = what
+        return lost, late
+
+    # --- the switch ---------------------------------------------------------------------------------------------------
+
+    @uninterrupted()
+    def _switch(self) -> None:
+        lab, backend = self._lab, self._lab._backend
+        threads = self._description.threads
+        for info in self._after:
+            if info.threads != threads:
+                backend.work(info.name, "set_threads", threads)
+        lab._stand(replace(self._description, moved=tuple(replace(info, threads=threads) for info in self._after)))
+        if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
+            # its engines were made anew: what they hold is not what they were sent
+            lab.weights[ROLLOUT] = Weights(steps=lab.weights[ROLLOUT].steps, state=secrets.token_hex(4))
+        lab._heirs |= {self.infos[place].name: self.infos[heir].name for place, heir in self._change.heirs.items()}
+        lab._pools_ended |= {info.pool: info.again for info in self.ending}
+        steps = [
+            Step("replacing roles", info, backend.work(info.name, "replace_roles",
+                self._closed.get(info.pool, []), self._built.get(info.pool, []), self._engines.get(info.pool, {}),
+            ))
+            for info in self._kept
+        ]  # fmt: skip
+        for info in self.ending:
+            lab._broken.pop(info.pool, None)
+        lab._record_hosts()
+        try:
+            settle(backend, steps, self._note)
+        except BaseException:
+            self._account([(step.host, step.pending) for step in steps], f"the last step of {self._title}")
+            raise
+        finally:
+            keys = [key for move in self._moves for key in move.published]
+            for info in self._after:
+                backend.ask(info.name, "release", keys)
+            if self.ending:
+                self._note("ending old hosts")
+                backend.end(self.ending)
+
+
+def _no_opening(remedy: str) -> str:
+    """A remedy, unless it is to open the workbench again."""
+    return "" if "if_exists" in remedy else remedy

@@ -1,0 +1,196 @@
+"""Arguments of `wb.open` that come from outside the text that calls it, and go before what it says.
+
+Two places give them: the command line of a script, see `workbench.launch.script`, and the environment variable
+WORKBENCH_OPEN, a JSON object by the names of the arguments, for what has no command line, such as a notebook that
+nobody watches:
+WORKBENCH_OPEN='{"runs": "/tmp/x", "backend": "inline", "seed": 3}'. The command line goes before the variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+
+from workbench.backends import registry
+from workbench.display import progress
+from workbench.errors import BadInput, WorkbenchError
+from workbench.session.checkpoint import find_checkpoint
+from workbench.settings.engines import DTYPES, SHARE_MEMORY
+from workbench.support.named_fields import meant
+from workbench.support.validation import at_least, one_of, whole
+from workbench.telemetry.sinks import check_tracker
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+VARIABLE, COMMAND_LINE = "WORKBENCH_OPEN", "the command line"
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """The script that this process runs.
+
+    command: its words. options: of its `main`. opening: arguments of `wb.open` that its command line gives. keep:
+    whether workbenches live on when it closes them. labs: those that it has opened so far.
+    """
+
+    command: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    opening: Mapping[str, Any] = field(default_factory=dict)
+    keep: bool = False
+    labs: list[Workbench] = field(default_factory=list)
+
+
+running: Script | None = None  # what `workbench.launch.script` carries out
+
+
+class Setting(NamedTuple):
+    """The value of an argument, and who gave it."""
+
+    value: Any
+    giver: str
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise BadInput(f"{name}={value!r:.60}", "must be a text, and not empty")
+
+
+def _name(name: str, value: Any) -> None:
+    _text(name, value)
+    registry.check_name(value)
+
+
+def _trackers(name: str, value: Any) -> None:
+    if not isinstance(value, str) and not (isinstance(value, Sequence) and all(isinstance(v, str) for v in value)):
+        raise BadInput(f"{name}={value!r:.60}", "must be a tracker's name, or a list of names")
+    for tracker in [value] if isinstance(value, str) else value:
+        check_tracker(tracker)
+
+
+def _checkpoint(name: str, value: Any) -> None:
+    _text(name, value)
+    find_checkpoint(value)
+
+
+def _hours(name: str, value: Any) -> None:
+    if value is not None:
+        at_least(name, value, 0, strictly=True)
+
+
+# argument of `wb.open` -> the check of its value; where and how a workbench runs, not what it is made of
+CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "name": _name,
+    "dtype": lambda name, value: one_of(name, value, DTYPES),
+    "backend": lambda name, value: one_of(name, value, ("ray", "inline")),
+    "device": lambda name, value: one_of(name, value, ("cpu", "cuda")),
+    "devices": lambda name, value: whole(name, value, 1),
+    "seed": lambda name, value: whole(name, value, 0),
+    "address": _text,
+    "share_memory": lambda name, value: one_of(name, value, SHARE_MEMORY),
+    "idle_hours": _hours,
+    "if_exists": lambda name, value: one_of(name, value, ("attach", "replace", "error")),
+    "runs": _text,
+    "track": _trackers,
+    "resume": _checkpoint,
+    "save_every": lambda name, value: whole(name, value, 1),
+}
+
+
+def check(name: str, value: Any, giver: str) -> None:
+    """Raise `BadInput`, or `MissingDependency` of a tracker, for a value that an argument does not take."""
+    try:
+        CHECKS[name](name, value)
+    except WorkbenchError as error:
+        raise type(error)(f"{error.value} from {giver}", error.rule, error.remedy) from None
+
+
+def settings() -> dict[str, Setting]:
+    """The arguments that are given from outside, by name. Raises `BadInput` for a wrong WORKBENCH_OPEN."""
+    found = {name: Setting(value, VARIABLE) for name, value in _from_environment().items()}
+    if running is not None:
+        found |= {name: Setting(value, COMMAND_LINE) for name, value in running.opening.items()}
+    return found
+
+
+def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
+    """`wb.open` with the arguments from outside. What they changed is said on stderr, and an event of the workbench."""
+    signature = inspect.signature(opens)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+
+    @functools.wraps(opens)
+    def open(*args: P.args, **kwargs: P.kwargs) -> Workbench:
+        call = signature.bind(*args, **kwargs)
+        said = defaults | call.arguments
+        if running is not None and "if_exists" not in call.arguments:
+            mine = any(lab.name == said["name"] and not lab._closed for lab in running.labs)
+            said["if_exists"] = "attach" if mine else "error"  # a script begins with the models as they are given
+        given_again = running is not None and any(lab.name == said["name"] for lab in running.labs)
+        changed = {name: setting for name, setting in settings().items() if setting.value != said[name]}
+        if said["resume"] is not None or given_again:  # the checkpoint is of what the script opens first
+            changed.pop("resume", None)
+        given = said | {name: setting.value for name, setting in changed.items()}
+        if running is not None and running.keep and given["backend"] == "inline":
+            raise BadInput(
+                "--keep with backend='inline'", "an inline workbench ends with its process", "use --backend ray"
+            )
+        if changed and not progress.is_quiet():
+            print(f"wb.open: {_sentence(changed, said)}", file=sys.stderr)
+        call.arguments.update(given)
+        lab = opens(*call.args, **call.kwargs)
+        if changed:
+            lab.telemetry.append_event(
+                "overridden",
+                arguments={
+                    name: {"value": setting.value, "instead_of": _plain(said[name]), "given_by": setting.giver}
+                    for name, setting in changed.items()
+                },
+            )
+        if running is not None:
+            lab.stays = running.keep
+            if lab not in running.labs:
+                running.labs.append(lab)
+            options = {name: _plain(value) for name, value in running.options.items()}
+            lab.telemetry.append_event("script", command=list(running.command), options=options)
+        return lab
+
+    return open
+
+
+def _sentence(changed: Mapping[str, Setting], said: Mapping[str, Any]) -> str:
+    parts = []
+    for giver in dict.fromkeys(setting.giver for setting in changed.values()):
+        mine = [f"{n}={s.value!r} (not {_plain(said[n])!r:.60})" for n, s in changed.items() if s.giver == giver]
+        parts.append(f"{', '.join(mine)} from {giver}")
+    return "; ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _from_environment() -> dict[str, Any]:
+    text = os.environ.get(VARIABLE, "")
+    if not text.strip():
+        return {}
+    example = f"""{VARIABLE}='{{"backend": "inline", "seed": 3}}'"""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadInput(f"{VARIABLE}={text!r:.80}", f"is no JSON: {error}", example) from None
+    if not isinstance(values, dict):
+        raise BadInput(f"{VARIABLE}={text!r:.80}", "must be a JSON object by argument of wb.open", example)
+    for name, value in values.items():
+        if name not in CHECKS:
+            rule = f"it gives where and how a workbench runs: {', '.join(CHECKS)}"
+            raise BadInput(f"{VARIABLE} with {name!r}", rule, meant(name, CHECKS, repr))
+        check(name, value, VARIABLE)
+    return values

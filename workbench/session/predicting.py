@@ -1,0 +1,271 @@
+"""What another placement of a live workbench would take: the cost model, fitted to the workbench's own spans."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from workbench.display.html import seconds_text, table
+from workbench.errors import BadInput, NotFound
+from workbench.mapping.calibration import Sample, fit
+from workbench.mapping.costs import Constants, Terms
+from workbench.mapping.hardware import Hardware
+from workbench.mapping.hardware import hardware as hardware_of
+from workbench.mapping.plan import Plan, Plans, ranked
+from workbench.mapping.predict import check_placement, predict
+from workbench.mapping.search import search
+from workbench.mapping.workload import Workload
+from workbench.placement import ROLLOUT, Placement
+from workbench.session.history import Views
+from workbench.support.validation import whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.algorithms.loop import Algorithm
+
+# The first fit starts from these: of a call, a step and a pass nothing but their own overhead, which data then moves.
+START = Constants(training=1.5, inference=1.5, memory=1.5, tensor=2.0, data=1.0, passes=1e-3, steps=1e-3, updates=0.01,
+                  calls=0.02, transition=1.0, transitions=0.01, transfer=1.0)  # fmt: skip
+
+
+@dataclass
+class Calibration:
+    """What a workbench has measured of itself. samples: by placement, iteration and call, over all calibrations.
+    measured: seconds by call, of the last calibration under a placement."""
+
+    hardware: Hardware
+    constants: Constants = START
+    samples: dict[tuple[str, int, str], Sample] = field(default_factory=dict)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """A plan, and beside it what was measured, where the workbench was calibrated under that placement.
+
+    measured: seconds by call, and "iteration"; empty where it was not.
+    """
+
+    plan: Plan
+    constants: Constants
+    measured: dict[str, float]
+
+    @property
+    def iteration_s(self) -> float:
+        """Predicted seconds of an iteration in which calls of different pools overlap where they can."""
+        from workbench.mapping.simulate import simulate
+
+        return simulate(self.plan).iteration_s
+
+    def frame(self) -> pd.DataFrame:
+        """One row a call, and one for the iteration: pool, role, predicted_s, measured_s (NaN where it was not), error:
+        predicted by measured, less 1."""
+        import pandas as pd
+
+        rows = [
+            {"call": call, "pool": pool, "role": role, "predicted_s": self.constants.seconds(terms)}
+            for (call, pool, role), terms in _terms_by_call(self.plan).items()
+        ]
+        rows.append({"call": "iteration", "pool": "", "role": "", "predicted_s": self.iteration_s})
+        frame = pd.DataFrame(rows)
+        frame["measured_s"] = frame["call"].map(self.measured).astype("float64")
+        frame["error"] = frame["predicted_s"] / frame["measured_s"] - 1
+        return frame
+
+    def __repr__(self) -> str:
+        return f"<Prediction of {self.plan.placement}: {seconds_text(self.iteration_s)} an iteration>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for row in self.frame().to_dict("records"):
+            known = row["measured_s"] == row["measured_s"]
+            rows.append({
+                **{name: row[name] for name in ("call", "pool", "role")},
+                "predicted": seconds_text(row["predicted_s"]),
+                "measured": seconds_text(row["measured_s"]) if known else "",
+                "error": f"{row['error']:+.0%}" if known else "",
+            })  # fmt: skip
+        return table(rows, caption=str(self.plan.placement))
+
+
+class Predicting(Views):
+    """The methods of a `Workbench` that say what other placements would take."""
+
+    algorithm: Algorithm | None
+    calibration: Calibration | None = None  # what `calibrate` has found
+
+    def calibrate(self, algorithm: Algorithm | None = None, *, hardware: str | Hardware | None = None) -> Constants:
+        """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
+        those of earlier calibrations, such as under another placement: the more different they are, the better. Run
+        two iterations before, as the first one warms up.
+
+        algorithm: whose iteration it was; None: the one that took the last step. hardware: whose peak rates the terms
+        are counted in; None: this machine's, measured; needed where hosts run on other machines. Raises `BadInput`
+        where the iteration has not ended, or was made under an earlier placement.
+        """
+        algorithm = self._whose(algorithm)
+        if hardware is not None:
+            self.calibration = Calibration(hardware_of(hardware))
+        self._know(self.placement)
+        if algorithm.under_way:
+            raise BadInput(
+                f"iteration {algorithm.iteration} of {type(algorithm).__name__} is under way",
+                "the calls of a whole iteration are timed",
+                "end it with iterate(), or give it up with restart() and run one",
+            )
+        workload = self._workload(algorithm)
+        known = self._calibrated()
+        plan = self._plan(self.placement, workload, known)
+        terms = _terms_by_call(plan)
+        measured = self._measured({call for call, _, _ in terms}, algorithm)
+        for (call, _, role), made_of in terms.items():
+            if call in measured:
+                key = str(self.placement), algorithm.iteration, call
+                known.samples[key] = Sample(made_of, measured[call], f"{role}.{call}")
+        known.constants = fit(list(known.samples.values()), START, peaks=False)
+        known.measured[str(self.placement)] = measured
+        return known.constants
+
+    def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
+        """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
+        was measured under that placement stands beside it. Nothing is touched.
+
+        Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
+        a role, or before any `calibrate`.
+        """
+        known = self._need_calibration()
+        placed = self.placement if placement is None else placement
+        check_placement(placed)
+        self._know(placed)
+        placed = placed.restrict(role for role in self.placement.roles if role != ROLLOUT)
+        plan = self._plan(placed, self._workload(self._whose(algorithm)), known)
+        return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
+
+    def suggest(self, algorithm: Algorithm | None = None, *, devices: int | None = None, top: int = 3) -> Plans:
+        """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
+
+        devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
+        what `move` asks of them; whether there is room now, `diff` says. Raises `BadInput` before any `calibrate`, or
+        where no such plan is left.
+        """
+        known = self._need_calibration()
+        self._know(self.placement)
+        workload = self._workload(self._whose(algorithm))
+        inline = self.description.backend == "inline"  # on one device, however many there are
+        has = (not inline and self.description.devices) or self.placement.devices
+        count = has if devices is None else devices
+        whole("top", top, 1)
+        # a role that the algorithm does not call is placed all the same, and costs no time
+        plans = search(self.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
+                       constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
+        found = ranked(self._possible(plans)) if count <= has else plans.plans
+        return replace(plans, plans=tuple(found[:top]))
+
+    def _possible(self, plans: Plans) -> list[Plan]:
+        """Those with a placement that every role's engine takes."""
+        found, refusal = [], None
+        for plan in plans:
+            try:
+                self.description.placed(plan.placement)
+            except BadInput as error:
+                refusal = refusal or error
+            else:
+                found.append(plan)
+        if refusal is not None and not found:
+            raise refusal
+        return found
+
+    def _plan(self, placement: Placement, workload: Workload, known: Calibration) -> Plan:
+        return predict(placement, self.description.role_models(), hardware=known.hardware, workload=workload,
+                       constants=known.constants, t_g=self._t_g())  # fmt: skip
+
+    def _t_g(self) -> int:
+        generation = self.description.generation
+        return generation.tensor_parallel_size if generation is not None else 1
+
+    def _need_calibration(self) -> Calibration:
+        self._check_open()
+        if self.calibration is None or not self.calibration.samples:
+            raise BadInput(
+                f"workbench {self.name!r} is not calibrated",
+                "what a placement would take is predicted from calls that were timed here",
+                "run two iterations, then lab.calibrate()",
+            )
+        return self.calibration
+
+    def _calibrated(self) -> Calibration:
+        if self.calibration is None:
+            machines = set(self.topology()["machine"].dropna())
+            if self.description.address is not None and machines != {socket.gethostname()}:
+                raise BadInput(
+                    f"hosts on {', '.join(sorted(machines))}", "only this machine's rates are measured",
+                    "describe theirs: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
+                )  # fmt: skip
+            slots = self.description.devices or self.placement.devices
+            self.calibration = Calibration(Hardware.this_machine(slots))
+        return self.calibration
+
+    def _know(self, placement: Placement) -> None:
+        """Raise `BadInput` for what the cost model has no terms for."""
+        if placement.has_rollout:
+            raise BadInput(
+                f"placement {placement}",
+                "the cost model knows no pool of rollout workers: the actor generates on its own devices",
+                "leave 'rollout' out of the placement that you ask about",
+            )
+
+    def _whose(self, algorithm: Algorithm | None) -> Algorithm:
+        self._check_open()
+        found = algorithm or self.algorithm
+        if found is None:
+            raise BadInput(
+                "no algorithm has taken a step here", "its graph says what an iteration does",
+                "run one, or name it: lab.calibrate(ppo)",
+            )  # fmt: skip
+        return found
+
+    def _workload(self, algorithm: Algorithm) -> Workload:
+        """Of the last iteration: its graph, and the lengths of its rows."""
+        for made in algorithm.made.values():
+            columns = getattr(made, "columns", ())
+            if {"prompt_ids", "response_ids"} <= set(columns):
+                table = made.fetch(["prompt_ids", "response_ids"])
+                prompts, responses = (table[name].lengths.tolist() for name in ("prompt_ids", "response_ids"))
+                return Workload.of_algorithm(algorithm, prompt_tokens=max(1, round(sum(prompts) / len(prompts))),
+                                             response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
+        raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
+
+    def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, float]:
+        """Seconds of each call of the algorithm's last iteration on its slowest rank, and of that iteration."""
+        made = self.metrics()
+        made = made[(made["iteration"] == algorithm.iteration) & made["stage"].isin(calls)]
+        runs = made.groupby("stage")["run"].max()
+        spans = self.spans()
+        spans = spans[(spans["kind"] == "compute") & (spans["parent"] == "") & spans["run"].isin(runs)]
+        events = self.telemetry.events()
+        moves = events[events["event"].isin(["move", "restored", "recovered"])]["time_s"]
+        if spans.empty or (len(moves) and spans["start_s"].min() < moves.max()):
+            raise BadInput(
+                f"iteration {algorithm.iteration} of {type(algorithm).__name__} was not made as models are placed now",
+                "constants are fitted to calls that were timed under the present placement",
+                "run an iteration, or two, as the first warms up",
+            )
+        found = {str(stage): float(seconds) for stage, seconds in spans.groupby("stage")["duration_s"].max().items()}
+        return found | {"iteration": float(spans["end_s"].max() - spans["start_s"].min())}
+
+
+def _terms_by_call(plan: Plan) -> dict[tuple[str, str, str], Terms]:
+    """(call, pool, role) -> its terms, with those of what its weights need before it."""
+    found: dict[tuple[str, str, str], Terms] = {}
+    named = {call.name for call in plan.workload.calls}
+    for pool, one in zip(plan.pools, plan.sets, strict=True):
+        for role in one.roles:
+            before: dict[str, Terms] = {}
+            for call in role.calls:
+                if call.name in named:
+                    found[call.name, pool, role.role] = call.terms + before.pop(call.stage, Terms())
+                else:
+                    before[call.stage] = before.get(call.stage, Terms()) + call.terms
+    return found

@@ -1,0 +1,349 @@
+"""Edited code taken over by the kernel and by living hosts, with what they hold kept: by all of them, or by none.
+
+look for edits │ compile │ drain │ kernel │ every host │ keep everywhere │ operations, registry
+               └ a syntax    └─── an error in here ───┘
+                 error: nothing   puts everything back
+                 has begun
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from workbench.backends import registry
+from workbench.backends.starting import Step, settle
+from workbench.config.description import Description
+from workbench.config.requirements import check
+from workbench.data.reward_function import check_function
+from workbench.display.html import table
+from workbench.display.interrupts import uninterrupted
+from workbench.display.progress import Progress
+from workbench.errors import BadInput, ReloadError
+from workbench.messages.calls import HostInfo
+from workbench.models.spec import Model
+from workbench.placement import ROLLOUT
+from workbench.stages.scheduler import Scheduler
+from workbench.support.named_fields import meant
+from workbench.support.notebook_code import code_behind, is_of_notebook
+from workbench.workers.reload.patching import Patch, Patched, check_syntax
+from workbench.workers.reload.sources import Source, Stamp, loaded, stamp_of
+from workbench.workers.roles import ROLE_WORKERS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.backends import Backend, Pending
+    from workbench.telemetry.store import TelemetryStore
+
+
+# How long an error, or an interrupt, waits for hosts to go back to the old code.
+ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """One process of a `ReloadReport`. name: "kernel", or the host's."""
+
+    name: str
+    pool: str
+    rank: int | None
+    patched: Patched
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As a row of a table."""
+        p = self.patched
+        texts = {"modules": p.modules, "changed": p.changed, "roles": p.roles}
+        where = {"process": self.name, "pool": self.pool, "rank": self.rank}
+        return {**where, **{k: ", ".join(v) for k, v in texts.items()}, "instances": p.instances, "error": p.error}
+
+
+@dataclass(frozen=True)
+class ReloadReport:
+    """What a reload did, a row a process: the modules that ran again, the functions, classes and variables that are
+    others now, the roles that got another function or worker class, how many living objects have a class that changed.
+    `report.df`; false where nothing had changed."""
+
+    processes: tuple[Reloaded, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.processes)
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """One row a process, by its name."""
+        import pandas as pd
+
+        columns = ["process", "pool", "rank", "modules", "changed", "roles", "instances", "error"]
+        frame = pd.DataFrame([process.row for process in self.processes], columns=columns).set_index("process")
+        return frame.astype({"rank": "Int64", "instances": "int64"})
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """What is otherwise now in any process, roles among it."""
+        found = (name for process in self.processes for name in (*process.patched.changed, *process.patched.roles))
+        return tuple(dict.fromkeys(found))
+
+    def __repr__(self) -> str:
+        if not self:
+            return "<Reload: nothing has changed>"
+        failed = sum(bool(process.patched.error) for process in self.processes)
+        what = f"failed in {failed} of" if failed else f"{_few(self.changed, 50)} in"
+        return f"<Reload: {what} {len(self.processes)} process(es)>"
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<div>Nothing has changed: every process runs what the files say.</div>"
+        return table([process.row for process in self.processes], caption=repr(self).strip("<>"))
+
+
+class Reloading:
+    """The methods of a `Workbench` that take edited code over."""
+
+    name: str
+    description: Description
+    telemetry: TelemetryStore
+    looping: bool
+    _backend: Backend
+    _infos: Sequence[HostInfo]
+    _broken: dict[str, str]
+    _late: dict[str, list[tuple[str, Pending]]]
+    _overlapping: int
+    _keeping: int
+    _shipped: dict[tuple[str, str], str]
+    _watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
+
+    if TYPE_CHECKING:
+
+        @property
+        def scheduler(self) -> Scheduler: ...
+        def _check_open(self) -> None: ...
+        def check_driver(self) -> None: ...
+        def _remake_groups(self) -> None: ...
+        def _record_hosts(self) -> None: ...
+
+    def reload(self, **roles: Any) -> ReloadReport:
+        """Have edited code take effect on the living workers: weights, optimizers and batches stay.
+
+        Every module whose file has changed since this kernel or a host loaded it, installed packages excepted, this
+        package where it is installed in place: workers, algorithms, losses, reward functions. Functions and classes of
+        the notebook that a role was opened with count as well, where their cell was run again. `lab.reload(
+        reward=new_rule)` gives a role another function, `lab.reload(critic=MyCritic)` another worker class: its
+        `__init__` is not called again.
+
+        Of an edited module the statements run that were edited, or use at once what they make; others do not, so that
+        its caches and registries stay. What classes and functions were imported as elsewhere gets the new code too.
+        Operations that are new can be called, `lab.reuse()` and branches know that the code is another.
+
+        Waits for the stages that are under way. All processes take the edits, or none: a file with a syntax error is a
+        `BadInput` that names file and line, code that raises while it is imported, in whichever process, a
+        `ReloadError`, whose `report` says where; the old code goes on. Returns a report with a row a process.
+        """
+        self._check_open()
+        self.check_driver()
+        if self._overlapping or self._keeping:
+            where = "overlap()" if self._overlapping else "kept()"
+            rule = "stages that belong together run the same code"
+            raise BadInput(f"reload() inside lab.{where}", rule, "reload afterwards")
+        self.scheduler.drain()
+        models = self._redefined() | self._given(roles)
+        opened = self.description.opened or self.description.digest  # by the old code: what an open cell may still say
+        description = replace(self.description, models=self.description.models | models, opened=opened)
+        hosts = [info for info in self._infos if info.pool not in self._broken]
+        texts = self._edited(hosts)
+        check_syntax(texts)
+        if models:
+            check(description)
+        if not texts and not models:
+            return ReloadReport(())
+        report = self._patch(hosts, texts, models)
+        self.description = description
+        for lab in registry.opened.values():  # inline, the code of all is this process's
+            if lab is self or lab.description.backend == "inline":
+                lab._remake_groups()
+        if self.name not in registry.opened:
+            self._remake_groups()
+        self._record_hosts()
+        self._note_notebook_code(models)
+        self.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
+        return report
+
+    def autoreload(self, on: bool = True) -> None:
+        """From now on (or, with False, no longer), reload before a stage that a cell calls, and before an algorithm's
+        step or loop, where a file was edited or a cell with code of a role was run again; one line says so. A syntax
+        error refuses the stage."""
+        self._check_open()
+        if not isinstance(on, bool):
+            raise BadInput(f"autoreload({on!r:.40})", "takes True or False")
+        self._watched = self._files_of_hosts() if on else None
+
+    def take_edits(self) -> None:
+        """What `autoreload` does before a stage; nothing inside a loop, or inside `overlap`."""
+        if self._watched is None or self._overlapping or self._keeping or self.looping:
+            return
+        loaded.note()
+        if not (loaded.stale() or self._redefined() or self._watched != _stamps(self._watched)):
+            return
+        try:
+            report = self.reload()
+        except BadInput as error:
+            error.remedy = f"{error.remedy}; lab.autoreload(False) goes on with the old code".removeprefix("; ")
+            raise
+        self._watched = self._files_of_hosts()
+        if report:
+            print(f"reloaded {_few(report.changed, 80)} in {len(report.processes)} process(es)")
+
+    # --- what has changed ---------------------------------------------------------------------------------------------
+
+    def _edited(self, hosts: Sequence[HostInfo]) -> dict[str, Source]:
+        """What the files of edited modules say, of this process's and of the hosts'; where these see other files, this
+        process's count."""
+        loaded.note()
+        texts: dict[str, Source] = {}
+        if self.description.backend != "inline":
+            for found in self._everywhere(hosts, "looking for edits", "stale_sources"):
+                texts |= found
+        mine = {name: source for name, source in loaded.texts.items() if name in texts}
+        return {**texts, **mine, **loaded.stale()}
+
+    def _files_of_hosts(self) -> dict[str, Stamp]:
+        if self.description.backend == "inline":
+            return {}
+        hosts = [info for info in self._infos if info.pool not in self._broken]
+        loaded.note()
+        mine = {source.path for source in loaded.texts.values()}
+        files = {path for found in self._everywhere(hosts, "listing files", "source_files") for path in found}
+        return _stamps(files - mine)
+
+    def _note_notebook_code(self, roles: Collection[str]) -> None:
+        """Remember what code of the notebook the hosts were given for roles."""
+        for role, model in self.description.models.items():
+            for field in ("function", "worker"):
+                part = getattr(model, field)
+                if is_of_notebook(part) and (role in roles or (role, field) not in self._shipped):
+                    self._shipped[role, field] = code_behind(part)
+
+    def _redefined(self) -> dict[str, Model]:
+        """By role, the models whose function or worker class the notebook has defined anew since the hosts got it."""
+        notebook, found = vars(sys.modules["__main__"]), dict[str, Model]()
+        for role, model in self.description.models.items():
+            fields = {}
+            for field in ("function", "worker"):
+                part = getattr(model, field)
+                if is_of_notebook(part) and (role, field) in self._shipped:
+                    now = notebook.get(getattr(part, "__qualname__", ""), part)
+                    now = now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
+                    if code_behind(now) != self._shipped[role, field]:
+                        fields[field] = now
+            if fields:
+                found[role] = model.changed(**fields)
+        return found
+
+    def _given(self, roles: Mapping[str, Any]) -> dict[str, Model]:
+        """The models of roles with the functions or worker classes that `reload` was given."""
+        found = {}
+        for role, given in roles.items():
+            where = f"reload({role}={getattr(given, '__name__', repr(given)):.60})"
+            if role not in self.description.models or role == ROLLOUT:
+                others = [name for name in self.description.models if name != ROLLOUT]
+                raise BadInput(where, f"this workbench has {', '.join(others)}", meant(role, others, str) or "")
+            model = self.description.models[role]
+            if isinstance(given, type):
+                found[role] = model.changed(worker=given)
+            elif not callable(given):
+                rule = "a role takes a function (reward, cost), or a worker class"
+                raise BadInput(where, rule, "lab.reload(reward=rule)")
+            elif model.function is None:
+                raise BadInput(
+                    where, f"the {role} is a model, {model}, and has no function to replace",
+                    f"give a worker class derived from {ROLE_WORKERS[role].__name__}, or drop and add the role",
+                )  # fmt: skip
+            else:
+                check_function(given)
+                found[role] = model.changed(function=given)
+        return found
+
+    # --- carrying it out ----------------------------------------------------------------------------------------------
+
+    def _patch(
+        self, hosts: Sequence[HostInfo], texts: Mapping[str, Source], models: Mapping[str, Model]
+    ) -> ReloadReport:
+        inline = self.description.backend == "inline"
+        kinds: Any = {role: (model, model.worker or ROLE_WORKERS[role]) for role, model in models.items()}
+        kernel, asked, done = Patch(), list[HostInfo](), list[Reloaded]()
+        if not inline:
+            try:  # read on the hosts once they have the texts, which may define what it refers to
+                kinds = cloudpickle.dumps(kinds)
+            except Exception as error:
+                rule = "what hosts are to run has to pickle"
+                raise BadInput(f"reload({', '.join(models)}): {error}", rule) from error
+        try:
+            done.append(Reloaded("kernel", "", None, kernel.apply(texts, {}, {})))
+            if not done[0].patched.error:
+                asked = list(hosts)
+                answers = self._everywhere(asked, "reloading", "patch", {} if inline else texts, kinds)
+                done += [Reloaded(i.name, i.pool, i.rank, a) for i, a in zip(asked, answers, strict=True)]
+            if inline and len(done) > 1:  # one process
+                host = done[1].patched
+                both = replace(done[0].patched, roles=host.roles, error=host.error, traceback=host.traceback)
+                done = [replace(done[0], patched=both)]
+            _require_done(ReloadReport(tuple(done)))
+        except BaseException:
+            kernel.undo()
+            self._go_back(asked)
+            raise
+        with uninterrupted():
+            kernel.keep()
+            self._everywhere(hosts, "keeping the new code", "settle_patch", True)
+        return ReloadReport(tuple(done))
+
+    @uninterrupted()
+    def _go_back(self, hosts: Sequence[HostInfo]) -> None:
+        """Have hosts put everything back; those that do not answer are still at it, and their pools wait for them."""
+        asked = [(info, self._backend.work(info.name, "settle_patch", False)) for info in hosts]
+        self._backend.wait([pending for _, pending in asked], ANSWER_S)
+        for info, pending in asked:
+            if not pending.done():
+                self._late.setdefault(info.pool, []).append(("reloading", pending))
+
+    def _everywhere(self, hosts: Sequence[HostInfo], what: str, method: str, *args: Any) -> list[Any]:
+        with Progress(what) as bar:
+            steps = [Step(what, info, self._backend.work(info.name, method, *args)) for info in hosts]
+            return settle(self._backend, steps, lambda text: bar.update(0, 0))
+
+
+def _stamps(paths: Collection[str]) -> dict[str, Stamp]:
+    """Of those files that are there."""
+    return {path: stamp_of(path) for path in paths if os.path.exists(path)}
+
+
+def _few(names: Sequence[str], characters: int) -> str:
+    """Names, the first of them where they are many."""
+    shown = ", ".join(names[:3])
+    text = shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return text if len(text) <= characters else f"{names[0]:.{characters - 12}} and {len(names) - 1} more"
+
+
+def _require_done(report: ReloadReport) -> None:
+    """Raise `ReloadError` where a process could not take the edits."""
+    failed = [process for process in report.processes if process.patched.error]
+    if not failed:
+        return
+    first = failed[0]
+    same = [process.name for process in failed if process.patched.error == first.patched.error]
+    others = len(failed) - len(same)
+    error = ReloadError(
+        f"edited code did not load in {', '.join(same)}: {first.patched.error}",
+        "the old code goes on everywhere" + (f"; {others} more failed otherwise" if others else ""),
+        "mend it, and reload again",
+    )
+    put_back = (p if p in failed else replace(p, patched=Patched()) for p in report.processes)
+    error.report = ReloadReport(tuple(put_back))
+    error.add_note(f"in {first.name}:\n{first.patched.traceback}")
+    raise error

@@ -1,0 +1,1 @@
+"""Plain values that a user gives: engines' settings, parallel layouts, names of roles."""

@@ -1,0 +1,139 @@
+"""The parallel layout of one role: how many ranks along each axis, and where each rank stands. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from workbench.errors import BadInput
+from workbench.support.validation import one_of, whole
+
+Axis = Literal["pipeline", "tensor", "data"]
+GenerationAxis = Literal["tensor", "micro_data"]
+Numbering = Literal["training", "generation"]
+
+
+class GenerationPlace(NamedTuple):
+    """Where a rank stands while generating: training replica, pipeline stage, micro replica, tensor rank."""
+
+    replica: int
+    stage: int
+    micro: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """(p, t, d): pipeline, tensor and data parallel sizes (HybridFlow, section 5.1), in training and inference.
+
+    Rank k*p*t + i*t + j stands at replica k, pipeline stage i, tensor rank j. While generating, the same ranks form
+    replicas of p_g x t_g ranks (None: as in training), so that each training replica becomes d_g = p*t / (p_g*t_g) of
+    them: p_g divides p and t_g divides t. The grouping is HybridFlow's, in which a rank's training shard lies inside
+    its generation shard (section 5.3): with u = t/t_g and v = p/p_g, rank (k, i, j) has tensor rank j // u, stage
+    i // v and micro replica (i % v)*u + j % u.
+
+    numbering: whose tensor groups consecutive ranks are. "training": as above. "generation", for engines that take
+    consecutive ranks as their tensor group: rank k*p*t + m*p_g*t_g + s*t_g + g is micro replica m, stage s and tensor
+    rank g of generation; groups and places are the same, under other numbers.
+    """
+
+    p: int = 1
+    t: int = 1
+    d: int = 1
+    p_g: int | None = None
+    t_g: int | None = None
+    numbering: Numbering = field(default="training", kw_only=True)
+
+    def __post_init__(self) -> None:
+        for axis in "ptd":
+            whole(f"Layout.{axis}", getattr(self, axis), 1)
+        one_of("Layout.numbering", self.numbering, ("training", "generation"))
+        for own, axis in (("p_g", "p"), ("t_g", "t")):
+            size, limit = getattr(self, own), getattr(self, axis)
+            if size is not None and (size < 1 or limit % size):
+                raise BadInput(
+                    f"Layout.{own}={size}",
+                    f"must divide {axis}={limit}: a generation replica is cut out of a training replica",
+                    f"use one of {', '.join(str(n) for n in range(1, min(limit, 128) + 1) if limit % n == 0)}",
+                )
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.p * self.t * self.d
+
+    @property
+    def d_g(self) -> int:
+        """Generation replicas in one training replica (micro data parallel size)."""
+        return self.p * self.t // (self._stages * self._tensors)
+
+    @property
+    def _stages(self) -> int:
+        return self.p if self.p_g is None else self.p_g
+
+    @property
+    def _tensors(self) -> int:
+        return self.t if self.t_g is None else self.t_g
+
+    def generating(self, t_g: int) -> Layout:
+        """This layout while an engine generates on it: in replicas of `t_g` consecutive ranks, without stages."""
+        return replace(self, p_g=1, t_g=t_g, numbering="generation")
+
+    def mesh(self) -> np.ndarray:
+        """Rank numbers as an array [d, p, t]."""
+        ranks = np.arange(self.size)
+        if self.numbering == "generation":
+            u, v = self.t // self._tensors, self.p // self._stages
+            ranks = ranks.reshape(self.d, v, u, self._stages, self._tensors).transpose(0, 3, 1, 4, 2)
+        return ranks.reshape(self.d, self.p, self.t)
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(replica k, pipeline stage i, tensor rank j) of a rank; `BadInput` for one that is not there."""
+        if not 0 <= rank < self.size:
+            raise BadInput(f"rank {rank} of {self}", f"its ranks are 0 to {self.size - 1}")
+        k, rest = divmod(rank, self.p * self.t)
+        if self.numbering == "training":
+            return (k, *divmod(rest, self.t))
+        u, v = self.t // self._tensors, self.p // self._stages
+        micro, rest = divmod(rest, self._stages * self._tensors)
+        stage, tensor = divmod(rest, self._tensors)
+        return k, stage * v + micro // u, tensor * u + micro % u
+
+    def rank(self, k: int, i: int, j: int) -> int:
+        """The rank at replica k, pipeline stage i, tensor rank j."""
+        for name, value, size in (("k", k, self.d), ("i", i, self.p), ("j", j, self.t)):
+            if not 0 <= value < size:
+                raise BadInput(f"{name}={value} in {self}", f"must lie between 0 and {size - 1}")
+        if self.numbering == "generation":
+            return int(self.mesh()[k, i, j])
+        return k * self.p * self.t + i * self.t + j
+
+    def generation_place(self, rank: int) -> GenerationPlace:
+        """Where a rank stands while generating."""
+        k, i, j = self.coordinates(rank)
+        u, v = self.t // self._tensors, self.p // self._stages
+        return GenerationPlace(replica=k, stage=i // v, micro=(i % v) * u + j % u, tensor=j // u)
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """The ranks that differ along one axis only; every rank stands in one group."""
+        which = {"data": 0, "pipeline": 1, "tensor": 2}[axis]
+        mesh = np.moveaxis(self.mesh(), which, -1)
+        groups: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
+        return groups
+
+    def generation_groups(self, axis: GenerationAxis) -> list[list[int]]:
+        """The ranks that generate together: "tensor" groups share a replica, "micro_data" groups hold one shard of the
+        training replica between them."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for rank in range(self.size):
+            place = self.generation_place(rank)
+            key = (place.replica, place.stage, place.micro if axis == "tensor" else place.tensor)
+            found.setdefault(key, []).append(rank)
+        return sorted(found.values())
+
+    def __str__(self) -> str:
+        same = self.p_g in (None, self.p) and self.t_g in (None, self.t)
+        generation = "" if same else f", generating (p_g={self._stages}, t_g={self._tensors}, d_g={self.d_g})"
+        return f"(p={self.p}, t={self.t}, d={self.d}{generation})"

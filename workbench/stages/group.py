@@ -1,0 +1,217 @@
+"""The handle of all ranks of one role: its methods are the primitive operations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from workbench.batches.batch import Batch
+from workbench.messages.operation import Operation, checked_arguments, operations
+from workbench.models.spec import Model
+from workbench.placement import Layout, Placement, Pool
+from workbench.stages.run import Run
+from workbench.support.fingerprint import fingerprint
+from workbench.support.validation import whole
+from workbench.workers.reload.sources import loaded
+
+
+class Caller(Protocol):
+    """Who carries out the calls of a group: the workbench."""
+
+    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, and give what comes of it."""
+        ...
+
+    def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Run it in the background."""
+        ...
+
+
+class Placer(Caller, Protocol):
+    """Who, beside that, can place a group elsewhere."""
+
+    placement: Placement
+
+    def move(self, placement: Placement) -> Any:
+        """Change to that placement."""
+        ...
+
+    def take_edits(self) -> None:
+        """Take edited code first, where that is to happen of itself."""
+        ...
+
+
+class GroupOperation:
+    """One operation of a group, to be called from a cell: `lab.critic.compute_values(batch)`."""
+
+    def __init__(
+        self, group: WorkerGroup, operation: Operation, caller: Caller, asked: WorkerGroup | None = None
+    ) -> None:
+        self.group, self.operation, self._caller = group, operation, caller
+        self._asked = asked or group
+        self._spec: Model | None = None
+        self._method: Any = None
+        self._method_code = ""
+        self.__name__ = operation.name
+        self.__doc__ = operation.doc
+        self.__signature__ = self._signature()
+
+    def _signature(self) -> inspect.Signature:
+        parameters = list(self.operation.signature.parameters.values())
+        if self.operation.takes_batch:
+            parameters[0] = inspect.Parameter("batch", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Batch)
+        if self.operation.samples:
+            parameters.insert(
+                1, inspect.Parameter("samples", inspect.Parameter.KEYWORD_ONLY, default=1, annotation=int)
+            )
+        keyword, last = inspect.Parameter.KEYWORD_ONLY, parameters[-1:]
+        place = -1 if last and last[0].kind is inspect.Parameter.VAR_KEYWORD else len(parameters)
+        limit = inspect.Parameter("timeout_s", keyword, default=None, annotation=float | None)
+        parameters[place:place] = [limit]
+        return inspect.Signature(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it and wait; inside `with lab.overlap():`, submit it and return what it promises.
+
+        timeout_s: `StageTimeout` when its ranks take longer; they end what they began, and the result is dropped.
+        """
+        self._asked.take_edits()
+        now = self.now
+        return now._caller.call(now.group, now.operation, args, kwargs)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Run:
+        """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
+        self._asked.take_edits()
+        now = self.now
+        return now._caller.submit(now.group, now.operation, args, kwargs)
+
+    @property
+    def now(self) -> GroupOperation:
+        """Who carries it out by now: rollout workers come and go."""
+        return self._asked.operations.get(self.operation.name, self)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """All arguments by name, checked, and how many samples a row are asked for; neither the batch nor `timeout_s`,
+        which every operation takes, is among them."""
+        own = dict(kwargs)
+        own.pop("timeout_s", None)
+        samples = own.pop("samples", 1) if self.operation.samples else 1
+        whole("samples", samples, 1)
+        arguments = checked_arguments(self.operation, self.group.role, args, own)
+        if self.operation.check_model is not None:
+            self.operation.check_model(arguments, self.group.spec)
+        return arguments, samples
+
+    def check_columns(self, arguments: Mapping[str, Any], names: Collection[str]) -> None:
+        """Raise `BadInput` where a batch with columns of these names will not do for these arguments."""
+        if self.operation.check_columns is not None:
+            self.operation.check_columns(arguments, self.group.spec, names)
+
+    def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
+        """A short text that is equal for equal code, arguments and models, functions that score among them."""
+        method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
+        if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
+            self._method, self._spec = method, spec
+            self._method_code = fingerprint((method, spec))
+        given = (getattr(value, "__module__", "") for value in arguments.values() if callable(value))
+        edits = loaded.edits_behind({*self.group.modules, *given})
+        return fingerprint((self._method_code, edits, sorted(arguments.items()), samples))[:12]
+
+    def __repr__(self) -> str:
+        return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"
+
+
+class WorkerGroup:
+    """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
+
+    layout: how its ranks stand; what the protocols of its operations are given.
+    worker_role: whose workers carry out its operations. Its own; but where the actor has an adapter and no other
+    reference is declared, the reference is the actor without it, and holds nothing of its own.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        pool: Pool,
+        hosts: tuple[str, ...],
+        layout: Layout,
+        spec: Model,
+        worker_class: type,
+        caller: Placer,
+        worker_role: str | None = None,
+    ) -> None:
+        self.worker_role, self._caller = worker_role or role, caller
+        self.role, self.dropped = role, False
+        self.place(pool, hosts, layout)
+        self.operations: dict[str, GroupOperation] = {}
+        self.become(spec, worker_class)
+
+    def become(self, spec: Model, worker_class: type) -> None:
+        """Have the operations of a worker class as it is now, and no others."""
+        for name in self.operations:
+            delattr(self, name)
+        self.spec, self.worker_class, self.operations = spec, worker_class, {}
+        found = operations(worker_class)
+        self._own = {name: GroupOperation(self, operation, self._caller) for name, operation in found.items()}
+        self.take_back()
+
+    @property
+    def modules(self) -> set[str]:
+        """Where the code of its operations is written, but for what that imports."""
+        parts = (*self.worker_class.__mro__, self.spec.function)
+        return {getattr(part, "__module__", None) or "" for part in parts if part is not None}
+
+    def take_edits(self) -> None:
+        """See `Workbench.autoreload`."""
+        self._caller.take_edits()
+
+    def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
+        """Say that its ranks stand elsewhere now."""
+        self.pool, self.hosts, self.layout = pool, hosts, layout
+
+    def move(self, pool: str, devices: int | None = None) -> Any:
+        """Move this role to another pool, with all that it has learned: `lab.critic.move("scorers")`. devices: of the
+        pool, where there is none of that name yet. See `lab.move`."""
+        return self._caller.move(self._caller.placement.with_role(self.worker_role, pool, devices))
+
+    def relayout(self, layout: Layout | tuple[int, ...]) -> Any:
+        """Give this role another layout (p, t, d) in its pool: `lab.actor.relayout((1, 2, 1))`. See `lab.move`."""
+        return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))
+
+    def take_back(self) -> None:
+        """Carry out all that it is asked for itself."""
+        for name, operation in self._own.items():
+            self.delegate(name, operation)
+
+    def delegate(self, name: str, operation: GroupOperation) -> None:
+        """Let another group carry out an operation that this one is asked for."""
+        self.operations[name] = operation
+        setattr(self, name, operation)
+
+    def __getattr__(self, name: str) -> GroupOperation:
+        raise AttributeError(f"{self.role!r} has no operation {name!r}; it has {', '.join(self.operations)}")
+
+    def __repr__(self) -> str:
+        layout = f" {self.layout}" if self.layout.p * self.layout.t > 1 else ""
+        return f"<{self.role}: {self.model} on pool {self.pool.name}, {len(self.hosts)} rank(s){layout}>"
+
+    @property
+    def model(self) -> str:
+        """What its ranks hold, shortly."""
+        shared = self.worker_role != self.role
+        return f"{self.spec}, the {self.worker_role} without its adapter" if shared else str(self.spec)
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        rows = [
+            {
+                "operation": name,
+                "reads": "by arguments" if callable(o.operation.reads) else ", ".join(o.operation.reads),
+                "writes": "by arguments" if callable(o.operation.writes) else ", ".join(o.operation.writes),
+                "protocol": o.operation.protocol.name,
+            }
+            for name, o in self.operations.items()
+        ]
+        return table(rows, caption=repr(self).strip("<>"))

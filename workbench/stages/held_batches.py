@@ -1,0 +1,185 @@
+"""How a workbench holds batches: columns made here go to a host, rows come here, hosts forget what nobody refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from workbench.backends.base import Pending, answered
+from workbench.batches import files
+from workbench.batches.batch import Batch
+from workbench.batches.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
+from workbench.batches.columns import Ragged, Table, describe, nbytes
+from workbench.batches.location import Location, ShardId
+from workbench.batches.references import Column, ShardCounts
+from workbench.batches.store import Origin, Store
+from workbench.batches.vocabulary import Vocabulary
+from workbench.errors import BadInput, HostDied, NotFound, StageError
+from workbench.session.history import Views
+from workbench.stages.group import WorkerGroup
+from workbench.stages.planning import group_pulls
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class HeldBatches(Views):
+    """The methods of a `Workbench` that move rows between the notebook and the hosts, and what `Batch` asks of it."""
+
+    looping: bool
+    store: Store
+    _batch_number: int
+    _counts: ShardCounts
+    _id: str
+    _tokenizer: Any
+    _late: dict[str, list[tuple[str, Pending]]]  # by pool: what its hosts are still to do of a change that was given up
+    _heirs: dict[str, str]
+    vocabulary: Vocabulary
+
+    def _check_alive(self, group: WorkerGroup) -> None:
+        self._check_open()
+        self._check_drives()
+        if group.dropped:
+            there = f"the workbench has {', '.join(self.groups)}"
+            raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
+        for what, pending in self._late.pop(group.pool.name, []):
+            if not pending.done():
+                self._late.setdefault(group.pool.name, []).append((what, pending))
+            elif not answered(pending):
+                self._broken[group.pool.name] = what
+        if late := self._late.get(group.pool.name):
+            raise StageError(
+                f"pool {group.pool.name!r} is still at work on {late[0][0]}, which was given up",
+                "its hosts load, or wait for each other, and answer when that is over",
+                "try again in a while; where it lasts, lab.recover() starts them again",
+            )
+        if group.pool.name in self._broken:
+            raise HostDied(
+                f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",
+                "its ranks no longer agree",
+                f"lab.drop({group.role!r}) and lab.add(...) it anew: the other roles are whole"
+                if len(group.pool.roles) == 1 and group is not self.lead
+                else "lab.recover() starts it again, and goes on from the last checkpoint",
+            )
+
+    def put(
+        self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
+    ) -> Batch:
+        """A batch from columns made here: they go to the first host of the actor's pool
+        (without an actor, of the first role's that has a model).
+
+        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
+        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
+        """
+        found = _as_table(table)
+        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
+        if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
+            sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
+            raise BadInput(
+                f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
+            )
+        self._check_alive(self.lead)
+        self._batch_number += 1
+        host, key = self.lead.hosts[0], f"{self._id}-put-{self._batch_number}"
+        self._backend.ask(host, "put", key, to_wire(carry(found))).result()
+        rows = len(next(iter(found.values())))
+        location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
+        columns = {}
+        for name, column in found.items():
+            dtype, row_shape = describe(column)
+            columns[name] = Column(
+                dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
+            )
+        batch = Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
+        origin = Origin(stage="put" if owner == "notebook" else owner)
+        self.store.add(batch, origin, columns.values(), by_loop=self.looping)
+        return batch
+
+    def load(self, path: str | Path) -> Batch:
+        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
+
+        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
+        with token ids of another tokenizer.
+        """
+        meta, tables = files.read(path, self.vocabulary)
+        parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
+        return Batch.concat(parts) if len(parts) > 1 else parts[0]
+
+    def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
+        """Note that a batch was made by a method of another, for its lineage."""
+        origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
+        self.store.note(batch, origin, by_loop=self.looping)
+
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
+        """Bring rows of columns into this process (what `Batch.fetch` does)."""
+        self._check_open()
+        pulled = carry({}, rows=len(rows))
+        for names, pulls in group_pulls(columns, tuple(columns), rows, self._heirs):
+            pieces = []
+            for p in pulls:
+                wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
+                pieces.append(under_names(p, from_wire(wire), names))
+            order = np.argsort(np.concatenate([p.destinations for p in pulls]))
+            pulled.update(rows_at(end_to_end(pieces), order))
+        return pulled.select(*columns)
+
+    def lengths(self, name: str, location: Location) -> np.ndarray:
+        """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
+        self._check_open()
+        lengths = np.empty(len(location), dtype=np.int64)
+        pulls = location.pulls(np.arange(len(location)))
+        shards = [pull.shard.now(self._heirs) for pull in pulls]
+        asked = [
+            self._backend.ask(shard.host, "lengths", shard.key, p.name or name, p.positions)
+            for shard, p in zip(shards, pulls, strict=True)
+        ]
+        for pull, pending in zip(pulls, asked, strict=True):
+            lengths[pull.destinations] = pending.result()
+        return lengths
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids)))
+
+    def _drop(self, hosts: Sequence[str], key: str) -> None:
+        """Let hosts forget a shard that no batch will refer to, once they are done with what they run now."""
+        for host in hosts:
+            self._backend.work(host, "release", [key])
+
+    def _release(self) -> None:
+        """Tell the hosts which shards nobody refers to any more. Who looks holds none."""
+        if self.looks:
+            return
+        due: dict[str, list[str]] = {}
+        for shard in (shard.now(self._heirs) for shard in self._counts.take_due()):
+            due.setdefault(shard.host, []).append(shard.key)
+        there = {info.name for info in self._infos}  # others are gone, and what they kept with them
+        for host in there & due.keys():
+            self._backend.ask(host, "release", due[host])
+
+
+def _as_table(table: Any) -> Table:
+    """The columns of what a user puts, each of which has rows."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):
+        raise BadInput(
+            f"put({type(table).__name__})",
+            "a table is a dict of columns, or a TensorDict",
+            "write {'rewards': torch.tensor(df['rewards'].to_numpy()), 'text': df['text'].tolist()}; token ids are "
+            "Ragged.of(df['prompt_ids'].tolist(), torch.int64)",
+        )
+    if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
+        raise BadInput(f"put({table!r:.60})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
+    found: Table = dict(table) if isinstance(table, Mapping) else columns_of(table)
+    for name, column in found.items():
+        if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
+            what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
+            raise BadInput(
+                f"put(): column {name!r} is {what}",
+                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
+                "turn an array into a tensor with torch.from_numpy(array); give one value a row",
+            )
+    return found

@@ -1,0 +1,63 @@
+"""What is said of a run that was interrupted: where things stand, and how to go on."""
+
+from __future__ import annotations
+
+from workbench.errors import StageInterrupted
+from workbench.messages.calls import UpdatePart
+
+AS_BEFORE = "things are as before the stage"
+
+
+def before_it_began(name: str) -> StageInterrupted:
+    """It waited for an input, or for its pool."""
+    return StageInterrupted(f"{name} was interrupted before it began", AS_BEFORE)
+
+
+def as_before(name: str) -> StageInterrupted:
+    """It left nothing, and its result was dropped."""
+    return StageInterrupted(f"{name} was interrupted", AS_BEFORE)
+
+
+def after_all_steps(name: str) -> StageInterrupted:
+    """An update that had come to its end."""
+    return StageInterrupted(
+        f"{name} was interrupted after its last optimizer step",
+        "the update is done",
+        "the same call again takes no step, and gives its metrics",
+    )
+
+
+def after(name: str, part: UpdatePart) -> StageInterrupted:
+    """An update that was left between two of its steps."""
+    if not part.steps:
+        return as_before(name)
+    return StageInterrupted(
+        f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
+        f"the weights are as after that step; the same call again goes on with step {part.steps + 1}",
+    )
+
+
+def left_alone(name: str) -> StageInterrupted:
+    """Stop was pressed again while its ranks were on their way out."""
+    return StageInterrupted(
+        f"{name} was interrupted twice",
+        "its ranks stop at the next place where nothing is half done, and nobody waits for them",
+        "the next call waits for them",
+    )
+
+
+def cut_short(name: str, *, updates: bool) -> StageInterrupted:
+    """Inline, where the second interrupt ends what this thread computes."""
+    if updates:
+        rule = "it was left in the middle of an optimizer step: what it updates may be half updated"
+        return StageInterrupted(f"{name} was interrupted twice", rule, "go back with lab.recover()")
+    return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped")
+
+
+def stuck(name: str, ranks: str, seconds: float) -> StageInterrupted:
+    """Ranks that did not stop."""
+    return StageInterrupted(
+        f"{name} was to stop, and rank {ranks} showed no progress for {seconds:g} s",
+        "it waits in a collective, or for code that does not return: its pool is lost",
+        "lab.recover() starts it again, and goes on from the last checkpoint",
+    )

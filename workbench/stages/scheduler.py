@@ -1,0 +1,108 @@
+"""Which run goes when: a stage starts when its inputs are there and its pool is free, on one pool in call order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from workbench.backends.base import Backend
+from workbench.errors import UpstreamError
+from workbench.stages.run import Run
+
+POLL_S = 0.05
+
+
+class Scheduler:
+    """Holds the runs that have not ended. A pool has one stage under way at a time, so that what waits can still be
+    given up, and an interrupt leaves no call queued behind. Runs of different pools overlap.
+
+    A run that can start is sent by whoever submits it; a thread, which lives while runs are open, hears of what ended
+    and sends what that makes ready.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._open: list[Run] = []
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, run: Run) -> None:
+        """Take a run on; it starts at once if it can."""
+        with self._lock:
+            self._open.append(run)
+            run.lock = self._lock
+            try:
+                self._advance()
+            finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
+                self._open = [run for run in self._open if not run.over]
+                if self._open and self._thread is None:
+                    self._thread = threading.Thread(target=self._attend, name="workbench-runs", daemon=True)
+                    self._thread.start()
+
+    def open_runs(self) -> Sequence[Run]:
+        """What has not ended, in call order."""
+        with self._lock:
+            return tuple(self._open)
+
+    def drain(self) -> None:
+        """Wait until every run has ended."""
+        while runs := self.open_runs():
+            for run in runs:
+                run.join()
+
+    def close(self) -> None:
+        """Give up what has not ended: who waits for it is told."""
+        with self._lock:
+            for run in self._open:
+                run.cancel()
+                run.fail(UpstreamError(f"{run.name} was given up: the workbench was closed"))
+            self._open = []
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _attend(self) -> None:
+        while True:
+            with self._lock:
+                if not self._open:
+                    self._thread = None
+                    return
+                outstanding = [pending for run in self._open for pending in run.outstanding()]
+            try:
+                if outstanding:
+                    self._backend.wait(outstanding, POLL_S, count=1)
+                else:
+                    time.sleep(POLL_S)
+            except Exception as error:  # nothing more is heard of any run: who waits is told
+                with self._lock:
+                    for run in self._open:
+                        run.fail(error)
+            with self._lock:
+                self._advance()
+
+    def _advance(self) -> None:
+        """Poll what runs, send what can run, until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            busy: dict[str, Run] = {}
+            for run in list(self._open):
+                pool = run.group.pool.name
+                try:
+                    if run.state == "waiting" and pool not in busy and not run.blocked():
+                        run.send(self._backend)
+                        changed = True
+                    elif run.state == "waiting" and pool in busy and busy[pool].given_up:
+                        run.begin_clock()
+                    if run.outstanding():
+                        run.poll(self._backend)
+                    run.check_time(self._backend)
+                except Exception as error:  # whatever it was, it ends this run and no other
+                    run.fail(error)
+                if run.over:
+                    if run in self._open:
+                        self._open.remove(run)
+                    changed = True
+                else:
+                    busy.setdefault(pool, run)

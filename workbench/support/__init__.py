@@ -1,0 +1,1 @@
+"""Leaves that import nothing else of the package but its errors."""

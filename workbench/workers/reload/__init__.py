@@ -1,0 +1,1 @@
+"""Edited source code in a living process: found, compared, run again, put back."""
