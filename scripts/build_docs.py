@@ -34,6 +34,7 @@ ROOMS = (
     "workbench.export",
     "workbench.checks.evaluation",
     "workbench.data.example_stream",
+    "workbench.objectives",
     "workbench.placement.change",
     "workbench.placement.estimate",
     "workbench.data.prompt_stream",

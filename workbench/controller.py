@@ -56,15 +56,18 @@ from workbench.stages.running import Stages
 from workbench.stages.unfinished import UnfinishedUpdates
 from workbench.stages.weight_sync import RolloutCaller, refresh_reference
 from workbench.support.named_fields import meant
+from workbench.support.notebook_cell import notebook_path
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.reload.sources import loaded
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
+    from workbench_widgets import Panel
 
     from workbench.algorithms.loop import Algorithm
     from workbench.checks import CheckReport
+    from workbench.export import Script
     from workbench.placement.change import PlacementChange
 
 
@@ -392,6 +395,35 @@ class Workbench(Stages, Checkpoints, Recovering, Predicting):
         """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost` and `update_dpo`:
         `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows and options: see `Examples`."""
         return ExampleStream(self, source, "pairs", **options)
+
+    def panel(self, *views: str, algorithm: Any = None) -> Panel:
+        """The workbench as a live widget with a tab a view: `lab.panel()`, or those named: `lab.panel("timeline")`.
+
+        It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
+        asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
+        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not.
+        """
+        from workbench_widgets import panel
+
+        return panel(self, views, algorithm)
+
+    def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
+        """Write this notebook as a script: `lab.export("script.py")`; `.told` says what its reader should know.
+
+        notebook: its file; None: the one that this kernel belongs to, where the front end tells. Save it first: the
+        file is what is read, beside the record of what was run. options: see `workbench.export.export_notebook`. `wb
+        export NOTEBOOK --check` proves that the two agree.
+        """
+        from workbench.export import export_notebook
+
+        output = Path(output)
+        if output.suffix != ".py":
+            raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
+        runs = sorted(
+            {self.run_folder, *(lab.run_folder for lab in registry.opened.values())}, key=lambda folder: folder.name
+        )
+        recorded = [folder for folder in runs if (folder / "events.jsonl").is_file()]
+        return export_notebook(notebook or notebook_path(), output, **{"runs": recorded, **options})
 
     def begin_iteration(self) -> None:
         """Count the next iteration: what a batch that starts one does."""

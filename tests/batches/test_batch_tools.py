@@ -21,7 +21,9 @@ from workbench.batches.carrier import carry, to_wire
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Location, ShardId
 from workbench.errors import BadInput, NotFound, UnknownColumn
-from workbench.messages.calls import Call, HostInfo, Output, Shard
+from workbench.messages.calls import Call, HostInfo
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.placement import Layout
 from workbench.workers.host import Host
 from workbench.workers.worker import Worker

@@ -14,7 +14,8 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.errors import RewardError, RolloutError, StageError, StageTimeout
-from workbench.messages.calls import Output, Shard
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.workers.roles.critic import CriticWorker
 
 

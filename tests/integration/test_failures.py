@@ -12,7 +12,8 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.errors import HostDied, RewardError, StageError
-from workbench.messages.calls import Output, Shard
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.stages import run
 from workbench.workers.roles.actor import ActorWorker
 

@@ -20,7 +20,8 @@ import workbench as wb
 from tests.cases import TINY
 from tests.light import together
 from workbench.batches.columns import Ragged
-from workbench.messages.calls import Output, Shard
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.placement import Layout
 from workbench.stages.run import Run
 from workbench.workers.worker import Worker

@@ -22,7 +22,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.display.iterations import Iterations, headlines
 from workbench.errors import BadInput, NameTaken, StageInterrupted
-from workbench.session.overrides import settings
+from workbench.launch.overrides import settings
 from workbench.telemetry import TelemetryStore
 
 got: dict[str, Any] = {}

@@ -5,7 +5,8 @@ import pickle
 import numpy as np
 
 from workbench.batches.location import Pull, ShardId
-from workbench.messages.calls import Call, Failure
+from workbench.messages.calls import Call
+from workbench.messages.replies import Failure
 
 
 def failure_of(error: Exception) -> Failure:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from workbench.batches.balance import minibatch_rows
 from workbench.errors import BadInput
 from workbench.messages.operation import operations
 from workbench.messages.protocols import (
@@ -22,7 +23,6 @@ from workbench.messages.protocols import (
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
     TransferProtocol,
-    minibatch_rows,
 )
 from workbench.placement import Layout
 from workbench.workers.roles import ROLE_WORKERS

@@ -16,7 +16,8 @@ from tests.cases import TINY, tiny_lab, vowels
 from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, StageError
-from workbench.messages.calls import Output, Shard
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models import load_tokenizer, resolve
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker

@@ -13,7 +13,8 @@ import workbench as wb
 from tests.light import together
 from workbench.batches.columns import Ragged
 from workbench.errors import StageError
-from workbench.messages.calls import Output, Shard
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.workers.worker import Worker
 
 PAIR = wb.Placement.colocate(2)

@@ -10,7 +10,7 @@ import pytest
 
 from workbench.backends.base import Pending
 from workbench.errors import StageError
-from workbench.messages.calls import Failure, Reply
+from workbench.messages.replies import Failure, Reply
 from workbench.stages import run as run_module
 from workbench.stages.run import Run
 

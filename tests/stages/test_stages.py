@@ -13,7 +13,8 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.errors import BadInput, RewardError, StageError, UnknownColumn
-from workbench.messages.calls import Output, Shard
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
 

@@ -11,7 +11,9 @@ import torch
 
 from tests.workers.update_ranks import ROWS, context_here, shard_of
 from workbench.batches.columns import Ragged
-from workbench.messages.calls import Output, Shard, as_metrics, reported
+from workbench.messages.metrics import as_metrics, reported
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.settings.engines import Generation, Training

@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.training_ranks import run_ranks
 from tests.workers.update_ranks import ROWS, Case, run_cases, sync_with_gaps
-from workbench.messages.calls import Mean
+from workbench.messages.metrics import Mean
 
 WORLDS = (1, 2, 4)
 ROLES = ("actor", "critic")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.errors import SyncError
-from workbench.messages.calls import HostInfo, Shard
+from workbench.messages.calls import HostInfo
+from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.settings.engines import Generation, Training

@@ -109,7 +109,8 @@ def _try_start_head(note: Note) -> dict[str, Any]:
     port = _free_port()
     log = home() / "head.log"
     command = [
-        *(sys.executable, str(Path(__file__).with_name("ray_head.py")), "start", "--head", "--block"),
+        # -P: the folder of that file, which has a ray.py, is not where it finds modules
+        *(sys.executable, "-P", str(Path(__file__).with_name("ray_head.py")), "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
         *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",

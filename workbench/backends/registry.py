@@ -28,9 +28,8 @@ from workbench.support.machine import Process
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
-    from workbench.controller import Workbench
 
-opened: dict[str, Workbench] = {}  # by name: those that this process opened or attached to
+opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,14 @@
-"""Which rows go to which rank, so that ranks that wait for each other have equally much to do."""
+"""Which rows go to which minibatch, and to which rank so that all ranks have equally much to do."""
 
 from __future__ import annotations
 
 import heapq
 
 import numpy as np
+
+from workbench.errors import BadInput
+
+Chunks = list[np.ndarray]  # the row numbers of one rank, one array a minibatch
 
 
 def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
@@ -25,3 +29,14 @@ def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
         if len(shares[rank]) < room[rank]:
             heapq.heappush(open_ranks, (held + int(tokens[row]), rank))
     return [np.array(sorted(share)) for share in shares]
+
+
+def minibatch_rows(rows: int, minibatches: int) -> Chunks:
+    """Consecutive rows, cut into equally many minibatches."""
+    if rows % minibatches:
+        raise BadInput(
+            f"{rows} rows in {minibatches} minibatches",
+            "the minibatches of an update must be equally large",
+            f"choose minibatches that divide {rows}, or another number of rows",
+        )
+    return np.split(np.arange(rows), minibatches)

@@ -17,7 +17,7 @@ from workbench.batches import files
 from workbench.batches.batch_tools import BatchTools, rows_of
 from workbench.batches.carrier import carry, columns_of
 from workbench.batches.columns import Ragged, Table
-from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS, Column, ShardCounts, Source
+from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS, Column, Maker, ShardCounts, Source
 from workbench.batches.turns import chosen_mean, marked
 from workbench.errors import BadInput, UnknownColumn
 from workbench.support.validation import at_least
@@ -25,8 +25,6 @@ from workbench.support.validation import at_least
 if TYPE_CHECKING:
     import pandas as pd
     from tensordict import TensorDict
-
-    from workbench.stages.run import Run
 
 
 class Batch(BatchTools):
@@ -51,7 +49,7 @@ class Batch(BatchTools):
         versions: Iterator[int] | None = None,
         meta: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._open: dict[str, Run] = {}  # columns that are still being made
+        self._open: dict[str, Maker] = {}  # columns that are still being made
         lengths = {len(column.location) for column in columns.values()}
         if len(lengths) > 1:
             raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
@@ -63,7 +61,7 @@ class Batch(BatchTools):
         for location in {id(c.location): c.location for c in columns.values()}.values():
             counts.hold(location)
 
-    def after(self, run: Run, writes: Iterable[str], copies: int = 1) -> Batch:
+    def after(self, run: Maker, writes: Iterable[str], copies: int = 1) -> Batch:
         """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read."""
         batch = copy.copy(self.copies(copies))  # shares what is there
         promised = tuple(writes)
@@ -103,7 +101,7 @@ class Batch(BatchTools):
         self.settle()
         return self._meta
 
-    def makers(self, names: Iterable[str]) -> list[Run]:
+    def makers(self, names: Iterable[str]) -> list[Maker]:
         """The runs that make some of these columns; none where all are there."""
         being_made = self._open
         return list(dict.fromkeys(being_made[name] for name in names if name in being_made))

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from workbench.batches.balance import balanced_shares
+from workbench.batches.balance import balanced_shares, minibatch_rows
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Location
 from workbench.batches.references import Column, Source
 from workbench.errors import BadInput
-from workbench.messages.protocols import minibatch_rows
 from workbench.support.validation import whole
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,22 @@ class Column:
     owner: str
     location: Location
     made_with: str = ""
+
+
+class Maker(Protocol):
+    """A run that makes columns of a batch. made, meta: those, and what travels along, once it is done. dependents: the
+    batches that wait for it."""
+
+    number: int
+    name: str
+    made: Mapping[str, Column]
+    meta: Mapping[str, Any]
+    dependents: list[weakref.ref[Batch]]
+
+    @property
+    def state(self) -> str: ...
+
+    def result(self) -> Any: ...
 
 
 class Source(Protocol):

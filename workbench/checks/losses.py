@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from workbench.batches.balance import minibatch_rows
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.by_token import ByToken, Numbers
 from workbench.checks.forms import LOSSES, said
@@ -15,7 +16,7 @@ from workbench.checks.gradients import ROUNDING
 from workbench.checks.loss_formulas import aggregated, policy_losses, value_losses
 from workbench.checks.report import Finding, NotApplicable
 from workbench.checks.subject import FORWARD, SEED, UPDATES, Subject
-from workbench.messages.protocols import THREE_D_PROTO, minibatch_rows
+from workbench.messages.protocols import THREE_D_PROTO
 from workbench.workers.roles import ROLE_WORKERS
 
 # How far policy and critic have moved since the rollouts, and lie from the reference: standard deviations of

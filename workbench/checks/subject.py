@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.batches.balance import minibatch_rows
 from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.forms import FORMS
 from workbench.checks.report import Finding, NotApplicable
-from workbench.messages.protocols import minibatch_rows
 from workbench.workers.gradients import GradientReport
 
 if TYPE_CHECKING:

@@ -21,13 +21,14 @@ from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, NameTaken, WorkbenchError
+from workbench.launch import overrides
+from workbench.launch.overrides import overridable
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.handover import Handover
-from workbench.session.overrides import overridable
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.home import locked
 from workbench.support.machine import available_bytes, cores, gpu_bytes
@@ -90,7 +91,7 @@ def open(
     save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
 
     A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
-    `workbench.session.overrides`.
+    `workbench.launch.overrides`.
 
     Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
@@ -147,7 +148,7 @@ def _open(
         )  # fmt: skip
     if living is not None and if_exists == "attach":
         return _tracked(attach(name), trackers)
-    lab = Workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    lab = _workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
     if restoring is not None:
         restoring.check(lab)
     _check_memory(description, replaced=[] if living is None else _processes(name))
@@ -211,6 +212,13 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
         arguments["devices"] = max(wanted, cores()) if on_cpu else None
     lab = open(**arguments, resume=checkpoint.folder)
     lab._credit = 0  # the notebook goes on: nothing is done again
+    return lab
+
+
+def _workbench(description: Description, run_folder: Path) -> Workbench:
+    lab = Workbench(description, run_folder)
+    if overrides.running is not None:
+        lab.script_options = overrides.running.options
     return lab
 
 
@@ -278,7 +286,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     owner = registry.owner(record.id)
     if mine is not None and owner is not None and owner.lives and not owner.mine and not take_over:
         return mine  # and look on
-    lab = Workbench(registry.description(record), Path(record.run_folder))
+    lab = _workbench(registry.description(record), Path(record.run_folder))
     lab.attached = True
     lab.looks = owner is not None and owner.lives and not owner.mine and not take_over
     lab._backend = RayBackend(record.id, record.address, driver=lab._id, start=False)

@@ -77,7 +77,7 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
         _fail(error)
     arguments = vars(parser.parse_args(argv))
     from workbench.display import progress
-    from workbench.session import overrides
+    from workbench.launch import overrides
 
     opening = {name: arguments[f"open.{name}"] for name, _ in OPENING.values() if f"open.{name}" in arguments}
     for option, (name, _) in OPENING.items():

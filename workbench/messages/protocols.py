@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.batches.balance import Chunks
 from workbench.errors import BadInput
 from workbench.placement import Layout
-
-Chunks = list[np.ndarray]  # the row numbers of one rank, one array a minibatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +74,6 @@ class TransferProtocol:
                     "change its distribute or its collect, or give joins=False",
                 )
         return ranks
-
-
-def minibatch_rows(rows: int, minibatches: int) -> Chunks:
-    """Consecutive rows, cut into equally many minibatches."""
-    if rows % minibatches:
-        raise BadInput(
-            f"{rows} rows in {minibatches} minibatches",
-            "the minibatches of an update must be equally large",
-            f"choose minibatches that divide {rows}, or another number of rows",
-        )
-    return np.split(np.arange(rows), minibatches)
 
 
 def split_over(part_of: Callable[[Layout, int], int], parts: Callable[[Layout], int]) -> Callable[..., list[Chunks]]:

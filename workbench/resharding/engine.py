@@ -13,8 +13,9 @@ a view of the generation tensor (HybridFlow, arXiv:2409.19256, section 5.3), and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from workbench.resharding.distribution import WeightShard
 from workbench.resharding.plan import Plan
 from workbench.resharding.views import fill, shared, view_of
 from workbench.resharding.weights import Weight
-from workbench.workers.communicator import Communicator
 
 BUCKET_BYTES = 64 * 2**20
 CPU = torch.device("cpu")
@@ -46,6 +46,17 @@ class _Bucket:
     receives: dict[tuple[int, tuple[int, ...]], list[Slice]] = field(default_factory=dict)
 
 
+class Exchange(Protocol):
+    """How the ranks of a pool send tensors to each other: a `Communicator`."""
+
+    rank: int
+    world_size: int
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
+    ) -> None: ...
+
+
 class ReshardingEngine:
     """This rank's part of a plan, again and again.
 
@@ -61,7 +72,7 @@ class ReshardingEngine:
     """
 
     def __init__(
-        self, plan: Plan, communicator: Communicator, *, bucket_bytes: int = BUCKET_BYTES, checksums: bool = False
+        self, plan: Plan, communicator: Exchange, *, bucket_bytes: int = BUCKET_BYTES, checksums: bool = False
     ) -> None:
         if max(plan.ranks) >= communicator.world_size:
             raise BadInput(

@@ -32,8 +32,9 @@ from workbench.batches.references import Column
 from workbench.batches.store import Origin, Weights
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput, HostDied
-from workbench.messages.calls import Metrics, Reply, merge_metrics, reported
 from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import Metrics, merge_metrics, reported
+from workbench.messages.replies import Reply
 from workbench.session.checkpoint.files import Checkpoint, read_checkpoint
 from workbench.stages.run import GRACE_S, Run
 from workbench.stages.unfinished import UnfinishedUpdate

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.backends.registry import opened
-from workbench.errors import BadInput, NotFound
+from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
-from workbench.session import overrides
 from workbench.session.topology import Whereabouts
 from workbench.settings.engines import SYNC_STRATEGIES
-from workbench.support.notebook_cell import notebook_path
 from workbench.telemetry.sinks import TrackedRun
 from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
 from workbench.workers.logs import tail
 
 if TYPE_CHECKING:
     import pandas as pd
-    from workbench_widgets import Panel
 
     from workbench.display.timeline import Timeline
     from workbench.display.traffic import Traffic
-    from workbench.export import Script
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
 class Views(Whereabouts):
     """The methods of a `Workbench` that only look."""
 
+    script_options: Mapping[str, Any] = {}  # of the script that opened it
     _planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
 
     def spans(self, run: int | None = None) -> pd.DataFrame:
@@ -175,8 +171,7 @@ class Views(Whereabouts):
 
         Raises `BadInput` where it does not start, `MissingDependency` where it is not installed.
         """
-        options_of_script = overrides.running.options if overrides.running else {}
-        config = {**self.description.summary, **options_of_script}
+        config = {**self.description.summary, **self.script_options}
         run = TrackedRun(name=f"{self.name}-{self.run_folder.name}", folder=self.run_folder, config=config)
         self.telemetry.sinks.add(tracker, project, run, options)
 
@@ -196,36 +191,9 @@ class Views(Whereabouts):
             start = starts[0] if starts else None
         return timeline(spans, devices=[device for _, device in self.devices()], start=start)
 
-    def panel(self, *views: str, algorithm: Any = None) -> Panel:
-        """The workbench as a live widget with a tab a view: `lab.panel()`, or those named: `lab.panel("timeline")`.
-
-        It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
-        asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
-        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not.
-        """
-        from workbench_widgets import panel
-
-        return panel(self, views, algorithm)
-
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""
         return self.telemetry.chrome_trace(path)
-
-    def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
-        """Write this notebook as a script: `lab.export("script.py")`; `.told` says what its reader should know.
-
-        notebook: its file; None: the one that this kernel belongs to, where the front end tells. Save it first: the
-        file is what is read, beside the record of what was run. options: see `workbench.export.export_notebook`. `wb
-        export NOTEBOOK --check` proves that the two agree.
-        """
-        from workbench.export import export_notebook
-
-        output = Path(output)
-        if output.suffix != ".py":
-            raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
-        runs = sorted({self.run_folder, *(lab.run_folder for lab in opened.values())}, key=lambda folder: folder.name)
-        recorded = [folder for folder in runs if (folder / "events.jsonl").is_file()]
-        return export_notebook(notebook or notebook_path(), output, **{"runs": recorded, **options})
 
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
         """Print the last lines that worker processes wrote."""

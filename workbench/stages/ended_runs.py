@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from workbench.batches.store import Weights
 from workbench.errors import StageInterrupted
-from workbench.messages.calls import UpdatePart
 from workbench.messages.metric_values import MetricValues
+from workbench.messages.replies import UpdatePart
 from workbench.session.handover import Handover, OpenRun
 from workbench.stages.held_batches import HeldBatches
 from workbench.stages.interruptions import AS_BEFORE

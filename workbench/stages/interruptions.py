@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.errors import StageInterrupted
-from workbench.messages.calls import UpdatePart
+from workbench.messages.replies import UpdatePart
 
 AS_BEFORE = "things are as before the stage"
 

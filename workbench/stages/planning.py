@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from workbench.batches.balance import Chunks, minibatch_rows
 from workbench.batches.batch import Batch
 from workbench.batches.location import Location, Pull
 from workbench.batches.references import Column
 from workbench.errors import BadInput
 from workbench.messages.calls import Call
 from workbench.messages.operation import Operation
-from workbench.messages.protocols import Chunks, minibatch_rows
 from workbench.stages.group import WorkerGroup
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import StageError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
-from workbench.messages.calls import Failure
+from workbench.messages.replies import Failure
 
 if TYPE_CHECKING:
     from workbench.stages.group import WorkerGroup

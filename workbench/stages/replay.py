@@ -16,7 +16,8 @@ from workbench.backends import Backend, InlineBackend
 from workbench.backends.starting import Step, join_pools, settle
 from workbench.data.user_calls import in_place
 from workbench.errors import BadInput
-from workbench.messages.calls import Call, HostInfo, Output
+from workbench.messages.calls import Call, HostInfo
+from workbench.messages.replies import Output
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of

@@ -16,8 +16,9 @@ from workbench.backends.base import Backend, Pending
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
 from workbench.errors import HostDied, StageTimeout, UpstreamError, WorkbenchError
-from workbench.messages.calls import Call, Failure, Reply, UpdatePart
+from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
+from workbench.messages.replies import Failure, Reply, UpdatePart
 from workbench.stages import interruptions
 from workbench.stages.rank_errors import one_error
 from workbench.stages.stopping import Leaving

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from workbench.backends import registry
 from workbench.batches.batch import Batch
@@ -22,9 +22,11 @@ from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column
 from workbench.batches.store import Origin, Weights
 from workbench.errors import BadInput, StageInterrupted
-from workbench.messages.calls import Call, Metrics, agreed_columns, merge_metrics, reported
+from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import Metrics, merge_metrics, reported
 from workbench.messages.operation import Operation
+from workbench.messages.replies import agreed_columns
 from workbench.placement import ROLLOUT
 from workbench.session.reloading import Reloading
 from workbench.stages.ended_runs import EndedRuns
@@ -247,7 +249,7 @@ class Stages(StageNames, Failing, Reloading, EndedRuns):
         called = (*self.scheduler.open_runs(), *self._overlapped)
         updates = [r for r in called if r.updates and r.group is group and not (r.done and r.given_up)]
         reads = operation.needed(arguments) if operation.takes_batch else ()
-        awaited = [] if batch is None else batch.makers(operation.awaited(reads, batch))
+        awaited = [] if batch is None else cast("list[Run]", batch.makers(operation.awaited(reads, batch)))
         metrics, reported_as = self.last_metrics, self._stage_name or operation.name
 
         def plan() -> list[Call]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.batches.references import Column
 from workbench.batches.store import Weights
-from workbench.messages.calls import Call, Metrics, UpdatePart, merge_metrics
+from workbench.messages.calls import Call
+from workbench.messages.metrics import Metrics, merge_metrics
+from workbench.messages.replies import UpdatePart
 
 if TYPE_CHECKING:
     from workbench.stages.run import Run

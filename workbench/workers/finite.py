@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from workbench.batches.columns import Column, Ragged, Table
 from workbench.batches.references import NUMBER_COLUMNS
 from workbench.errors import StageError
-from workbench.messages.calls import Call, Output, Shard
+from workbench.messages.calls import Call
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.workers.worker import Worker
 
 

@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.errors import BadInput
-from workbench.messages.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
+from workbench.messages.calls import Call, HostInfo
+from workbench.messages.metrics import Metrics, as_metrics
+from workbench.messages.replies import Failure, Output, Reply, column_summary
+from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.state import Part

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.messages.calls import Mean, Shard
+from workbench.messages.metrics import Mean
+from workbench.messages.shards import Shard
 from workbench.support.validation import at_least
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.worker import Context

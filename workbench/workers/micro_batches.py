@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.engines.training.groups import Collectives
-from workbench.messages.calls import Shard
+from workbench.messages.shards import Shard
 
 
 def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: bool = False) -> list[list[int]]:

@@ -8,7 +8,7 @@ import torch
 
 from workbench.batches.columns import Ragged, Table
 from workbench.engines.generation import Rollout
-from workbench.messages.calls import Mean, Metrics
+from workbench.messages.metrics import Mean, Metrics
 from workbench.workers.conversation import Conversation
 
 CUT = ("length", "turns")  # endings that are not the response's own

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.messages.calls import Mean, Metrics, SampleSize, Shard
+from workbench.messages.metrics import Mean, Metrics, SampleSize
+from workbench.messages.shards import Shard
 from workbench.objectives.correction import Correction, correct, effective_sample_size, step_scale
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.worker import Context

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from workbench.messages.calls import Metric, UpdatePart
+from workbench.messages.metrics import Metric
+from workbench.messages.replies import UpdatePart
 
 # A rank that waits for a word that never comes, of a controller that is gone, goes on with its stage.
 PATIENCE_S = 20.0

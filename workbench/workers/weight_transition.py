@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.engines.generation import VOCABULARY_MULTIPLE, GenerationEngine
 from workbench.engines.training import TrainingEngine
 from workbench.errors import SyncError
-from workbench.messages.calls import Mean, Metrics
+from workbench.messages.metrics import Mean, Metrics
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.resharding.checksums import Arrival

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
-from workbench.messages.calls import Max, Mean, Metrics, Output, Shard
+from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models import load_causal_lm
 from workbench.models.lora import add_lora, without_adapter
 from workbench.models.spec import Model

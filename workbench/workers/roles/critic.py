@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Table
-from workbench.messages.calls import Mean, Metrics, Output, Shard
+from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation

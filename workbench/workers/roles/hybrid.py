@@ -12,7 +12,7 @@ import torch
 
 from workbench.engines.generation import make_generation_engine
 from workbench.errors import BadInput
-from workbench.messages.calls import Metrics
+from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_tokenizer

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
-from workbench.messages.calls import Mean, Metrics, Output, Shard
+from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction, correct
 from workbench.objectives.estimators import (

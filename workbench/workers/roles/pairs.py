@@ -12,7 +12,8 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.engines.training.groups import Collectives
 from workbench.errors import BadInput
-from workbench.messages.calls import Mean, Metrics, Shard
+from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.shards import Shard
 from workbench.objectives.preference import binomial_interval
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch

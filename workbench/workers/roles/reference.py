@@ -10,9 +10,10 @@ import torch
 
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput
-from workbench.messages.calls import Output, Shard
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model

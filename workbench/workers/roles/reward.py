@@ -16,9 +16,11 @@ from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput, RewardError
-from workbench.messages.calls import Max, Mean, Metrics, Output, Shard
+from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenValues, load_token_values
 from workbench.models.spec import Model

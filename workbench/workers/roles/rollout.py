@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.engines.generation import VOCABULARY_MULTIPLE, make_generation_engine
 from workbench.errors import BadInput, SyncError
-from workbench.messages.calls import Mean, Metrics
+from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_config, load_tokenizer

@@ -14,9 +14,11 @@ from workbench.batches.columns import Ragged
 from workbench.data.environment import Environments
 from workbench.engines.generation import GenerationEngine
 from workbench.errors import SyncError
-from workbench.messages.calls import Mean, Metrics, Output, Shard, merge_metrics
+from workbench.messages.metrics import Mean, Metrics, merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.settings.engines import Sampling, check_room
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import whole

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from workbench.engines.training import Pass, TrainingEngine, make_training_engine
 from workbench.errors import BadInput
-from workbench.messages.calls import Max, Mean, Metrics, Output, Shard, merge_metrics
+from workbench.messages.metrics import Max, Mean, Metrics, merge_metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, VALUES_OF_RANKS
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation, aggregate, denominator

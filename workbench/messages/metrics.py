@@ -1,0 +1,93 @@
+"""Metrics of a stage: they add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workbench.errors import StageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """A metric that is a mean: totals and counts add up over micro-batches and ranks."""
+
+    total: float
+    count: float
+
+    def merge(self, other: Mean) -> Mean:
+        """The mean over the samples of both."""
+        return Mean(total=self.total + other.total, count=self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN over nothing."""
+        return self.total / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Max:
+    """A metric that is a maximum."""
+
+    value: float
+
+    def merge(self, other: Max) -> Max:
+        """The larger of both."""
+        return Max(value=max(self.value, other.value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSize:
+    """A metric that is an effective sample size, as a share of the samples; of their weights the sums of w and w^2."""
+
+    total: float
+    squares: float
+    count: float
+
+    def merge(self, other: SampleSize) -> SampleSize:
+        """The sums over the samples of both."""
+        return SampleSize(
+            total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count
+        )
+
+    @property
+    def value(self) -> float:
+        """The effective sample size over the number of samples."""
+        return self.total**2 / (self.count * self.squares) if self.squares > 0 else 0.0
+
+
+Metric = Mean | Max | SampleSize
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:
+    """Merge `more` into `into`, and return it."""
+    for name, metric in more.items():
+        into[name] = into[name].merge(metric) if name in into else metric  # type: ignore[arg-type]
+    return into
+
+
+def reported(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Their values by name; a mean of nothing, as of an update all of whose rows were skipped, is not a number and is
+    left out."""
+    return {name: metric.value for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+
+
+def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
+    """Metrics of an operation, a plain number as the mean over ranks; `StageError` naming a value that is none."""
+    if not isinstance(given, Mapping):
+        raise StageError(f"its metrics are a {type(given).__name__}", "metrics are a dict", 'metrics={"name": 1.0}')
+    metrics: Metrics = {}
+    for name, value in given.items():
+        if isinstance(value, numbers.Real):
+            metrics[name] = Mean(total=float(value), count=1)
+        elif isinstance(value, Metric):
+            metrics[name] = value
+        else:
+            raise StageError(
+                f"metric {name!r} is {value!r:.60}, a {type(value).__name__}",
+                "a metric is a number, a Mean, a Max or a SampleSize",
+                "turn a tensor into a number with float(tensor)",
+            )
+    return metrics

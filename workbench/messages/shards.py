@@ -1,0 +1,60 @@
+"""What a worker sees of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from workbench.batches.columns import Column, Ragged, Table
+from workbench.errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a worker gets of a batch: its columns' rows, and their numbers in the whole batch.
+
+    minibatch_sizes: rows of each minibatch, in order; they add up to len(rows).
+    sample: for operations that draw samples, how many equal rows come before each in the whole batch [rows].
+    meta: what the batch carries along, and this stage's `seed` (a tuple of integers).
+    """
+
+    columns: Table
+    rows: np.ndarray
+    minibatch_sizes: tuple[int, ...]
+    meta: Mapping[str, Any]
+    sample: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ragged(self, name: str) -> Ragged:
+        """A token column; `BadInput` where the column of that name is another kind."""
+        column = self.columns[name]
+        if not isinstance(column, Ragged):
+            raise BadInput(
+                f"column {name!r} is {_kind(column)}",
+                "it must be a Ragged, with one number a token of each row",
+                "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+                "mask.like(torch.repeat_interleave(x, mask.lengths))",
+            )
+        return column
+
+    def numbers(self, name: str) -> Tensor:
+        """A column of one number a row; `BadInput` where the column of that name is another kind."""
+        column = self.columns[name]
+        if not isinstance(column, Tensor) or column.ndim != 1:
+            raise BadInput(f"column {name!r} is {_kind(column)}", "it must be a Tensor [rows], one number a row")
+        return column
+
+
+def _kind(column: Column) -> str:
+    """What a column is, for messages."""
+    if isinstance(column, Ragged):
+        return "a Ragged, with one number a token"
+    if isinstance(column, Tensor):
+        return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
+    return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"
