@@ -140,7 +140,7 @@ def handle(lab: Workbench, rows: int) -> wb.Batch:
         )
         columns[f"c{number}"] = column
     columns["prompt_uid"] = columns["c0"]
-    return wb.Batch("simulated", columns, source=lab, counts=lab._counts)
+    return wb.Batch("simulated", columns, source=lab.runner.batches, counts=lab.runner.batches.shard_counts)
 
 
 def plan_s(ranks: int, rows: int, runs: Path) -> tuple[float, int]:
@@ -148,11 +148,11 @@ def plan_s(ranks: int, rows: int, runs: Path) -> tuple[float, int]:
     layout = Layout(1, 8, ranks // 8, 1, 2) if ranks > 8 else Layout(d=ranks)
     placement = wb.Placement.colocate(ranks, layouts={"actor": layout})
     lab = Workbench(describe({"actor": worker_class()}, placement), runs)
-    lab._backend = InlineBackend()  # never started
+    lab.hosts.backend = InlineBackend()  # never started
     batch = handle(lab, rows)
 
     def calls() -> list[Call]:
-        return lab._run(lab.actor, lab.actor.plan.operation, (batch,), {}).plan()
+        return lab.runner.prepare(lab.actor, "plan", (batch,)).plan()
 
     def once() -> float:
         began = time.process_time()  # planning is this one thread: other work of the machine does not count

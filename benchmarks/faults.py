@@ -74,7 +74,7 @@ class Matrix:
         kernel.run(f"lab.recover({self._one!r})")
         if STAGES[stage]:
             kernel.run(f"while ppo.next_stage != {STAGES[stage]!r}:\n    ppo.step()")
-        pid = int(kernel.run("print(lab._backend.processes[lab.actor.hosts[1]].pid)"))
+        pid = int(kernel.run("print(lab.hosts.backend.processes[lab.actor.hosts[1]].pid)"))
         request = kernel.start(CELLS.get(stage, "ppo.step()"))
         time.sleep(DELAY_S.get(stage, 0.3))
         began = time.monotonic()

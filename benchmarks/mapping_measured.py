@@ -74,12 +74,12 @@ def main() -> None:
                 continue
             n += 1
             if n >= CALIBRATED:
-                lab.calibration = known
+                lab._predictor.calibration = known
             before = lab.predict(wanted).iteration_s if n >= CALIBRATED else float("nan")
             if wanted != lab.placement:
                 lab.move(wanted)
             if n >= CALIBRATED:  # what is asked is what was known before
-                lab.calibration = replace(known, samples=dict(known.samples), measured=dict(known.measured))
+                lab._predictor.calibration = replace(known, samples=dict(known.samples), measured=dict(known.measured))
             ppo.run(1)
             taken = []
             for _ in range(arguments.repeats):

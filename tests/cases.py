@@ -70,7 +70,7 @@ def update_on(lab: wb.Workbench, table: Table) -> dict[str, float]:
 
 def train_on(lab: wb.Workbench, table: Table, meta: dict[str, Any]) -> dict[str, float]:
     """One PPO iteration's stages after generation; all metrics."""
-    lab.last_metrics = {}
+    lab.runner.counters.last_metrics = {}
     batch = lab.put(table, meta=meta)
     batch = lab.actor.compute_log_prob(batch)
     batch = lab.reference.compute_ref_log_prob(batch)

@@ -47,9 +47,9 @@ def together(models: Mapping[str, type | None], placement: wb.Placement, runs: P
     # as inline, for which a description of more than one device is refused: nothing of it outlives the test
     description = replace(describe(models, placement), backend="inline")
     lab = Workbench(description, runs)
-    lab._backend = Together()
-    lab._backend.start(lab._infos)
-    load_roles(lab._backend, lab._infos, description, lambda text: None)
+    lab.hosts.backend = Together()
+    lab.hosts.backend.start(lab.hosts.infos)
+    load_roles(lab.hosts.backend, lab.hosts.infos, description, lambda text: None)
     torch.set_num_threads(threads)
     with lab:
         yield lab

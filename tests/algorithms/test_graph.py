@@ -40,7 +40,7 @@ def test_what_a_graph_says(lab: wb.Workbench) -> None:
     edges = graph.edges()
     assert edges["compute_reward"] == {"prompts", "generate_sequences"}
     assert edges["update_critic"] >= {"compute_values", "compute_advantages"}
-    assert lab._run_number == 0  # nothing was run
+    assert lab.runner.counters.run == 0  # nothing was run
     picture = graph._repr_html_()
     assert picture.count("<rect") == 9
     assert "compute_ref_log_prob on reference" in picture

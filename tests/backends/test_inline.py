@@ -93,7 +93,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
 def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (host,) = lab._backend._hosts.values()  # type: ignore[attr-defined]
+    (host,) = lab.hosts.backend._hosts.values()  # type: ignore[attr-defined]
     batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
     expected = lab.critic.compute_values(batch).fetch(["values"])["values"]
 
@@ -139,7 +139,7 @@ def test_the_users_frames_are_there(lab: wb.Workbench, monkeypatch: pytest.Monke
         lab.reward.compute_reward(batch, function=my_reward)
     assert {"my_reward", "my_helper"} <= set(frames(caught.value))
 
-    (host,) = lab._backend._hosts.values()  # type: ignore[attr-defined]
+    (host,) = lab.hosts.backend._hosts.values()  # type: ignore[attr-defined]
 
     class Unsendable(Exception):
         """Local classes do not pickle; inline nothing needs to."""

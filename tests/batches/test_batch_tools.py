@@ -63,13 +63,13 @@ def as_lists(column: Any) -> list[Any]:
 def asked(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     """Every question to a host from here on: its method and arguments."""
     questions: list[tuple[str, tuple[Any, ...]]] = []
-    ask = lab._backend.ask
+    ask = lab.hosts.backend.ask
 
     def listening(host: str, method: str, *args: Any, **kwargs: Any) -> Any:
         questions.append((method, args))
         return ask(host, method, *args, **kwargs)
 
-    monkeypatch.setattr(lab._backend, "ask", listening)
+    monkeypatch.setattr(lab.hosts.backend, "ask", listening)
     return questions
 
 

@@ -63,7 +63,7 @@ def test_release_frees_what_nobody_holds(lab: wb.Workbench) -> None:
     lab.release(name)
     assert held_bytes() == full  # the notebook still holds it
     del batch
-    lab._release()
+    lab.runner.batches.release_unused()
     assert held_bytes() == 0
     with pytest.raises(NotFound, match=r"no batch 'batch1' in the store.*lab.batches"):
         lab.batch(name)
@@ -125,7 +125,7 @@ def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
 ) -> None:
     batch = rolled_out(lab)
     with lab.reuse():
-        before = lab._run_number
+        before = lab.runner.counters.run
         values = lab.critic.compute_values(batch)
         assert capsys.readouterr().out == ""
         again = lab.critic.compute_values(batch)
@@ -196,7 +196,7 @@ def test_prompts_that_an_arm_draws_are_put_back(lab: wb.Workbench) -> None:
     arms = lab.compare(batch, {name: wb.DAPO(lab, rounds=rounds, **dapo) for name, rounds in (("a", 2), ("b", 1))})
     assert [arms[name].metrics["dynamic_sampling/rounds"] for name in ("a", "b")] == [2, 1]
     assert (lab.prompts.drawn, lab.prompts.state) == before
-    again = Prompts("arithmetic", tokenizer=lab._tokenizer, seed=lab.seed)
+    again = Prompts("arithmetic", tokenizer=lab.runner.batches.tokenizer, seed=lab.seed)
     assert lab.prompts.next(2).fetch(["prompt"])["prompt"] == [row.prompt for row in again.next(4)[2:]]
 
 
@@ -300,7 +300,7 @@ def test_metrics_come_from_the_store_with_their_batch(lab: wb.Workbench, capsys:
     batch = rolled_out(lab)
     lab.reward.compute_reward(batch)
     first = lab.last_metrics.pop("compute_reward")
-    runs = lab._run_number
+    runs = lab.runner.counters.run
     with lab.reuse():
         lab.reward.compute_reward(batch)
     assert lab.last_metrics["compute_reward"] == first

@@ -46,7 +46,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
 
 def worker(lab: wb.Workbench, role: str) -> Any:
     """The live worker of a role: inline, it is in this process."""
-    (host,) = cast(Any, lab._backend)._hosts.values()
+    (host,) = cast(Any, lab.hosts.backend)._hosts.values()
     return host.workers[role]
 
 
@@ -437,7 +437,13 @@ def test_a_stale_output_head(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch)
 def test_training_does_not_notice(tmp_path: Path) -> None:
     def seen(lab: wb.Workbench) -> tuple[Any, ...]:
         return (
-            *(lab.iteration, lab.prompts.drawn, dict(lab._draws), dict(lab.last_metrics), dict(lab.weights)),
+            *(
+                lab.iteration,
+                lab.prompts.drawn,
+                dict(lab.runner.counters.draws),
+                dict(lab.last_metrics),
+                dict(lab.weights),
+            ),
             *(list(lab.batches()["batch"]), len(lab.metrics("compute_log_prob")), torch.get_rng_state().tolist()),
         )
 

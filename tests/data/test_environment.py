@@ -143,7 +143,7 @@ def test_what_the_environment_wrote_changes_neither_losses_nor_gradients(lab: wb
     numbers = ("rollout_log_prob", "old_log_prob", "ref_log_prob", "values", "rewards")
 
     def train(start: Table, late: tuple[str, ...]) -> tuple[dict[str, float], Table, float, float]:
-        lab.last_metrics = {}
+        lab.runner.counters.last_metrics = {}
         with lab.kept("actor", "critic"):
             scored = lab.compute_advantages(lab.put(start, meta=meta), kl_coefficient=0.1)
             ready = lab.put(with_garbage(scored.fetch(), late), meta=meta)

@@ -46,7 +46,7 @@ class Replayed:
     def next(self, n: int) -> wb.Batch:
         """Rollouts stand in for the prompts that they answer."""
         assert n == ROWS
-        self._lab.last_metrics = {}
+        self._lab.runner.counters.last_metrics = {}
         table, meta = self._stored["sampled"]
         return self._lab.put({name: table[name] for name in ("prompt", "prompt_ids", "prompt_uid")}, meta=meta)
 
@@ -79,7 +79,7 @@ def replay(lab: wb.Workbench, name: str, stored: Stored) -> tuple[dict[str, floa
     """One iteration of an algorithm on stored rollouts: its metrics, the operations called, and itself."""
     replayed = Replayed(lab, stored)
     algorithm = MAKERS[name](lab)
-    algorithm.define(replayed)  # type: ignore[arg-type]
+    algorithm.define(replayed)
     return algorithm.metrics(), replayed.called, algorithm
 
 

@@ -112,7 +112,7 @@ def test_a_rank_is_replayed_here_with_the_live_weights_and_the_live_ones_stay(
     torch.testing.assert_close(other, torch.tensor([float(x) for x in told.split(",")]))
     assert lab.critic.weight_digests() == digests
     assert torch.distributed.is_initialized() == group
-    seen = lab._backend.ask(lab.critic.hosts[0], "describe").result()
+    seen = lab.hosts.backend.ask(lab.critic.hosts[0], "describe").result()
     assert seen["published_bytes"] == 0
 
 

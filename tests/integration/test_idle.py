@@ -19,7 +19,7 @@ def test_a_forgotten_workbench_closes_itself(tmp_path: Path) -> None:
     def living() -> bool:
         return any(row["name"] == "forgotten" for row in wb.ls())
 
-    processes = list(lab._backend.processes.values())  # type: ignore[attr-defined]
+    processes = list(lab.hosts.backend.processes.values())  # type: ignore[attr-defined]
     lab.prompts.next(2)
     assert all(process.alive for process in processes)
     deadline = time.monotonic() + 90

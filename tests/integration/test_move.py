@@ -89,7 +89,7 @@ def moved(lab: wb.Workbench, placement: wb.Placement) -> PlacementChange:
     assert lab.placement == said.new
     assert eval(read_record([lab.run_folder]).placements[lab.name], {"wb": wb}) == said.new
     transfers = lab.transfers("move")
-    mine = transfers[transfers["run"] == lab._run_number]
+    mine = transfers[transfers["run"] == lab.runner.counters.run]
     pairs = mine.groupby(["source", "destination"])["moved_bytes"].sum()
     expected = change.pairs().set_index(["source", "destination"])["moved_bytes"]
     assert pairs[pairs > 0].to_dict() == expected.to_dict()
@@ -98,7 +98,7 @@ def moved(lab: wb.Workbench, placement: wb.Placement) -> PlacementChange:
     assert {(row.role, row.pool) for row in seen.itertuples()} == {
         (role, pool.name) for pool in said.new.pools for role in pool.roles
     }
-    assert len(lab._backend.processes) == said.new.devices  # type: ignore[attr-defined]
+    assert len(lab.hosts.backend.processes) == said.new.devices  # type: ignore[attr-defined]
     return change
 
 
@@ -140,10 +140,10 @@ def test_ppo_walks_over_placements(lab: wb.Workbench, tmp_path: Any) -> None:
 def test_a_role_changes_its_layout_and_goes_back(lab: wb.Workbench) -> None:
     update_on(lab, stored())
     here, placement = state(lab), lab.placement
-    processes = dict(lab._backend.processes)  # type: ignore[attr-defined]
+    processes = dict(lab.hosts.backend.processes)  # type: ignore[attr-defined]
     change = moved(lab, placement.with_layout("actor", (1, 2, 1)))
     assert change.total_bytes == 0  # each rank has all that it keeps
-    assert lab._backend.processes == processes  # type: ignore[attr-defined]
+    assert lab.hosts.backend.processes == processes  # type: ignore[attr-defined]
     assert lab.actor.layout.t == 2
     assert lab.actor.weight_digests() == [here["actor"]] * 2
     first, second = lab.actor.moment_digests()
@@ -158,7 +158,7 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, placement = state(lab), lab.placement
-    backend: Any = lab._backend
+    backend: Any = lab.hosts.backend
     work, hosts = backend.work, set(backend.processes)
 
     def killing(host: str, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
     assert set(backend.processes) == hosts
     assert lab.placement == placement
     assert state(lab) == here
-    assert all(host["published_bytes"] == 0 for host in lab._seen())
+    assert all(host["published_bytes"] == 0 for host in lab.hosts.describe())
     assert lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2).rows == 2
     moved(lab, wb.Placement.split(2))
 

@@ -45,7 +45,7 @@ def stage_spans(lab: wb.Workbench, after_run: int) -> dict[str, tuple[float, flo
 
 
 def test_a_submitted_run_is_passed_on_at_once(lab: wb.Workbench, tmp_path: Path) -> None:
-    before = lab._run_number
+    before = lab.runner.counters.run
     prompts = lab.prompts.next(4)
     gate = tmp_path / "gate"
     generated = lab.actor.generate_sequences.submit(prompts, max_new_tokens=8, seed=1)
@@ -84,11 +84,11 @@ def test_the_same_lines_overlap_and_agree(lab: wb.Workbench) -> None:
         lab.actor.update_actor(batch, epochs=8)
 
     prompts = lab.actor.generate_sequences(lab.prompts.next(16), max_new_tokens=32)
-    before = lab._run_number
+    before = lab.runner.counters.run
     lines(prompts)
     spans = stage_spans(lab, before)
     assert spans["update_critic"][1] < spans["update_actor"][0]
-    before = lab._run_number
+    before = lab.runner.counters.run
     with lab.overlap():
         lines(prompts)
         assert "update_actor" not in stage_spans(lab, before)
@@ -155,8 +155,8 @@ def test_what_was_cancelled_is_not_begun(lab: wb.Workbench, tmp_path: Path) -> N
 
 def test_shards_are_dropped_with_their_batches(lab: wb.Workbench) -> None:
     def held() -> int:
-        lab._release()
-        return sum(int(lab._backend.ask(i.name, "describe").result()["shards"]) for i in lab._infos)
+        lab.runner.batches.release_unused()
+        return sum(int(lab.hosts.backend.ask(i.name, "describe").result()["shards"]) for i in lab.hosts.infos)
 
     before = held()
     with lab.overlap():

@@ -44,7 +44,7 @@ def ppo(lab: wb.Workbench) -> wb.PPO:
 
 def kill(lab: wb.Workbench, host: str, after_s: float = 0.0) -> threading.Timer:
     """A host's process ends as one that is out of memory does."""
-    timer = threading.Timer(after_s, os.kill, (lab._backend.processes[host].pid, signal.SIGKILL))  # type: ignore[attr-defined]
+    timer = threading.Timer(after_s, os.kill, (lab.hosts.backend.processes[host].pid, signal.SIGKILL))  # type: ignore[attr-defined]
     timer.start()
     return timer
 

@@ -166,17 +166,17 @@ def test_a_rollout_host_that_dies_takes_no_actor_with_it(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(1.0)
-    os.kill(cut._backend.processes["rollout-1"].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(cut.hosts.backend.processes["rollout-1"].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(WorkbenchError, match="host rollout-1 is gone"):
         syncing.result()
     with pytest.raises(HostDied, match="pool 'rollout' was lost"):
         cut.actor.generate_sequences(cut.prompts.next(4))
     train(cut, batch)
-    assert cut._backend.ask("train-0", "describe").result()["published_bytes"] == 0
+    assert cut.hosts.backend.ask("train-0", "describe").result()["published_bytes"] == 0
     cut.drop("rollout")  # the actor is whole: it goes on alone
     drawn = cut.actor.generate_sequences(cut.prompts.next(4), max_new_tokens=4)
     assert drawn.meta["weights_version"] == cut.weights["actor"].steps
-    assert set(cut._backend.processes) == {"train-0", "train-1"}  # type: ignore[attr-defined]
+    assert set(cut.hosts.backend.processes) == {"train-0", "train-1"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.thorough

@@ -23,7 +23,7 @@ def watched(lab, stage):
     "Write a file of that name when the stage has done three of its steps."
     def watch():
         while True:
-            busy, done, *_ = lab._backend.ask("shared-0", "status").result()
+            busy, done, *_ = lab.hosts.backend.ask("shared-0", "status").result()
             if busy.endswith(stage) and done >= 3:
                 return Path(stage).touch()
             time.sleep(0.02)

@@ -179,7 +179,7 @@ def test_what_the_command_line_says_goes_before_the_text(
     assert run(laboratory, *words) == 2  # dtype is the text's
     assert run(laboratory, *words[:2], "--seed", "3", "--name", "mine", "--with", "interrupt") == 130
     lab, said = got["lab"], capsys.readouterr()
-    assert (lab.name, lab.seed, lab._closed) == ("mine", 3, True)  # seed by way of the text, which reads SEED
+    assert (lab.name, lab.seed, lab.ownership.closed) == ("mine", 3, True)  # seed by way of the text, which reads SEED
     assert said.out == f"{lab.run_folder}\n"
     assert lab.run_folder.parent == tmp_path / "out" / "mine"
     assert f"wb.open: name='mine' (not 'scripted'), runs='{tmp_path / 'out'}' (not " in said.err

@@ -53,12 +53,12 @@ def opened(models: dict[str, Any], placement: wb.Placement, runs: Path) -> Itera
     )  # fmt: skip
     lab = Workbench(replace(description, backend="inline"), runs)
     # of one device, says the inline backend; here there is room for more, and no record of it
-    lab.description = description
-    lab._backend = OfOneRank()
-    lab._backend.start(lab._infos)
-    load_roles(lab._backend, lab._infos, description, lambda text: None)
+    lab.hosts.description = description
+    lab.hosts.backend = OfOneRank()
+    lab.hosts.backend.start(lab.hosts.infos)
+    load_roles(lab.hosts.backend, lab.hosts.infos, description, lambda text: None)
     yield lab
-    lab._backend.close()
+    lab.hosts.backend.close()
     torch.set_num_threads(threads)
     torch.set_rng_state(random)
 
@@ -72,7 +72,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
 
 
 def hosts(lab: Workbench) -> dict[str, Any]:
-    found: dict[str, Any] = lab._backend._hosts  # type: ignore[attr-defined]
+    found: dict[str, Any] = lab.hosts.backend._hosts  # type: ignore[attr-defined]
     return found
 
 
@@ -108,20 +108,20 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
         assert "; took " in str(change)
         assert "; took " not in str(lab.diff(placement))
         assert state(lab) == here
-        assert set(hosts(lab)) == {info.name for info in lab._infos}
+        assert set(hosts(lab)) == {info.name for info in lab.hosts.infos}
         assert {n for n in hosts(lab) if n in names} == {f"{pool}-0" for pool in change.kept}
         transfers = lab.transfers("move")
         mine = transfers[transfers["run"] == transfers["run"].max()]
         counted = mine.groupby(["source", "destination"])["moved_bytes"].sum()
         assert counted.to_dict() == change.pairs().set_index(["source", "destination"])["moved_bytes"].to_dict()
         assert mine["moved_bytes"].sum() == change.total_bytes > 0
-        assert not any(host["published_bytes"] for host in lab._seen())
+        assert not any(host["published_bytes"] for host in lab.hosts.describe())
         metrics.append(update_on(lab, table))
     after: Any = held.fetch(["old_log_prob"])["old_log_prob"]
     assert torch.equal(after.values, before.values)
     assert held.lengths("old_log_prob").tolist() == before.lengths.tolist()
     assert lab.critic.compute_values(held).rows == 4
-    assert [info.name for info in lab._infos] == ["shared-0.1"]
+    assert [info.name for info in lab.hosts.infos] == ["shared-0.1"]
     models = dict.fromkeys(TRAINED, TINY)
     with tiny_lab("still", tmp_path / "still", models=models, training=TRAINING, backend="inline") as still:
         assert [update_on(still, table) for _ in metrics] == metrics
@@ -179,13 +179,13 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
             return None
 
     later = Later()
-    lab._late["shared"] = [("a move", later)]
+    lab.hosts.pending_cleanup["shared"] = [("a move", later)]
     for _ in range(2):
         with pytest.raises(StageError, match="'shared' is still at work on a move"):
             lab.actor.check_sync()
     later.over = True
     assert lab.actor.check_sync()[0] < 1e-3
-    assert not lab._late
+    assert not lab.hosts.pending_cleanup
 
 
 @pytest.mark.parametrize("where", ["load", "cut"])
@@ -215,7 +215,7 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
     assert set(hosts(lab)) == names
     assert lab.placement == placement
     assert state(lab) == here
-    assert not any(host["published_bytes"] for host in lab._seen())
+    assert not any(host["published_bytes"] for host in lab.hosts.describe())
     lab.move(wb.Placement.split(2))
     assert state(lab) == here
 

@@ -20,7 +20,7 @@ def lab(tmp_path: Path) -> Iterator[wb.Workbench]:
 
 
 def worker(lab: wb.Workbench) -> Any:
-    (host,) = cast(Any, lab._backend)._hosts.values()
+    (host,) = cast(Any, lab.hosts.backend)._hosts.values()
     return host.workers["actor"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.stages.runs import NoOutcomes, NoSteps
 from workbench.batches.batch import Batch
 from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
@@ -23,9 +24,7 @@ def column(key: str) -> Column:
 
 def run_of(number: int, stage: str, **made: Any) -> Run:
     group: Any = types.SimpleNamespace(role="actor", hosts=(), pool=types.SimpleNamespace(name="a"))
-    run = Run(
-        number=number, stage=stage, group=group, inputs=[], plan=list, finish=lambda run: None, clean=lambda run: None
-    )
+    run = Run(number=number, stage=stage, group=group, inputs=[], steps=NoSteps(), outcomes=NoOutcomes())
     run.made, run.meta = {name: column(stage) for name in made}, {f"of_{name}": value for name, value in made.items()}
     return run
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.stages.runs import NoOutcomes, NoSteps
 from workbench.backends.base import Pending
 from workbench.errors import StageError
 from workbench.messages.replies import Failure, Reply
@@ -47,8 +48,8 @@ def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.Mon
     group: Any = types.SimpleNamespace(role="reward", hosts=("a-0", "a-1"), pool=types.SimpleNamespace(name="a"))
     calls: Any = [object(), object()]
     run = Run(
-        number=1, stage="compute_reward", group=group, inputs=[], plan=lambda: calls, finish=lambda run: None,
-        clean=lambda run: None,
+        number=1, stage="compute_reward", group=group, inputs=[], steps=NoSteps(calls),
+        outcomes=NoOutcomes(),
     )  # fmt: skip
     backend: Any = OneFails()
     monkeypatch.setattr(run_module, "GRACE_S", 0.2)

@@ -6,13 +6,14 @@ import time
 import types
 from typing import Any
 
+from tests.stages.runs import NoOutcomes, NoSteps
 from workbench.stages.run import Run
 from workbench.stages.run_log import RunLog
 
 
 def made(log: RunLog, stage: str) -> Run:
     group: Any = types.SimpleNamespace(role="actor", hosts=("a-0",), pool=types.SimpleNamespace(name="a"))
-    run = Run(number=1, stage=stage, group=group, inputs=[], plan=list, finish=lambda run: None, clean=lambda run: None)
+    run = Run(number=1, stage=stage, group=group, inputs=[], steps=NoSteps(), outcomes=NoOutcomes())
     log.add(run, stage, 1, None, aside=False)
     return run
 

@@ -45,8 +45,8 @@ def responses(batch: wb.Batch) -> list[list[int]]:
 
 
 def shards(lab: wb.Workbench) -> int:
-    lab._release()
-    return int(lab._backend.ask(lab.actor.hosts[0], "describe").result()["shards"])
+    lab.runner.batches.release_unused()
+    return int(lab.hosts.backend.ask(lab.actor.hosts[0], "describe").result()["shards"])
 
 
 def test_copies_of_a_row_are_different_samples(lab: wb.Workbench) -> None:

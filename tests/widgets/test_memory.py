@@ -154,9 +154,9 @@ def test_one_host_that_is_gone_leaves_the_figures_of_others(tmp_path: Path, monk
     from workbench.controller import Workbench
 
     lab = Workbench(describe({"actor": None, "reward": None}, wb.Placement.split(2)), tmp_path)
-    lab._backend = Together()
-    lab._backend.start(lab._infos)
-    ask = lab._backend.ask
+    lab.hosts.backend = Together()
+    lab.hosts.backend.start(lab.hosts.infos)
+    ask = lab.hosts.backend.ask
 
     questions: list[Silent] = []
 
@@ -176,8 +176,8 @@ def test_one_host_that_is_gone_leaves_the_figures_of_others(tmp_path: Path, monk
         questions.append(Silent())
         return questions[-1]
 
-    first, second = (info.name for info in lab._infos)
-    monkeypatch.setattr(lab._backend, "ask", ask_or_not)
+    first, second = (info.name for info in lab.hosts.infos)
+    monkeypatch.setattr(lab.hosts.backend, "ask", ask_or_not)
     good, silent = lab.read_memory(timeout_s=0.1)
     assert (good.host, good.error, good.resident_bytes > 0) == (first, "", True)
     assert (silent.host, silent.error, silent.resident_bytes) == (second, "no answer in 0.1 s", 0)

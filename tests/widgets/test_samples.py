@@ -90,13 +90,13 @@ def test_only_the_tokens_of_the_rows_shown_are_brought(
     view: Samples, lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, asked = wide(lab), []
-    pull = lab.pull
+    pull = lab.runner.batches.pull
 
     def counted(columns: Mapping[str, Any], rows: np.ndarray) -> Any:
         asked.append((tuple(columns), len(rows)))
         return pull(columns, rows)
 
-    monkeypatch.setattr(lab, "pull", counted)
+    monkeypatch.setattr(lab.runner.batches, "pull", counted)
     view.receive(batch=batch.id)
     view.group = False
     view.payload(whole=True)

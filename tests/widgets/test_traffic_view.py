@@ -61,9 +61,9 @@ def test_what_moved_is_summed_as_it_comes_and_no_file_is_read_again(
         assert "update_actor" in view.controls()
         view.act("kind", {"value": "weights"})
         assert "40 B" in view.picture()
-        assert lab._syncs_of(None) == 3
-        assert lab._syncs_of("take_weights") == 0
-        assert lab._bandwidth() == (6 * 2**20, "from 3 earlier transfers")
+        assert lab.history._syncs_of(None) == 3
+        assert lab.history._syncs_of("take_weights") == 0
+        assert lab._topology._bandwidth() == (6 * 2**20, "from 3 earlier transfers")
         assert "asking" not in editor.picture()
         monkeypatch.undo()
         whole = lab.transfers().groupby(["kind", "stage", "source", "destination", "columns"])["moved_bytes"].sum()
@@ -93,8 +93,8 @@ def test_strategies_beside_what_was_measured(tmp_path: Path) -> None:
         assert "hybridflow (in use)" in view.picture()
         view.act("shape", {"value": "flow"})
         assert "flow of weights" in view.picture()
-        made = lab._planned[1]["sync_plans"]
+        made = lab.history._planned[1]["sync_plans"]
         lab.sync_plans()
-        assert lab._planned[1]["sync_plans"] is made  # and made again where the actor stands otherwise
+        assert lab.history._planned[1]["sync_plans"] is made  # and made again where the actor stands otherwise
         lab.actor.relayout((1, 1, 2))
         assert not len(lab.sync_plans())

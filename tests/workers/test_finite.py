@@ -22,7 +22,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
 
 
 def module_of(lab: wb.Workbench, role: str) -> Any:
-    return lab._backend.host(lab._infos[0].name).workers[role].engine.module  # type: ignore[attr-defined]
+    return lab.hosts.backend.host(lab.hosts.infos[0].name).workers[role].engine.module  # type: ignore[attr-defined]
 
 
 def test_the_first_number_that_is_none() -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_is_skipped_is_told_and_the_numbers_stay(
 
 
 def test_no_memory_says_what_is_where_and_what_to_turn(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = lab._backend.host(lab._infos[0].name).workers["critic"].engine  # type: ignore[attr-defined]
+    engine = lab.hosts.backend.host(lab.hosts.infos[0].name).workers["critic"].engine  # type: ignore[attr-defined]
     batch = lab.put(stored())
 
     def large(**inputs: Any) -> Any:

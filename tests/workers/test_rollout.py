@@ -42,9 +42,9 @@ def apart(runs: Path, models: dict[str, Any]) -> Iterator[Any]:
     """A workbench of two pools of one rank each, whose hosts are in this process."""
     threads = torch.get_num_threads()
     lab = Workbench(replace(described(models, POOLS), backend="inline"), runs)
-    lab._backend = Together()
-    lab._backend.start(lab._infos)
-    load_roles(lab._backend, lab._infos, lab.description, lambda text: None)
+    lab.hosts.backend = Together()
+    lab.hosts.backend.start(lab.hosts.infos)
+    load_roles(lab.hosts.backend, lab.hosts.infos, lab.description, lambda text: None)
     torch.set_num_threads(threads)
     with lab:
         yield lab
@@ -62,7 +62,7 @@ def lab(runs: Path) -> Iterator[Any]:
 
 
 def worker(lab: Any, role: str) -> Any:
-    return next(host.workers[role] for host in lab._backend._hosts.values() if role in host.workers)
+    return next(host.workers[role] for host in lab.hosts.backend._hosts.values() if role in host.workers)
 
 
 def published(lab: Any) -> int:

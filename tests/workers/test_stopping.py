@@ -12,12 +12,12 @@ import pytest
 
 from workbench.backends.base import Pending
 from workbench.backends.inline import Finished
-from workbench.stages.stopping import Leaving
+from workbench.stages.stopping import StopCoordinator
 from workbench.workers.stopping import StageStopped, Stopping
 
 
 class Ranks:
-    """Threads that meet between points, as ranks do in a collective; `Leaving` asks them as a backend would."""
+    """Threads that meet between points, as ranks do in a collective; `StopCoordinator` asks them as a backend would."""
 
     def __init__(self, count: int, points: int, dice: random.Random) -> None:
         self.stopping = [Stopping(count) for _ in range(count)]
@@ -54,7 +54,7 @@ def test_all_leave_at_the_same_point(seed: int) -> None:
     count = dice.choice([2, 3, 5])
     ranks = Ranks(count, 40, dice)
     time.sleep(dice.uniform(0, 0.06))
-    leaving = Leaving(ranks, [str(rank) for rank in range(count)], 7)  # type: ignore[arg-type]
+    leaving = StopCoordinator(ranks, [str(rank) for rank in range(count)], 7)  # type: ignore[arg-type]
     began = time.monotonic()
     while any(thread.is_alive() for thread in ranks.threads):
         leaving.poll([rank for rank, thread in enumerate(ranks.threads) if thread.is_alive()])

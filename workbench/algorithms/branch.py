@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.algorithms.graph import Graph
-from workbench.backends.starting import Step, settle
 from workbench.batches.columns import Ragged
+from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput, WorkbenchError
-from workbench.placement import ROLLOUT
+from workbench.stages.counters import Counters
+from workbench.stages.runner import StageRunner
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from workbench.algorithms.lab import Lab
     from workbench.algorithms.loop import Algorithm
     from workbench.batches.batch import Batch
-    from workbench.controller import Workbench
 
 NUMBERS = ("token_rewards", "advantages", "returns", "values", "rewards")
 
@@ -38,56 +38,8 @@ class Arm:
 
 
 @contextlib.contextmanager
-def kept(lab: Workbench, roles: Sequence[str]) -> Iterator[Callable[[], None]]:
-    """Keep the state of roles on their hosts, and go back to it at the end, or when what this gives is called."""
-    for role in roles:
-        if role not in lab.groups:
-            raise BadInput(f"role {role!r}", f"this workbench has {', '.join(lab.groups)}")
-    lab.scheduler.drain()
-    key, draws = f"kept-{secrets.token_hex(4)}", dict(lab._draws)
-    # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
-    weights = {role: lab.weights[role] for role in roles if role in lab.weights and role != ROLLOUT}
-    own = [role for role in roles if lab.groups[role].worker_role == role]  # others hold nothing that could change
-    here = [(info, [role for role in own if lab.groups[role].pool.name == info.pool]) for info in lab._infos]
-    here = [(info, mine) for info, mine in here if mine]
-
-    def everywhere(what: str, method: str, *, which: bool = False) -> None:
-        asked = [
-            Step(what, info, lab._backend.work(info.name, method, key, *([mine] if which else [])))
-            for info, mine in here
-        ]
-        settle(lab._backend, asked, lambda _: None)
-
-    def go_back() -> None:
-        lab.scheduler.drain()
-        everywhere(f"restoring {', '.join(roles)}", "restore")
-        lab.weights.update(weights)
-        lab._draws = dict(draws)
-        lab._save_state()
-
-    everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
-    steps = {role: kept.steps for role, kept in weights.items()}
-    lab.snapshots[key] = {"hosts": [info.name for info, _ in here], "steps": steps}
-    lab.note_position()  # a kernel that comes after this one goes back to it
-    lab._keeping += 1
-    before, lab.telemetry.aside = lab.telemetry.aside, True
-    try:
-        yield go_back
-    finally:
-        lab._keeping -= 1
-        try:
-            go_back()  # waits for the stages that are still under way
-        finally:
-            lab.telemetry.aside = before
-            everywhere("dropping what was kept", "drop_snapshot")
-            del lab.snapshots[key]
-            lab.note_position()
-
-
-@contextlib.contextmanager
-def prompts_kept(lab: Workbench) -> Iterator[Callable[[], None]]:
+def prompts_kept(prompts: PromptStream, counters: Counters) -> Iterator[Callable[[], None]]:
     """Put back the prompts that are drawn inside, at the end and when what this gives is called."""
-    prompts = lab.prompts
     drawn, state = prompts.drawn, prompts.state
     position = prompts.source.state_dict() if prompts.source is not None else None
 
@@ -95,7 +47,7 @@ def prompts_kept(lab: Workbench) -> Iterator[Callable[[], None]]:
         prompts.drawn, prompts.state = drawn, state
         if prompts.source is not None and position is not None:
             prompts.source.load_state_dict(position)
-        lab._save_state()
+        counters.save()
 
     try:
         yield go_back
@@ -131,7 +83,7 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
     return [name for name in graph.names if name in todo]
 
 
-def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
+def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
     """Run each arm's stages from what `batch` has, all from the same weights and, where they draw more of them, with
     the same prompts; afterwards roles and prompts are as before."""
     from workbench.algorithms.loop import Algorithm
@@ -153,12 +105,13 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
     if not plans:
         raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
-    before, looping, done = lab.last_metrics, lab.looping, list[Arm]()
-    lab.looping = True
+    counters, batches, done = runner.counters, runner.batches, list[Arm]()
+    before, looping = counters.last_metrics, batches.looping
+    batches.looping = True
     try:
-        with prompts_kept(lab) as put_back, lab.kept(*sorted(updated)) as go_back:
+        with prompts_kept(lab.prompts, counters) as put_back, runner.kept(*sorted(updated)) as go_back:
             for name, (graph, todo) in plans.items():
-                lab.last_metrics = {}
+                counters.last_metrics = {}
                 newest, values = batch, dict[str, Any]()
                 with _named(name), lab.overlap():
                     for stage in graph.stages:
@@ -167,13 +120,15 @@ def compare(lab: Workbench, batch: Batch, arms: Mapping[str, Algorithm]) -> Comp
                         else:
                             values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
                         newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
-                metrics = {f"{stage}/{n}": v for stage, found in lab.last_metrics.items() for n, v in found.items()}
+                metrics = {
+                    f"{stage}/{n}": v for stage, found in counters.last_metrics.items() for n, v in found.items()
+                }
                 taken = tuple(n for n in graph.names if n not in todo)
                 done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
                 go_back()
                 put_back()
     finally:
-        lab.last_metrics, lab.looping = before, looping
+        counters.last_metrics, batches.looping = before, looping
     return Comparison(batch, tuple(done))
 
 

@@ -19,7 +19,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -34,7 +34,7 @@ class DAPO(Algorithm):
     fifth of these, as in the paper; 0: no penalty. correction: as in `GRPO`.
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 16
     samples: int = 8
     sampling: Sampling = field(default_factory=Sampling)
@@ -53,7 +53,7 @@ class DAPO(Algorithm):
         # it gives as many rows as it is given
         self._check_rows({"dynamic_sampling": self.prompts * self.samples})
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         longest = self.sampling.max_new_tokens
         buffer = longest // 5 if self.overlong_buffer is None else self.overlong_buffer
         batch = lab.prompts.next(self.prompts)

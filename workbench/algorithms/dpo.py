@@ -9,7 +9,7 @@ from workbench.algorithms.loop import Algorithm
 from workbench.data.example_stream import ExampleStream
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -20,7 +20,7 @@ class DPO(Algorithm):
     reference. label_smoothing: the share of pairs whose label is taken to be wrong. epochs: over each batch.
     """
 
-    lab: Workbench
+    lab: Lab
     pairs: ExampleStream
     rows: int = 64
     beta: float = 0.1
@@ -31,7 +31,7 @@ class DPO(Algorithm):
         ExampleStream.check(self.pairs, "pairs", self.rows)
         self.need("actor", "reference")
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)
         batch = lab.reference.compute_ref_pair_log_prob(batch)
         lab.actor.update_dpo(batch, beta=self.beta, label_smoothing=self.label_smoothing, epochs=self.epochs)

@@ -16,7 +16,7 @@ from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 
@@ -65,7 +65,7 @@ class Stage:
         # by name, so that a new value takes the place of one that was given by position
         return replace(self, args=(), kwargs={**dict(zip(names, self.args, strict=False)), **self.kwargs, **arguments})
 
-    def call(self, lab: Workbench, values: Mapping[str, Any]) -> Any:
+    def call(self, lab: Lab, values: Mapping[str, Any]) -> Any:
         """Carry it out. values: the batches of its inputs, by stage name."""
         inputs = [values[name] for name in self.inputs]
         if self.role == "prompts":
@@ -110,7 +110,7 @@ class Graph:
                 found.add(stage.name)
         return [stage for stage in self.names if stage in found]
 
-    def call(self, stage: Stage, lab: Workbench, values: Mapping[str, Any]) -> Any:
+    def call(self, stage: Stage, lab: Lab, values: Mapping[str, Any]) -> Any:
         """Carry out one of its stages. values: what those before it made, by name.
 
         Raises `StageError` where others take a batch from it and it makes none.

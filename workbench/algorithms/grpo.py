@@ -14,7 +14,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -34,7 +34,7 @@ class GRPO(Algorithm):
                     reference_size=0.9), aggregation="sequence-mean-token-sum"   arXiv:2602.17616
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 4
     samples: int = 4
     sampling: Sampling = field(default_factory=Sampling)
@@ -61,7 +61,7 @@ class GRPO(Algorithm):
             )
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)

@@ -21,7 +21,7 @@ from workbench.support.validation import at_least, whole
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 class Algorithm(NamedFields, ABC):
@@ -32,7 +32,7 @@ class Algorithm(NamedFields, ABC):
     to come see, or `replace`, `insert` and `remove` stages.
     """
 
-    lab: Workbench
+    lab: Lab
     _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
     taken_up = False  # from a checkpoint
@@ -41,7 +41,7 @@ class Algorithm(NamedFields, ABC):
     _iteration = 0
 
     @abstractmethod
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Any) -> None:
         """The lines of one iteration. Run without data too, to see what they call: they do not look into batches."""
 
     # --- as a value ---------------------------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ class Algorithm(NamedFields, ABC):
         Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
         """
         self.lab.take_edits()
-        self.lab.take_up(self)
+        self.lab.position.take_up(self)
         graph = self.graph()
         stage = self._next(graph)
-        self.lab.algorithm = self
+        self.lab.position.algorithm = self
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
             self._end()
             return self.made[stage.name]
@@ -154,7 +154,7 @@ class Algorithm(NamedFields, ABC):
             graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
             self.made.clear()
             self._under_way, self._interrupted = True, False
-            self.lab.first_states.setdefault(type(self).__name__, self.state())
+            self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
         self._iteration = self.lab.iteration
         self.lab.note_position()
@@ -203,6 +203,24 @@ class Algorithm(NamedFields, ABC):
         for name, value in state.items():
             setattr(self, name, value)
 
+    def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
+        """Go on where one of its class stood. saved: as `position` gave it. made: what the stages of an iteration under
+        way had made; None where there was none."""
+        self.taken_up = True
+        self.load_state(saved["state"])
+        self._iteration = saved["iteration"]
+        if made is not None:
+            self.made.clear()
+            self.made.update(made)
+            self._under_way = True
+
+    def go_back(self, iteration: int) -> None:
+        """Go back to the end of an iteration, whose algorithm may then be taken up again."""
+        self.restart()
+        self.made.clear()
+        self._iteration = iteration
+        self.taken_up = False
+
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
         self.step()
@@ -227,15 +245,18 @@ class Algorithm(NamedFields, ABC):
         whole("every", every, 1)
         self.lab.take_edits()
         rows = []
-        self.lab.take_up(self)
-        resumed = self._under_way and (self._interrupted or (self.taken_up and self.lab.saved_algorithm is not None))
+        self.lab.position.take_up(self)
+        resumed = self._under_way and (
+            self._interrupted or (self.taken_up and self.lab.position.saved_algorithm is not None)
+        )
         passed = self.lab.passed_over(iterations)
         with Iterations(type(self).__name__, iterations) as shown:
             for number in range(passed + 1, iterations + 1):
                 if not resumed:
                     self.restart()
                 resumed = False
-                looping, self.lab.looping = self.lab.looping, True
+                batches = self.lab.runner.batches
+                looping, batches.looping = batches.looping, True
                 try:
                     with self.lab.overlap():
                         metrics = self.iterate()
@@ -244,7 +265,7 @@ class Algorithm(NamedFields, ABC):
                     self._interrupted = self._under_way = self._under_way and isinstance(error, StageInterrupted)
                     raise
                 finally:
-                    self.lab.looping = looping
+                    batches.looping = looping
                 self.restart()
                 rows.append({"iteration": self.lab.iteration, **metrics})
                 shown.done(metrics)
@@ -285,7 +306,7 @@ class Algorithm(NamedFields, ABC):
                 "open one with these roles in models=",
             )
         self._check_rows()
-        self.lab.take_up(self)
+        self.lab.position.take_up(self)
 
     def _check_rows(self, known: Mapping[str, int] | None = None) -> None:
         """Raise `BadInput` for numbers of prompts, samples and rows that ranks and minibatches cannot take."""
@@ -308,7 +329,7 @@ class Algorithm(NamedFields, ABC):
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
-        self.lab.wait()
+        self.lab.runner.wait()
         return {
             f"{stage}/{name}": value
             for stage, values in self.lab.last_metrics.items()

@@ -14,7 +14,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -31,7 +31,7 @@ class PPO(Algorithm):
     drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 16
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
@@ -58,7 +58,7 @@ class PPO(Algorithm):
         if self.kl_target is not None:
             self._check_target(self.kl_target)
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)

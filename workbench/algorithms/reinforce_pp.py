@@ -12,7 +12,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -28,7 +28,7 @@ class ReinforcePP(Algorithm):
     correction: as in `GRPO`.
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 16
     samples: int = 1
     baseline: bool = False
@@ -45,7 +45,7 @@ class ReinforcePP(Algorithm):
             at_least("ReinforcePP(baseline=True).samples", self.samples, 2)  # one sample is its own mean
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         in_reward, in_loss = (0.0, self.kl_coefficient) if self.baseline else (self.kl_coefficient, 0.0)
         estimator = "reinforce_pp_baseline" if self.baseline else "reinforce_pp"
         batch = lab.prompts.next(self.prompts)

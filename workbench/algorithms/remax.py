@@ -11,7 +11,7 @@ from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -26,7 +26,7 @@ class ReMax(Algorithm):
     as in `GRPO`.
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 16
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
@@ -40,7 +40,7 @@ class ReMax(Algorithm):
     def __post_init__(self) -> None:
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         prompts = lab.prompts.next(self.prompts)
         with lab.reported_as("generate_greedy"):
             greedy = lab.actor.generate_sequences(prompts, **asdict(replace(self.sampling, temperature=0.0)))

@@ -10,7 +10,7 @@ from workbench.data.example_stream import ExampleStream
 from workbench.support.validation import one_of
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -25,7 +25,7 @@ class RewardModeling(Algorithm):
     `wb.Model(path)`. For a cost, `compute_pair_costs`.
     """
 
-    lab: Workbench
+    lab: Lab
     pairs: ExampleStream
     role: Literal["reward", "cost"] = "reward"
     rows: int = 64
@@ -36,7 +36,7 @@ class RewardModeling(Algorithm):
         ExampleStream.check(self.pairs, "pairs", self.rows)
         self.need(self.role)
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.apply(self.pairs.next, n=self.rows)
         if self.role == "reward":
             lab.reward.update_reward(batch, epochs=self.epochs)

@@ -12,7 +12,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -27,7 +27,7 @@ class RLOO(Algorithm):
     bounds the ratio of each token, not of the response. correction: as in `GRPO`.
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 16
     samples: int = 4
     sampling: Sampling = field(default_factory=Sampling)
@@ -42,7 +42,7 @@ class RLOO(Algorithm):
         at_least("RLOO.samples", self.samples, 2)  # nobody is left out of one
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)

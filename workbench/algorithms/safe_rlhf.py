@@ -17,7 +17,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SafeRLHF(Algorithm):
     loss of weight pretrain_coefficient in the actor's update; None: without.
     """
 
-    lab: Workbench
+    lab: Lab
     prompts: int = 16
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
@@ -81,7 +81,7 @@ class SafeRLHF(Algorithm):
         if not math.isfinite(self.limit):
             raise BadInput(f"SafeRLHF.limit={self.limit!r}", "must be a finite number")
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.actor.compute_log_prob(batch)

@@ -9,7 +9,7 @@ from workbench.algorithms.loop import Algorithm
 from workbench.data.example_stream import ExampleStream
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -22,7 +22,7 @@ class SFT(Algorithm):
     `lab.last_metrics["compute_log_prob"]["old_log_prob/mean"]` is the loss on them with the sign turned.
     """
 
-    lab: Workbench
+    lab: Lab
     demonstrations: ExampleStream
     rows: int = 64
     epochs: int = 1
@@ -31,6 +31,6 @@ class SFT(Algorithm):
         ExampleStream.check(self.demonstrations, "demonstrations", self.rows)
         self.need("actor")
 
-    def define(self, lab: Workbench) -> None:
+    def define(self, lab: Lab) -> None:
         batch = lab.apply(self.demonstrations.next, n=self.rows)
         lab.actor.update_sft(batch, epochs=self.epochs)

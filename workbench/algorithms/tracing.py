@@ -13,7 +13,7 @@ from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.stage_names import StageNames
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
 
@@ -48,7 +48,7 @@ class TracedBatch(StandIn):
 class Tracer(StageNames):
     """Stands in for a workbench while the lines of an algorithm are run to see what they call."""
 
-    def __init__(self, lab: Workbench, title: str) -> None:
+    def __init__(self, lab: Lab, title: str) -> None:
         self.title, self._lab = title, lab
         self.stages: list[Stage] = []
         self.prompts = _TracedPrompts(self, lab)
@@ -112,7 +112,7 @@ def _columns_after(stage: Stage, known: Mapping[str, tuple[str, ...] | None]) ->
 
 
 class _TracedPrompts:
-    def __init__(self, tracer: Tracer, lab: Workbench) -> None:
+    def __init__(self, tracer: Tracer, lab: Lab) -> None:
         self._tracer = tracer
         self._extra = lab.prompts.source.extra_columns if lab.prompts.source is not None else ()
 
@@ -147,7 +147,7 @@ class _TracedOperation:
         return self._tracer.note(stage_of(self._operation, operation.name, inputs, args, kwargs))
 
 
-def trace(lab: Workbench, lines: Callable[[Any], object], title: str) -> Graph:
+def trace(lab: Lab, lines: Callable[[Any], object], title: str) -> Graph:
     """The graph of an algorithm's lines: a function of a workbench that calls its stages."""
     tracer = Tracer(lab, title)
     lines(tracer)

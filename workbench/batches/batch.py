@@ -70,6 +70,10 @@ class Batch(BatchTools):
         batch.version, batch.rows = next(self._versions), self.rows * copies
         return batch._waiting()
 
+    def is_of(self, source: Source) -> bool:
+        """Whether it is a workbench's."""
+        return self._source is source
+
     def twin(self) -> Batch:
         """Another handle of the same: whether the notebook still holds this one can be told from it."""
         return copy.copy(self)._waiting()

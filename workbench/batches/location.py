@@ -15,11 +15,11 @@ class ShardId(NamedTuple):
     host: str
     key: str
 
-    def now(self, heirs: Mapping[str, str]) -> ShardId:
-        """Where it is today. heirs: of each host that has ended, the host that took its shards over."""
+    def now(self, shard_successors: Mapping[str, str]) -> ShardId:
+        """Where it is today. shard_successors: of each host that has ended, the host that took its shards over."""
         found = self
-        while found.host in heirs:
-            found = ShardId(heirs[found.host], inherited(found.host, found.key))
+        while found.host in shard_successors:
+            found = ShardId(shard_successors[found.host], inherited(found.host, found.key))
         return found
 
 

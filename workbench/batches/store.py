@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import warnings
 import weakref
@@ -30,6 +31,11 @@ class Weights:
 
     steps: int
     state: str
+
+    @classmethod
+    def anew(cls, steps: int) -> Weights:
+        """Weights that equal no others, however many steps those have had."""
+        return cls(steps=steps, state=secrets.token_hex(4))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,20 +11,20 @@ from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
-from workbench.stages.isolated import aside
+from workbench.stages.isolated import isolated
 
 if TYPE_CHECKING:
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
-def check(lab: Workbench, names: Sequence[str]) -> CheckReport:
+def check(lab: Lab, names: Sequence[str]) -> CheckReport:
     """The report of `Workbench.check`."""
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise BadInput(f"check {unknown[0]!r}", f"there are {', '.join(CHECKS)}", "lab.check() runs all of them")
     chosen = [name for name in CHECKS if not names or name in names]
     with ExitStack() as stack:
-        stack.enter_context(aside(lab, "check"))
+        stack.enter_context(isolated(lab.runner, "check"))
         go_back: Callable[[], None] = lambda: None  # noqa: E731 (replaced below where there is something to undo)
         if any(name in UPDATING for name in chosen):
             # what is restored leaves the engine behind the trainer: give it the weights that it had
@@ -46,7 +46,7 @@ def _run(subject: Subject, name: str) -> Finding:
         return Finding(check=name, verdict="failed", culprit=str(error), about="a stage that it needs failed")
 
 
-def _sync(lab: Workbench) -> None:
+def _sync(lab: Lab) -> None:
     if "actor" not in lab.groups or "sync_weights" not in lab.actor.operations:
         return
     with suppress(StageError):  # the check of the weights has said so, or the next rollout will

@@ -16,17 +16,17 @@ from workbench.data.prompts import PromptRow, Prompts
 from workbench.errors import BadInput
 from workbench.objectives.pass_at_k import pass_at_k
 from workbench.settings.engines import Sampling
-from workbench.stages.isolated import aside
+from workbench.stages.isolated import isolated
 from workbench.support.validation import whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.controller import Workbench
+    from workbench.algorithms.lab import Lab
 
 
 def evaluate(
-    lab: Workbench,
+    lab: Lab,
     data: Any,
     *,
     samples: int,
@@ -63,7 +63,7 @@ def evaluate(
     for rows in sets.values():
         lab.reward.operations["compute_reward"].check_columns(scored, (*prompt_table(rows, 0), *written))
     frames = {}
-    with aside(lab, "evaluate/stages"):
+    with isolated(lab.runner, "evaluate/stages"):
         for name, rows in sets.items():
             batch = lab.put(prompt_table(rows, 0))
             batch = lab.actor.generate_sequences(batch, samples=samples, seed=seed, **options)
@@ -77,7 +77,7 @@ def evaluate(
                 _scores(found["rewards"]), lengths, np.asarray(found["finished"]), samples, threshold
             )
     values = {f"{name}/{metric}": value for name, metrics in frames.items() for metric, value in metrics.items()}
-    lab.telemetry.append_metrics("evaluate", lab._run_number, lab.iteration, values)
+    lab.telemetry.append_metrics("evaluate", lab.runner.counters.run, lab.iteration, values)
     frame = pd.DataFrame.from_dict(frames, orient="index").rename_axis("data")
     return frame.astype({"prompts": "int64", "samples": "int64"})
 
@@ -119,10 +119,10 @@ def _named(data: Any) -> dict[str, Any]:
     return {str(name): source for name, source in data.items()}
 
 
-def _rows(lab: Workbench, source: Any, n: int | None) -> list[PromptRow]:
+def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     """The first n rows of a source, in its order; all: None."""
     options = {"shuffle": False, "seed": lab.seed, **prompt_options(source, "evaluate: dict")}
-    prompts = Prompts(**options, tokenizer=lab._tokenizer)
+    prompts = Prompts(**options, tokenizer=lab.runner.batches.tokenizer)
     check_room(prompts, lab.description.generation)
     if n is not None:
         whole("n", n, 1)

@@ -19,8 +19,8 @@ from workbench.checks.report import Finding, NotApplicable
 from workbench.workers.gradients import GradientReport
 
 if TYPE_CHECKING:
+    from workbench.algorithms.lab import Lab
     from workbench.batches.batch import Batch
-    from workbench.controller import Workbench
 
 SEED = 0
 # Off 1, so that a temperature which is left out somewhere shows.
@@ -47,7 +47,7 @@ class Subject:
     definition of a log-probability (temperature alone: no top-p, top-k, min-p, bias or penalties), see `Sampling`.
     """
 
-    def __init__(self, lab: Workbench, go_back: Callable[[], None]) -> None:
+    def __init__(self, lab: Lab, go_back: Callable[[], None]) -> None:
         self.lab, self.go_back, self.check = lab, go_back, ""
         self._measured: dict[tuple[str, int], list[GradientReport]] = {}
 
@@ -98,7 +98,7 @@ class Subject:
         prompts = []
         for row in range(unit * max(2, -(-8 // unit))):
             text = f"What is {row} plus {3 * row + 4}?" + " Think, then answer." * (row % 3)
-            prompts.append(lab._tokenizer.encode(text)[: generation.max_model_tokens - new])
+            prompts.append(lab.runner.batches.tokenizer.encode(text)[: generation.max_model_tokens - new])
         uids = torch.arange(len(prompts))
         batch = lab.put({"prompt_ids": Ragged.of(prompts, torch.int64), "prompt_uid": uids})
         return lab.actor.generate_sequences(

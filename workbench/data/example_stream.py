@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from workbench.batches.batch import Batch
 from workbench.data.examples import Examples, Kind, Tokenized
+from workbench.data.prompt_stream import Feed
 from workbench.data.sources import Source
 from workbench.errors import BadInput
 from workbench.support.named_fields import check_names
 from workbench.support.validation import whole
-
-if TYPE_CHECKING:
-    from workbench.controller import Workbench
 
 
 class ExampleStream:
@@ -30,23 +28,21 @@ class ExampleStream:
     options: as of `Examples`. first: its state before anything was drawn. len() is the number of rows in one epoch.
     """
 
-    def __init__(self, lab: Workbench, source: Source, kind: Kind, **options: Any) -> None:
+    def __init__(
+        self, feed: Feed, source: Source, kind: Kind, *, seed: int, tokenizer: Any, options: Mapping[str, Any]
+    ) -> None:
         hidden = ("source", "kind", "tokenizer")
         check_names(Examples, options, len(hidden), called=f"lab.{kind}", hidden=hidden)
-        options.setdefault("seed", lab.seed)
-        self._lab, self.drawn = lab, 0
-        self.examples = Examples(source, kind, tokenizer=lab._tokenizer, **options)
+        self._feed, self.drawn = feed, 0
+        self.examples = Examples(source, kind, tokenizer=tokenizer, **{"seed": seed, **options})
         self.first = self.state
-        lab.add_stream(self)
 
     def next(self, n: int) -> Batch:
         """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
-        lab = self._lab
-        lab.require_nothing_passed_over("the next iteration")
-        lab.save_if_due()
+        self._feed.before_iteration()
         rows = self.examples.next(n)
-        lab.begin_iteration()
-        return self._put(rows, {"iteration": lab.iteration})
+        self._feed.begin_iteration()
+        return self._put(rows, {"iteration": self._feed.iteration})
 
     @property
     def state(self) -> dict[str, Any]:
@@ -74,7 +70,7 @@ class ExampleStream:
         table = self.examples.table(rows)
         table["prompt_uid"] = torch.arange(self.drawn, self.drawn + len(rows))
         self.drawn += len(rows)
-        return self._lab.put(table, meta=meta, owner=self.examples.kind)
+        return self._feed.put(table, meta=meta, owner=self.examples.kind)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,22 +15,42 @@ from workbench.errors import BadInput
 from workbench.settings.engines import Generation
 from workbench.support.named_fields import check_names
 
-if TYPE_CHECKING:
-    from workbench.controller import Workbench
+
+class Feed(Protocol):
+    """Where streams of rows put their batches, and whose iterations they begin."""
+
+    @property
+    def iteration(self) -> int: ...
+
+    def check_ready(self) -> None:
+        """Raise where no batch can be made now."""
+
+    def before_iteration(self) -> None:
+        """Called before the rows of a new iteration are drawn."""
+
+    def begin_iteration(self) -> None:
+        """Count the next iteration."""
+
+    def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch:
+        """A batch of columns."""
+        ...
+
+    def note_drawn(self) -> None:
+        """Keep where the stream stands."""
 
 
 class PromptStream:
     """`lab.prompts`: draws batches of prompts, in an order that only the seed decides."""
 
-    def __init__(self, lab: Workbench, settings: Any) -> None:
-        self._lab, self.drawn = lab, 0
+    def __init__(self, settings: Any, feed: Feed, *, seed: int, tokenizer: Any, generation: Generation | None) -> None:
+        self._feed, self.drawn = feed, 0
         self.state: dict[str, Any] | None = None
         self.source: Prompts | None = None
         if settings is not None:
-            options = {"seed": lab.seed, **prompt_options(settings, "prompts=dict")}
-            self.source = Prompts(**options, tokenizer=lab._tokenizer)
+            options = {"seed": seed, **prompt_options(settings, "prompts=dict")}
+            self.source = Prompts(**options, tokenizer=tokenizer)
             self._first = self.source.state_dict()
-            check_room(self.source, lab.description.generation)
+            check_room(self.source, generation)
 
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
@@ -50,24 +70,21 @@ class PromptStream:
             self.source.load_state_dict(self._first)
 
     def _draw(self, n: int, *, begins: bool) -> Batch:
-        lab = self._lab
-        lab._check_alive(lab.lead)
-        lab.check_driver()
+        self._feed.check_ready()
         if self.source is None:
             raise BadInput(
                 "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
             )
         if begins:
-            lab.require_nothing_passed_over("the next iteration")
-            lab.save_if_due()
+            self._feed.before_iteration()
         rows = self.source.next(n)
         if begins:
-            lab.begin_iteration()
+            self._feed.begin_iteration()
         table = prompt_table(rows, self.drawn)
         self.drawn += len(rows)
         self.state = self.source.state_dict()
-        batch = lab.put(table, meta={"iteration": lab.iteration}, owner="prompts")
-        lab._save_state()
+        batch = self._feed.put(table, meta={"iteration": self._feed.iteration}, owner="prompts")
+        self._feed.note_drawn()
         return batch
 
     def __repr__(self) -> str:

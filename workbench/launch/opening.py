@@ -29,6 +29,7 @@ from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.handover import Handover
+from workbench.session.saved_state import restore_state
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.home import locked
 from workbench.support.machine import available_bytes, cores, gpu_bytes
@@ -150,33 +151,35 @@ def _open(
         return _tracked(attach(name), trackers)
     lab = _workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
     if restoring is not None:
-        restoring.check(lab)
+        restoring.check(lab.prompts)
     _check_memory(description, replaced=[] if living is None else _processes(name))
     if living is not None:
         stop(name)
     try:
         _tracked(lab, trackers)  # a tracker that does not start is heard of before models load
-        lab._start(note)
+        lab.hosts.start(lab.ownership.controller, note)
         if restoring is not None:
-            restoring.load(lab, note)
-        if isinstance(lab._backend, RayBackend):
+            restoring.load(lab.runner, lab.position, lab.prompts, note)
+        backend = lab.hosts.backend
+        if isinstance(backend, RayBackend):
             record = registry.Record(
                 id=description.id,
                 name=name,
                 digests=description.digests,
                 run_folder=str(run_folder),
-                address=lab._backend.cluster,
-                hosts=lab._backend.processes,
+                address=backend.cluster,
+                hosts=backend.processes,
             )
             registry.write(record, description)
-            registry.own(description.id, lab._id)
-            lab._handover = Handover(record.folder)
-            lab._backend.drive()
-            lab._save_state()
+            lab.ownership.take()
+            lab.ownership.recorded = True
+            lab.runner.outcomes.journal = Handover(record.folder, lab.runner, lab.position, lab.checkpoints)
+            backend.drive()
+            lab.runner.counters.save()
     except BaseException:
         lab.telemetry.sinks.close(failed=True)
-        if hasattr(lab, "_backend"):
-            lab._backend.close()
+        if hasattr(lab.hosts, "backend"):
+            lab.hosts.backend.close()
         else:  # nothing was started, and nothing is to be read there
             shutil.rmtree(run_folder, ignore_errors=True)
         registry.forget(description.id)
@@ -211,21 +214,21 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
         on_cpu = arguments["device"] == "cpu" and arguments["backend"] == "ray"
         arguments["devices"] = max(wanted, cores()) if on_cpu else None
     lab = open(**arguments, resume=checkpoint.folder)
-    lab._credit = 0  # the notebook goes on: nothing is done again
+    lab.runner.counters.iterations_to_skip = 0  # the notebook goes on: nothing is done again
     return lab
 
 
 def _workbench(description: Description, run_folder: Path) -> Workbench:
     lab = Workbench(description, run_folder)
     if overrides.running is not None:
-        lab.script_options = overrides.running.options
+        lab.history.script_options = overrides.running.options
     return lab
 
 
 def _record(lab: Workbench, event: str) -> None:
     """Write down that a workbench was opened or attached, and from now on the cells that are run with it."""
     lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement))
-    record_cells(lab.telemetry, lambda: lab._closed)
+    record_cells(lab.telemetry, lambda: lab.ownership.closed)
 
 
 def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
@@ -280,7 +283,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
     """
     mine = _opened_here(name)
-    if mine is not None and mine._drives():
+    if mine is not None and mine.ownership.drives:
         return mine
     record = registry.get(name)
     owner = registry.owner(record.id)
@@ -288,11 +291,10 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
         return mine  # and look on
     lab = _workbench(registry.description(record), Path(record.run_folder))
     lab.attached = True
-    lab.looks = owner is not None and owner.lives and not owner.mine and not take_over
-    lab._backend = RayBackend(record.id, record.address, driver=lab._id, start=False)
-    lost = lab._backend.attach(lab._infos)
-    lab._broken |= {info.pool: f"the end of host {info.name}" for info in lab._infos if info.name in lost}
-    handover = Handover(record.folder)
+    if owner is not None and owner.lives and not owner.mine and not take_over:
+        lab.ownership.watch()
+    lost = lab.hosts.attach(lab.ownership.controller, record.address)
+    handover = Handover(record.folder, lab.runner, lab.position, lab.checkpoints)
     with Progress(f"attaching to {name}") as bar:
 
         def note(text: str) -> None:
@@ -300,11 +302,12 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
             bar.update(0, 0)
 
         if not lab.looks:
-            registry.own(record.id, lab._id)
-            lab._backend.drive()
-        lab._restore_state()
-        handover.take_over(lab, note)
-    lab._handover = None if lab.looks else handover
+            lab.ownership.take()
+            lab.hosts.drive()
+        restore_state(lab.runner, lab.prompts)
+        handover.take_over(note)
+    lab.ownership.recorded = not lab.looks
+    lab.runner.outcomes.journal = None if lab.looks else handover
     registry.opened[name] = lab
     _record(lab, "attached")
     if lost:
@@ -363,7 +366,7 @@ def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)
     if mine is not None:
-        drives = mine._drives()
+        drives = mine.ownership.drives
         mine.end()
         if drives:
             return
@@ -384,9 +387,9 @@ def _opened_here(name: str) -> Workbench | None:
         return lab
     record = registry.find(name)
     if record is not None and record.id == lab.description.id:
-        if record.digests == lab.description.digests and set(record.hosts) == {info.name for info in lab._infos}:
+        if record.digests == lab.description.digests and set(record.hosts) == {info.name for info in lab.hosts.infos}:
             return lab
-        lab._closed = True  # another process moved it: this handle knows hosts that have ended
+        lab.ownership.closed = True  # another process moved it: this handle knows hosts that have ended
         del registry.opened[name]
         return None
     lab.end()  # another process stopped or replaced it

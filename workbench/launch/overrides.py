@@ -130,7 +130,7 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
         call = signature.bind(*args, **kwargs)
         said = defaults | call.arguments
         if running is not None and "if_exists" not in call.arguments:
-            mine = any(lab.name == said["name"] and not lab._closed for lab in running.labs)
+            mine = any(lab.name == said["name"] and not lab.ownership.closed for lab in running.labs)
             said["if_exists"] = "attach" if mine else "error"  # a script begins with the models as they are given
         given_again = running is not None and any(lab.name == said["name"] for lab in running.labs)
         changed = {name: setting for name, setting in settings().items() if setting.value != said[name]}

@@ -180,7 +180,7 @@ class Moves:
         return total
 
     @cached_property
-    def heirs(self) -> dict[int, int]:
+    def shard_successors(self) -> dict[int, int]:
         """Of each place that ends, that which takes its batches over."""
         new = [n for n, place in enumerate(self.places) if place.new]
         takers = new or [n for n, place in enumerate(self.places) if not place.ends]
@@ -191,7 +191,7 @@ class Moves:
     def batch_matrix(self) -> np.ndarray:
         """int64 [places, places]: the same of batches."""
         matrix = self._nothing()
-        for n, taker in self.heirs.items():
+        for n, taker in self.shard_successors.items():
             matrix[n, taker] += self.batch_bytes.get(self.names[n], 0)
         return matrix
 

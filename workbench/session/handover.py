@@ -16,16 +16,16 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
 from workbench.batches.location import Location
 from workbench.batches.references import Column
@@ -35,13 +35,16 @@ from workbench.errors import BadInput, HostDied
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.metrics import Metrics, merge_metrics, reported
 from workbench.messages.replies import Reply
+from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint, read_checkpoint
+from workbench.session.position import Position
+from workbench.stages.journal import OpenRun
 from workbench.stages.run import GRACE_S, Run
+from workbench.stages.runner import StageRunner
 from workbench.stages.unfinished import UnfinishedUpdate
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
-    from workbench.controller import Workbench
 
 POLL_S = 0.2
 SLACK = 200  # entries of the log about batches that are gone, beyond which it is written anew
@@ -69,28 +72,11 @@ class _Filed:
     meta: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenRun:
-    """A stage that was sent to hosts. read: the columns that an update read. drawn: (iteration, draw), where it drew
-    samples."""
-
-    number: int
-    name: str
-    role: str
-    hosts: tuple[str, ...]
-    code: str
-    updates: bool
-    collecting: tuple[int, ...]
-    layout: str = ""
-    read: Mapping[str, Column] = field(default_factory=dict)
-    drawn: tuple[int, int] | None = None
-
-
 class Handover:
     """Writes what the next kernel needs. folder: the workbench's record; nothing is written where that is gone."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, runner: StageRunner, position: Position, checkpoints: Checkpoints) -> None:
+        self._folder, self._runner, self._position, self._checkpoints = folder, runner, position, checkpoints
         self._lock = threading.RLock()
         self._numbers: weakref.WeakKeyDictionary[Location, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
@@ -99,17 +85,17 @@ class Handover:
         self._open: dict[int, OpenRun] = {}
         self._updates: dict[str, UnfinishedUpdate] = {}
 
-    def write(self, lab: Workbench) -> None:
+    def write(self) -> None:
         """Write down how things stand."""
-        self.batches(lab)
-        self.position(lab)
+        self._note_batches()
+        self._note_position()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def batches(self, lab: Workbench, *, anew: bool = False) -> None:
+    def _note_batches(self, *, anew: bool = False) -> None:
         """Write down what the store has come to keep, or to forget. anew: all of it, in place of what is there."""
         with self._lock, uninterrupted():
-            known = set(lab.store)
+            known = set(self._runner.batches.store)
             gone, come = self._written - known, known - self._written
             if not (anew or gone or come):
                 return
@@ -119,8 +105,8 @@ class Handover:
             lines: list[Any] = [{"released": name} for name in sorted(gone)]
             numbers = dict[Location, int]()
             written = set[str]()
-            for name in [name for name in lab.store if name in come]:
-                if (entry := self._entry(lab, name, numbers, lines)) is not None:
+            for name in [name for name in self._runner.batches.store if name in come]:
+                if (entry := self._entry(name, numbers, lines)) is not None:
                     lines.append(entry)
                     written.add(name)
             if lines or anew:
@@ -129,12 +115,13 @@ class Handover:
             self._written = written if anew else (self._written & known) | written
             self._entries += len(lines)
 
-    def _entry(self, lab: Workbench, name: str, numbers: dict[Location, int], lines: list[Any]) -> Any:
+    def _entry(self, name: str, numbers: dict[Location, int], lines: list[Any]) -> Any:
         """What is to be known of a batch, after the locations of its columns; None while it is being made."""
-        batch, origin = lab.store.kept(name), lab.store.origin(name)
+        store = self._runner.batches.store
+        batch, origin = store.kept(name), store.origin(name)
         assert origin is not None
         if batch is None:
-            filed = lab.store.filed(name)
+            filed = store.filed(name)
             return None if filed is None else _Filed(name=name, origin=origin, columns=filed[0], meta=filed[1])
         columns = {}
         for column_name, column in batch.columns.items():
@@ -145,23 +132,23 @@ class Handover:
             columns[column_name] = ({**column.__dict__, "location": None}, number)
         return _Kept(
             name=batch.name, version=batch.version, columns=columns, meta=dict(batch.meta), origin=origin,
-            by_loop=lab.store.by_loop(name),
+            by_loop=store.by_loop(name),
         )  # fmt: skip
 
-    def position(self, lab: Workbench) -> None:
+    def _note_position(self) -> None:
         """Write down where the algorithm stands, and what is drawn from beside the prompts."""
-        algorithm = lab.algorithm
-        automatic = lab._automatic
+        position, runner = self._position, self._runner
+        algorithm, automatic = position.algorithm, self._checkpoints.automatic
         values = {
-            "algorithm": lab.saved_algorithm if algorithm is None else _position(algorithm),
-            "streams": [*(stream.state for stream in lab.streams()), *lab.saved_streams],
+            "algorithm": position.saved_algorithm if algorithm is None else _position(algorithm),
+            "streams": [*(stream.state for stream in position.streams()), *position.saved_streams],
             "autosave": None if automatic is None else {**asdict(automatic), "time_s": None},
-            "last_metrics": {stage: dict(found) for stage, found in lab.last_metrics.items()},
-            "checkpoints": [str(c.folder) if c else None for c in (lab.last_saved, lab.checkpoint)],
-            "first_states": lab.first_states,
-            "kept": lab.snapshots,
+            "last_metrics": {stage: dict(found) for stage, found in runner.counters.last_metrics.items()},
+            "checkpoints": [str(c.folder) if c else None for c in (position.last_saved, position.checkpoint)],
+            "first_states": position.first_states,
+            "kept": runner.snapshots.open,
         }
-        updates = dict(lab._updates_left.of_role)
+        updates = dict(runner.outcomes.updates.of_role)
         with self._lock:
             if self._folder.is_dir():
                 new = self._folder / "position.new"
@@ -196,58 +183,63 @@ class Handover:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def take_over(self, lab: Workbench, note: Callable[[str], None]) -> None:
+    def take_over(self, note: Callable[[str], None]) -> None:
         """Give a workbench what the kernel before had: batches whose shards are there, runs that went on without it,
         and where its algorithm stood. note: called with what is waited for."""
         try:
             position = json.loads((self._folder / "position.json").read_text())
         except (OSError, ValueError):
             position = {}
+        runner, weights = self._runner, self._runner.counters.weights
         for updates in _entries(self._folder / "updates.pkl"):
-            lab._updates_left.of_role = {
-                role: replace(update, weights=lab.weights[role])
-                for role, update in updates.items() if role in lab.weights
+            runner.outcomes.updates.of_role = {
+                role: replace(update, weights=weights[role])
+                for role, update in updates.items() if role in weights
             }  # fmt: skip
-        if not lab.looks:
+        drives = not runner.ownership.watches
+        if drives:
             for runs in _entries(self._folder / "open.pkl"):
                 for run in runs.values():
-                    _settle(lab, run, note)
+                    _settle(runner, run, note)
             for key, kept in position.get("kept", {}).items():  # of a comparison that its kernel did not end
                 for host in kept["hosts"]:
-                    lab._backend.work(host, "restore", key)
-                    lab._backend.work(host, "drop_snapshot", key)
+                    runner.hosts.backend.work(host, "restore", key)
+                    runner.hosts.backend.work(host, "drop_snapshot", key)
                 for role, steps in kept["steps"].items():
-                    lab.weights[role] = Weights(steps=steps, state=secrets.token_hex(4))
-        self._take_batches(lab)
+                    weights[role] = Weights.anew(steps)
+        self._take_batches()
         if position:
-            self._take_position(lab, position)
-        if not lab.looks:
+            self._take_position(position)
+        if drives:
             self._write("open.pkl", [{}])
-            self.batches(lab, anew=True)
-            self.position(lab)
+            self._note_batches(anew=True)
+            self._note_position()
 
-    def _take_position(self, lab: Workbench, position: Mapping[str, Any]) -> None:
-        lab.saved_algorithm, lab.saved_streams = position["algorithm"], position["streams"]
-        lab.last_metrics = {stage: MetricValues(found) for stage, found in position["last_metrics"].items()}
-        lab.first_states = position["first_states"]
+    def _take_position(self, values: Mapping[str, Any]) -> None:
+        position, checkpoints = self._position, self._checkpoints
+        position.saved_algorithm, position.saved_streams = values["algorithm"], values["streams"]
+        metrics = {stage: MetricValues(found) for stage, found in values["last_metrics"].items()}
+        self._runner.counters.last_metrics = metrics
+        position.first_states = values["first_states"]
         found: list[Checkpoint | None] = []
-        for folder in position["checkpoints"]:
+        for folder in values["checkpoints"]:
             found.append(None)
             with suppress(BadInput):
                 found[-1] = read_checkpoint(Path(folder)) if folder else None
-        lab.last_saved, lab.checkpoint = found
-        if automatic := position["autosave"]:
-            lab.autosave(automatic["every"], minutes=automatic["minutes"], keep=automatic["keep"],
+        position.last_saved, position.checkpoint = found
+        if automatic := values["autosave"]:
+            checkpoints.autosave(automatic["every"], minutes=automatic["minutes"], keep=automatic["keep"],
                          folder=automatic["folder"], models=automatic["models"])  # fmt: skip
-            assert lab._automatic is not None
-            lab._automatic.iteration = automatic["iteration"]
-            lab._automatic.written = [Path(path) for path in automatic["written"]]
+            assert checkpoints.automatic is not None
+            checkpoints.automatic.iteration = automatic["iteration"]
+            checkpoints.automatic.written = [Path(path) for path in automatic["written"]]
 
-    def _take_batches(self, lab: Workbench) -> None:
+    def _take_batches(self) -> None:
+        hosts, batches = self._runner.hosts, self._runner.batches
         there: dict[str, set[str]] = {}
-        for info in lab._infos:
+        for info in hosts.infos:
             with suppress(HostDied):
-                there[info.name] = set(lab._backend.ask(info.name, "shard_keys").result())
+                there[info.name] = set(hosts.backend.ask(info.name, "shard_keys").result())
         locations: dict[int, Location] = {}
         found: dict[str, _Kept | _Filed] = {}
         for entry in _entries(self._folder / "batches.log"):
@@ -266,26 +258,28 @@ class Handover:
         versions = {base: itertools.count(version + 1) for base, version in newest.items()}
         used: dict[str, set[str]] = {}
         for name, entry in found.items():
-            numbers, file = versions[name.rpartition(" v")[0]], lab.store.file_of(name)
+            numbers, file = versions[name.rpartition(" v")[0]], batches.store.file_of(name)
             if isinstance(entry, _Kept) and all(number in locations for _, number in entry.columns.values()):
                 columns = {
                     n: Column(**{**values, "location": locations[i]}) for n, (values, i) in entry.columns.items()
                 }
-                shards = [shard.now(lab._heirs) for column in columns.values() for shard in column.location.shards]
+                shards = [
+                    shard.now(hosts.shard_successors) for column in columns.values() for shard in column.location.shards
+                ]
                 if all(shard.key in there.get(shard.host, ()) for shard in shards):
                     batch = Batch(
-                        entry.name, columns, source=lab, counts=lab._counts, version=entry.version, versions=numbers,
-                        meta=entry.meta,
+                        entry.name, columns, source=batches, counts=batches.shard_counts, version=entry.version,
+                        versions=numbers, meta=entry.meta,
                     )  # fmt: skip
-                    lab.store.add(batch, entry.origin, (), by_loop=entry.by_loop)
+                    batches.store.add(batch, entry.origin, (), by_loop=entry.by_loop)
                     for shard in shards:
                         used.setdefault(shard.host, set()).add(shard.key)
                     continue
             if file.is_file():
-                lab.store.add_file(name, file, entry.origin, tuple(entry.columns), entry.meta, numbers)
+                batches.store.add_file(name, file, entry.origin, tuple(entry.columns), entry.meta, numbers)
         for host, keys in there.items():  # what that kernel held beside the store, it holds no longer
-            if not lab.looks and (left := keys - used.get(host, set())):
-                lab._backend.work(host, "release", sorted(left))
+            if not self._runner.ownership.watches and (left := keys - used.get(host, set())):
+                hosts.backend.work(host, "release", sorted(left))
 
 
 def _entries(path: Path) -> Iterator[Any]:
@@ -317,37 +311,37 @@ def _position(algorithm: Algorithm) -> dict[str, Any]:
     return algorithm.position(made)
 
 
-def _settle(lab: Workbench, run: OpenRun, note: Callable[[str], None]) -> None:
+def _settle(runner: StageRunner, run: OpenRun, note: Callable[[str], None]) -> None:
     """Wait for a stage that the kernel before had called, and keep what it did."""
-    replies = [_reply(lab, run, host, note) for host in run.hosts]
+    replies = [_reply(runner.hosts, run, host, note) for host in run.hosts]
     there = [reply for reply in replies if reply is not None]
     for reply in there:
-        lab.telemetry.append_spans(reply.spans)
-        lab.telemetry.append_transfers(reply.transfers)
-        lab.telemetry.append_syncs(reply.syncs)
-    if run.drawn is not None and lab._draws.get(run.drawn[0]) == run.drawn[1]:
-        lab._draws[run.drawn[0]] -= 1  # its samples are drawn again
+        runner.telemetry.append_spans(reply.spans)
+        runner.telemetry.append_transfers(reply.transfers)
+        runner.telemetry.append_syncs(reply.syncs)
+    if run.drawn is not None:
+        runner.counters.draw_again(*run.drawn)
     if not run.updates or len(there) != len(run.hosts) or any(reply.failure for reply in there):
         return
     parts = [reply.stopped for reply in there if reply.stopped is not None]
     if parts and len(parts) == len(there):
-        lab.note_update(run, parts, None)
+        runner.outcomes.note_update(run, parts, None)
     elif not parts:
         metrics: Metrics = {}
         for rank in run.collecting:
             merge_metrics(metrics, there[rank].metrics)
-        lab.note_update(run, (), MetricValues(reported(metrics)))
-    lab.telemetry.append_event("run of an earlier kernel", run=run.number, stage=run.name)
+        runner.outcomes.note_update(run, (), MetricValues(reported(metrics)))
+    runner.telemetry.append_event("run of an earlier kernel", run=run.number, stage=run.name)
 
 
-def _reply(lab: Workbench, run: OpenRun, host: str, note: Callable[[str], None]) -> Reply | None:
+def _reply(hosts: Hosts, run: OpenRun, host: str, note: Callable[[str], None]) -> Reply | None:
     """What a host said, or says when it is done with it; None where it never ran it, or is gone. One that is at it and
     does not get on for `GRACE_S` counts as lost."""
     seen, since_s = None, time.monotonic()
     while True:
         try:
-            reply: Reply | None = lab._backend.ask(host, "reply_of", run.number).result()
-            status = lab._backend.ask(host, "status").result()
+            reply: Reply | None = hosts.backend.ask(host, "reply_of", run.number).result()
+            status = hosts.backend.ask(host, "status").result()
         except HostDied:
             return None
         if reply is not None or not status[0]:
@@ -355,8 +349,8 @@ def _reply(lab: Workbench, run: OpenRun, host: str, note: Callable[[str], None])
         if status != seen:
             seen, since_s = status, time.monotonic()
         if time.monotonic() - since_s > GRACE_S:
-            pool = next(info.pool for info in lab._infos if info.name == host)
-            lab._broken[pool] = f"run {run.number}, {run.name}"
+            pool = next(info.pool for info in hosts.infos if info.name == host)
+            hosts.lost[pool] = f"run {run.number}, {run.name}"
             return None
         note(f"waiting for {run.name}, which was under way")
         time.sleep(POLL_S)

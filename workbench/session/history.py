@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.backends.hosts import Hosts
 from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
-from workbench.session.topology import Whereabouts
 from workbench.settings.engines import SYNC_STRATEGIES
+from workbench.stages.groups import Groups
 from workbench.telemetry.sinks import TrackedRun
 from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
+from workbench.telemetry.store import TelemetryStore
 from workbench.workers.logs import tail
 
 if TYPE_CHECKING:
@@ -22,22 +24,27 @@ if TYPE_CHECKING:
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
-class Views(Whereabouts):
-    """The methods of a `Workbench` that only look."""
+class History:
+    """What happened in a workbench, and when; read from the disk.
 
-    script_options: Mapping[str, Any] = {}  # of the script that opened it
-    _planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
+    script_options: of the script that opened it, which trackers are told.
+    """
+
+    def __init__(self, hosts: Hosts, groups: Groups, telemetry: TelemetryStore) -> None:
+        self._hosts, self._groups, self._telemetry = hosts, groups, telemetry
+        self.script_options: Mapping[str, Any] = {}
+        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
 
     def spans(self, run: int | None = None) -> pd.DataFrame:
         """Every timed piece of work on every rank, one a row, seconds and bytes; of one run only, if given."""
-        return self.telemetry.spans(run)
+        return self._telemetry.spans(run)
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
         """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
         generation, of what `lab.move` moves ("move"), or of all."""
         if kind is not None:
             check_kind("transfers(kind)", kind, TRANSFER_KINDS)
-        moved = self.telemetry.transfers()
+        moved = self._telemetry.transfers()
         return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
@@ -50,7 +57,7 @@ class Views(Whereabouts):
 
         if kind is not None:
             check_kind("traffic(kind)", kind, TRANSFER_KINDS)
-        moved = self.telemetry.transfer_sums.frame(kind)
+        moved = self._telemetry.transfer_sums.frame(kind)
         if stage is not None:
             known = sorted(set(moved["stage"]))
             if stage not in known:
@@ -61,14 +68,14 @@ class Views(Whereabouts):
         what = {"batch": "rows", "weights": "weights", "move": "state", None: "all that moved"}[kind]
         return traffic(
             moved,
-            names=[info.name for info in self._infos],
+            names=[info.name for info in self._hosts.infos],
             what=f"{what} for {stage}" if stage else what,
             minimum_bytes=self._least_sync_bytes() * self._syncs_of(stage) if kind == "weights" else None,
         )
 
     def _syncs_of(self, stage: str | None) -> int:
         """How many stage calls weights moved for; those of the reference are no syncs."""
-        runs = self.telemetry.transfer_sums.runs("weights")
+        runs = self._telemetry.transfer_sums.runs("weights")
         wanted = [found for name, found in runs.items() if name != "take_weights" and stage in (None, name)]
         return len(frozenset().union(*wanted))
 
@@ -83,7 +90,7 @@ class Views(Whereabouts):
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
         """What follows from where the actor and the rollout workers stand is made once for each standing."""
-        groups = [self.groups[role] for role in ("actor", ROLLOUT) if role in self.groups]
+        groups = [self._groups.by_role[role] for role in ("actor", ROLLOUT) if role in self._groups.by_role]
         standing = [(group, group.spec, group.layout, group.hosts) for group in groups]
         if self._planned[0] != standing:
             self._planned = standing, {}
@@ -96,7 +103,7 @@ class Views(Whereabouts):
         import pandas as pd
 
         rows = []
-        generation = self.groups["actor"].spec.generation if "actor" in self.groups else None
+        generation = self._groups.by_role["actor"].spec.generation if "actor" in self._groups.by_role else None
         in_use = generation.strategy if generation is not None else None
         for strategy in SYNC_STRATEGIES:
             plan = self._transition(strategy)
@@ -122,8 +129,12 @@ class Views(Whereabouts):
         from workbench.models import load_config
         from workbench.workers.weight_transition import plan_of, trained_slices
 
-        actor = self.groups.get("actor")
-        if actor is None or ROLLOUT in self.groups or (slices := trained_slices(actor.spec, actor.layout)) is None:
+        actor = self._groups.by_role.get("actor")
+        if (
+            actor is None
+            or ROLLOUT in self._groups.by_role
+            or (slices := trained_slices(actor.spec, actor.layout)) is None
+        ):
             return None
         spec = actor.spec
         if spec.generation is None:
@@ -139,7 +150,7 @@ class Views(Whereabouts):
     def _make_least_sync_bytes(self) -> int:
         from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
 
-        actor, rollout = self.groups.get("actor"), self.groups.get(ROLLOUT)
+        actor, rollout = self._groups.by_role.get("actor"), self._groups.by_role.get(ROLLOUT)
         if actor is not None and rollout is not None:
             taker = rollout_layout(rollout.spec, len(rollout.hosts))
             return int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
@@ -156,11 +167,11 @@ class Views(Whereabouts):
         verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
         the engine had these weights; "failed". With culprit (weight, rank) and remedy.
         """
-        return self.telemetry.syncs()
+        return self._telemetry.syncs()
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
         """One row a stage call, a column a metric; of one stage only, if named."""
-        return self.telemetry.metrics(stage)
+        return self._telemetry.metrics(stage)
 
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
         """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
@@ -171,13 +182,17 @@ class Views(Whereabouts):
 
         Raises `BadInput` where it does not start, `MissingDependency` where it is not installed.
         """
-        config = {**self.description.summary, **self.script_options}
-        run = TrackedRun(name=f"{self.name}-{self.run_folder.name}", folder=self.run_folder, config=config)
-        self.telemetry.sinks.add(tracker, project, run, options)
+        config = {**self._hosts.description.summary, **self.script_options}
+        run = TrackedRun(
+            name=f"{self._hosts.description.name}-{self._hosts.run_folder.name}",
+            folder=self._hosts.run_folder,
+            config=config,
+        )
+        self._telemetry.sinks.add(tracker, project, run, options)
 
     def devices(self) -> list[tuple[str, str]]:
         """(pool, device) of every host, as the placement has them; nobody is asked."""
-        return [(info.pool, info.device) for info in self._infos]
+        return [(info.pool, info.device) for info in self._hosts.infos]
 
     def timeline(self, iterations: int | None = 1) -> Timeline:
         """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
@@ -186,50 +201,18 @@ class Views(Whereabouts):
         spans = self.spans()
         start = None
         if iterations is not None and len(spans):
-            events = self.telemetry.events()
+            events = self._telemetry.events()
             starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
             start = starts[0] if starts else None
         return timeline(spans, devices=[device for _, device in self.devices()], start=start)
 
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""
-        return self.telemetry.chrome_trace(path)
+        return self._telemetry.chrome_trace(path)
 
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
         """Print the last lines that worker processes wrote."""
-        for info in self._infos:
+        for info in self._hosts.infos:
             if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
                 print(f"--- {info.name}: {info.log_path}")
                 print(tail(Path(info.log_path), lines))
-
-    def __repr__(self) -> str:
-        state = " (closed)" if self._closed else ""
-        shared = "; reference: the actor" if self.description.actor_is_reference else ""
-        return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
-
-    def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
-        rows = []
-        for pool in self.placement.pools:
-            for role, group in self.groups.items():
-                if group.pool is not pool:
-                    continue
-                spec = group.spec
-                engine: str = spec.training.engine if spec.training and spec.trained else ""
-                if role in ("actor", "rollout") and spec.generation:
-                    engine = " + ".join(filter(None, (engine, spec.generation.engine)))
-                rows.append(
-                    {
-                        "role": role,
-                        "model": group.model,
-                        "engines": engine,
-                        "dtype": spec.dtype if spec.name else "",
-                        "pool": pool.name,
-                        "devices": ", ".join(i.device for i in self._infos if i.pool == pool.name),
-                    }
-                )
-        state = ", closed" if self._closed else ""
-        return table(
-            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
-        )

@@ -28,11 +28,12 @@ from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG
+from workbench.session.topology import Topology
+from workbench.stages.runner import StageRunner
 from workbench.workers.role_state import Carried, RoleMove
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
-    from workbench.controller import Workbench
     from workbench.placement.change import PlacementChange
 
 # How long an error waits for hosts to forget what was built for a move that came to nothing; a healthy one may still be
@@ -40,13 +41,16 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0
 
 
-def add(lab: Workbench, role: str, model: Any, pool: str | None, devices: int | None) -> PlacementChange:
+def add(
+    runner: StageRunner, topology: Topology, role: str, model: Any, pool: str | None, devices: int | None
+) -> PlacementChange:
     """`lab.add(role, model, pool, devices)`."""
-    lab._check_open()
-    description, where = lab.description, f"add({role!r})"
+    runner.ownership.check_open()
+    hosts = runner.hosts
+    description, where = hosts.description, f"add({role!r})"
     if check_role(role) in description.models:
         raise BadInput(
-            where, f"this workbench has a {role}, on pool {lab.placement.pool_of(role).name!r}",
+            where, f"this workbench has a {role}, on pool {hosts.placement.pool_of(role).name!r}",
             f"move it with lab.{role}.move(pool), or lab.drop({role!r}) first",
         )  # fmt: skip
     if role == "actor":
@@ -57,7 +61,7 @@ def add(lab: Workbench, role: str, model: Any, pool: str | None, devices: int | 
         raise BadInput(f"add({role!r}, {model!r:.40})", "rollout workers have the actor's model", "leave it out")
     if role != ROLLOUT and model is None:
         raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
-    pools = [other.name for other in lab.placement.pools]
+    pools = [other.name for other in hosts.placement.pools]
     if pool is None and (len(pools) > 1 or role == ROLLOUT):
         own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
         raise BadInput(
@@ -65,16 +69,17 @@ def add(lab: Workbench, role: str, model: Any, pool: str | None, devices: int | 
             own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
         )  # fmt: skip
     models = description.declared if role == ROLLOUT else description.declaring({role: model})
-    placement = lab.placement.with_role(role, pool or pools[0], devices)
-    return carry_out(lab, description.placed(placement, models), f"adding {role}")
+    placement = hosts.placement.with_role(role, pool or pools[0], devices)
+    return carry_out(runner, topology, description.placed(placement, models), f"adding {role}")
 
 
-def drop(lab: Workbench, role: str) -> PlacementChange:
+def drop(runner: StageRunner, topology: Topology, role: str) -> PlacementChange:
     """`lab.drop(role)`."""
-    lab._check_open()
-    description, where = lab.description, f"drop({role!r})"
+    runner.ownership.check_open()
+    hosts = runner.hosts
+    description, where = hosts.description, f"drop({role!r})"
     if check_role(role) not in description.models:
-        alone = role in lab.groups
+        alone = role in runner.groups.by_role
         raise BadInput(
             where, f"the {role} is the actor without its adapter, and holds nothing" if alone else
             f"this workbench has {', '.join(description.models)}",
@@ -85,30 +90,26 @@ def drop(lab: Workbench, role: str) -> PlacementChange:
             "close the workbench, and open one without it",
         )  # fmt: skip
     models = {name: model for name, model in description.declared.items() if name != role}
-    return carry_out(lab, description.placed(lab.placement.without(role), models), f"dropping {role}")
+    return carry_out(runner, topology, description.placed(hosts.placement.without(role), models), f"dropping {role}")
 
 
-def move(lab: Workbench, placement: Placement) -> PlacementChange:
+def move(runner: StageRunner, topology: Topology, placement: Placement) -> PlacementChange:
     """`lab.move(placement)`."""
-    lab._check_open()
-    return carry_out(lab, lab.description.placed(placement), f"moving to {placement}")
+    runner.ownership.check_open()
+    return carry_out(runner, topology, runner.hosts.description.placed(placement), f"moving to {placement}")
 
 
-def carry_out(lab: Workbench, description: Description, title: str) -> PlacementChange:
+def carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
-    lab.check_driver()
-    lost = lab._given_up(description)
-    for group in lab.groups.values():
+    runner.check_driver()
+    lost = topology.given_up(description)
+    for group in runner.groups.by_role.values():
         if group.pool.name not in lost:
-            lab._check_alive(group)
-    if lab.overlapping or lab._keeping:
-        where = "overlap()" if lab.overlapping else "kept()"
-        raise BadInput(
-            f"{title} inside lab.{where}", "that needs the roles as they are, and none at work", "do it afterwards"
-        )
-    lab.scheduler.drain()
-    lab._release()  # what nobody refers to need not move
-    change = lab._change(description)
+            runner.groups.check_alive(group)
+    runner.require_alone(title, "that needs the roles as they are, and none at work")
+    runner.scheduler.drain()
+    runner.batches.release_unused()  # what nobody refers to need not move
+    change = topology.change(description)
     change.require_fit()
     with Progress(title) as bar:
 
@@ -116,23 +117,23 @@ def carry_out(lab: Workbench, description: Description, title: str) -> Placement
             bar.label = f"{title}: {text}"
             bar.update(0, 0)
 
-        return Move(lab, change, description, title, note).carry_out()
+        return Move(runner, change, description, title, note).carry_out()
 
 
 class Move:
     """One change, on its way to a description. infos: the host at each of its places; new: those to be started."""
 
     def __init__(
-        self, lab: Workbench, change: PlacementChange, description: Description, title: str, note: Note
+        self, runner: StageRunner, change: PlacementChange, description: Description, title: str, note: Note
     ) -> None:
-        self._lab, self._change, self._note = lab, change, note
+        self._runner, self._hosts, self._change, self._note = runner, runner.hosts, change, note
         self._description, self._title = description, title
-        self._key, self._run = f"{lab._id}-move-{secrets.token_hex(4)}", lab._next_run()
-        there = {(info.pool, info.rank): info for info in lab._infos}
+        self._key, self._run = f"{runner.ownership.controller}-move-{secrets.token_hex(4)}", runner.counters.next_run()
+        there = {(info.pool, info.rank): info for info in runner.hosts.infos}
         pools = {pool.name: pool for pool in change.new.pools}
         self.infos = tuple(
             self._description.host(
-                pools[place.pool], place.rank, place.device, lab.run_folder, change.next_again(place.pool)
+                pools[place.pool], place.rank, place.device, runner.hosts.run_folder, change.next_again(place.pool)
             )
             if place.new
             else there[place.pool, place.rank]
@@ -159,7 +160,7 @@ class Move:
         except KeyboardInterrupt as error:
             error.add_note(f"{self._title} was past going back, and has been done")
             raise
-        self._lab.telemetry.append_event(
+        self._runner.telemetry.append_event(
             "move", placement=repr(self._change.new), before=repr(self._change.old),
             moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
             transfer_seconds=taken - taking,
@@ -227,7 +228,7 @@ class Move:
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        backend = self._lab._backend
+        backend = self._hosts.backend
         if self.new:
             self._started = True
             self._note("starting hosts")
@@ -243,7 +244,7 @@ class Move:
                 steps.append(self._work(f"publishing {move.role}", place, "publish_role", move, rank))
                 roles.append(move.role)
         found: dict[str, list[Carried]] = {}
-        for role, carried in zip(roles, settle(self._lab._backend, steps, self._note), strict=True):
+        for role, carried in zip(roles, settle(self._hosts.backend, steps, self._note), strict=True):
             found.setdefault(role, []).append(carried)
         return found
 
@@ -257,22 +258,22 @@ class Move:
                 steps.append(self._work(f"taking {move.role}", place, "take_role", move, rank, mine, self._run))
                 if self._change.places[place].new:
                     random.setdefault(place, mine.random)
-        for place, heir in self._change.heirs.items():
+        for place, successor in self._change.shard_successors.items():
             host = self.infos[place].name
-            steps.append(self._work(f"taking the batches of {host}", heir, "take_shards", host, self._run))
-        for transfers in settle(self._lab._backend, steps, self._note):
-            self._lab.telemetry.append_transfers(transfers)
+            steps.append(self._work(f"taking the batches of {host}", successor, "take_shards", host, self._run))
+        for transfers in settle(self._hosts.backend, steps, self._note):
+            self._runner.telemetry.append_transfers(transfers)
         last = [self._work("going on", place, "continue_random", state) for place, state in random.items()]
-        settle(self._lab._backend, last, self._note)
+        settle(self._hosts.backend, last, self._note)
 
     def _work(self, what: str, place: int, method: str, *args: Any) -> Step:
         info = self.infos[place]
-        return Step(what, info, self._lab._backend.work(info.name, method, *args))
+        return Step(what, info, self._hosts.backend.work(info.name, method, *args))
 
     @uninterrupted()
     def _abandon(self, error: BaseException) -> None:
         """End what is new; what was there goes on."""
-        backend = self._lab._backend
+        backend = self._hosts.backend
         if self._started:
             with suppress(WorkbenchError):
                 backend.end(self.new)
@@ -303,27 +304,31 @@ class Move:
         for info, pending in asked:
             if not pending.done():
                 late.append(info.name)
-                self._lab._late.setdefault(info.pool, []).append((what, pending))
+                self._hosts.clean_up_later(info.pool, what, pending)
             elif not answered(pending):
                 lost.append(info.name)
-                self._lab._broken[info.pool] = what
+                self._hosts.lost[info.pool] = what
         return lost, late
 
     # --- the switch ---------------------------------------------------------------------------------------------------
 
     @uninterrupted()
     def _switch(self) -> None:
-        lab, backend = self._lab, self._lab._backend
+        hosts, backend = self._hosts, self._hosts.backend
         threads = self._description.threads
         for info in self._after:
             if info.threads != threads:
                 backend.work(info.name, "set_threads", threads)
-        lab._stand(replace(self._description, moved=tuple(replace(info, threads=threads) for info in self._after)))
+        moved = tuple(replace(info, threads=threads) for info in self._after)
+        hosts.become(replace(self._description, moved=moved))
+        self._runner.groups.stand()
         if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
             # its engines were made anew: what they hold is not what they were sent
-            lab.weights[ROLLOUT] = Weights(steps=lab.weights[ROLLOUT].steps, state=secrets.token_hex(4))
-        lab._heirs |= {self.infos[place].name: self.infos[heir].name for place, heir in self._change.heirs.items()}
-        lab._pools_ended |= {info.pool: info.again for info in self.ending}
+            weights = self._runner.counters.weights
+            weights[ROLLOUT] = Weights.anew(weights[ROLLOUT].steps)
+        successors = self._change.shard_successors
+        hosts.shard_successors |= {self.infos[old].name: self.infos[new].name for old, new in successors.items()}
+        hosts.pools_ended |= {info.pool: info.again for info in self.ending}
         steps = [
             Step("replacing roles", info, backend.work(info.name, "replace_roles",
                 self._closed.get(info.pool, []), self._built.get(info.pool, []), self._engines.get(info.pool, {}),
@@ -331,8 +336,9 @@ class Move:
             for info in self._kept
         ]  # fmt: skip
         for info in self.ending:
-            lab._broken.pop(info.pool, None)
-        lab._record_hosts()
+            hosts.lost.pop(info.pool, None)
+        self._runner.counters.save()
+        hosts.record()
         try:
             settle(backend, steps, self._note)
         except BaseException:

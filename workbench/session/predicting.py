@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, NotFound
 from workbench.mapping.calibration import Sample, fit
@@ -17,8 +18,11 @@ from workbench.mapping.predict import check_placement, predict
 from workbench.mapping.search import search
 from workbench.mapping.workload import Workload
 from workbench.placement import ROLLOUT, Placement
-from workbench.session.history import Views
+from workbench.session.position import Position
+from workbench.session.topology import Topology
+from workbench.stages.ownership import Ownership
 from workbench.support.validation import whole
+from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,11 +94,15 @@ class Prediction:
         return table(rows, caption=str(self.plan.placement))
 
 
-class Predicting(Views):
-    """The methods of a `Workbench` that say what other placements would take."""
+class Predictor:
+    """What other placements of a workbench would take. calibration: what `calibrate` has found."""
 
-    algorithm: Algorithm | None
-    calibration: Calibration | None = None  # what `calibrate` has found
+    def __init__(
+        self, hosts: Hosts, ownership: Ownership, topology: Topology, position: Position, telemetry: TelemetryStore
+    ) -> None:
+        self._hosts, self._ownership, self._topology = hosts, ownership, topology
+        self._position, self._telemetry = position, telemetry
+        self.calibration: Calibration | None = None
 
     def calibrate(self, algorithm: Algorithm | None = None, *, hardware: str | Hardware | None = None) -> Constants:
         """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
@@ -108,7 +116,7 @@ class Predicting(Views):
         algorithm = self._whose(algorithm)
         if hardware is not None:
             self.calibration = Calibration(hardware_of(hardware))
-        self._know(self.placement)
+        self._know(self._hosts.placement)
         if algorithm.under_way:
             raise BadInput(
                 f"iteration {algorithm.iteration} of {type(algorithm).__name__} is under way",
@@ -117,15 +125,15 @@ class Predicting(Views):
             )
         workload = self._workload(algorithm)
         known = self._calibrated()
-        plan = self._plan(self.placement, workload, known)
+        plan = self._plan(self._hosts.placement, workload, known)
         terms = _terms_by_call(plan)
         measured = self._measured({call for call, _, _ in terms}, algorithm)
         for (call, _, role), made_of in terms.items():
             if call in measured:
-                key = str(self.placement), algorithm.iteration, call
+                key = str(self._hosts.placement), algorithm.iteration, call
                 known.samples[key] = Sample(made_of, measured[call], f"{role}.{call}")
         known.constants = fit(list(known.samples.values()), START, peaks=False)
-        known.measured[str(self.placement)] = measured
+        known.measured[str(self._hosts.placement)] = measured
         return known.constants
 
     def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
@@ -136,10 +144,10 @@ class Predicting(Views):
         a role, or before any `calibrate`.
         """
         known = self._need_calibration()
-        placed = self.placement if placement is None else placement
+        placed = self._hosts.placement if placement is None else placement
         check_placement(placed)
         self._know(placed)
-        placed = placed.restrict(role for role in self.placement.roles if role != ROLLOUT)
+        placed = placed.restrict(role for role in self._hosts.placement.roles if role != ROLLOUT)
         plan = self._plan(placed, self._workload(self._whose(algorithm)), known)
         return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
 
@@ -151,14 +159,14 @@ class Predicting(Views):
         where no such plan is left.
         """
         known = self._need_calibration()
-        self._know(self.placement)
+        self._know(self._hosts.placement)
         workload = self._workload(self._whose(algorithm))
-        inline = self.description.backend == "inline"  # on one device, however many there are
-        has = (not inline and self.description.devices) or self.placement.devices
+        inline = self._hosts.description.backend == "inline"  # on one device, however many there are
+        has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
         whole("top", top, 1)
         # a role that the algorithm does not call is placed all the same, and costs no time
-        plans = search(self.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
+        plans = search(self._hosts.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
                        constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
         found = ranked(self._possible(plans)) if count <= has else plans.plans
         return replace(plans, plans=tuple(found[:top]))
@@ -168,7 +176,7 @@ class Predicting(Views):
         found, refusal = [], None
         for plan in plans:
             try:
-                self.description.placed(plan.placement)
+                self._hosts.description.placed(plan.placement)
             except BadInput as error:
                 refusal = refusal or error
             else:
@@ -178,18 +186,18 @@ class Predicting(Views):
         return found
 
     def _plan(self, placement: Placement, workload: Workload, known: Calibration) -> Plan:
-        return predict(placement, self.description.role_models(), hardware=known.hardware, workload=workload,
+        return predict(placement, self._hosts.description.role_models(), hardware=known.hardware, workload=workload,
                        constants=known.constants, t_g=self._t_g())  # fmt: skip
 
     def _t_g(self) -> int:
-        generation = self.description.generation
+        generation = self._hosts.description.generation
         return generation.tensor_parallel_size if generation is not None else 1
 
     def _need_calibration(self) -> Calibration:
-        self._check_open()
+        self._ownership.check_open()
         if self.calibration is None or not self.calibration.samples:
             raise BadInput(
-                f"workbench {self.name!r} is not calibrated",
+                f"workbench {self._hosts.description.name!r} is not calibrated",
                 "what a placement would take is predicted from calls that were timed here",
                 "run two iterations, then lab.calibrate()",
             )
@@ -197,13 +205,13 @@ class Predicting(Views):
 
     def _calibrated(self) -> Calibration:
         if self.calibration is None:
-            machines = set(self.topology()["machine"].dropna())
-            if self.description.address is not None and machines != {socket.gethostname()}:
+            machines = set(self._topology.frame()["machine"].dropna())
+            if self._hosts.description.address is not None and machines != {socket.gethostname()}:
                 raise BadInput(
                     f"hosts on {', '.join(sorted(machines))}", "only this machine's rates are measured",
                     "describe theirs: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
                 )  # fmt: skip
-            slots = self.description.devices or self.placement.devices
+            slots = self._hosts.description.devices or self._hosts.placement.devices
             self.calibration = Calibration(Hardware.this_machine(slots))
         return self.calibration
 
@@ -217,8 +225,8 @@ class Predicting(Views):
             )
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:
-        self._check_open()
-        found = algorithm or self.algorithm
+        self._ownership.check_open()
+        found = algorithm or self._position.algorithm
         if found is None:
             raise BadInput(
                 "no algorithm has taken a step here", "its graph says what an iteration does",
@@ -239,12 +247,12 @@ class Predicting(Views):
 
     def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, float]:
         """Seconds of each call of the algorithm's last iteration on its slowest rank, and of that iteration."""
-        made = self.metrics()
+        made = self._telemetry.metrics()
         made = made[(made["iteration"] == algorithm.iteration) & made["stage"].isin(calls)]
         runs = made.groupby("stage")["run"].max()
-        spans = self.spans()
+        spans = self._telemetry.spans()
         spans = spans[(spans["kind"] == "compute") & (spans["parent"] == "") & spans["run"].isin(runs)]
-        events = self.telemetry.events()
+        events = self._telemetry.events()
         moves = events[events["event"].isin(["move", "restored", "recovered"])]["time_s"]
         if spans.empty or (len(moves) and spans["start_s"].min() < moves.max()):
             raise BadInput(

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from workbench.backends import registry
 from workbench.backends.starting import Step, settle
-from workbench.config.description import Description
 from workbench.config.requirements import check
 from workbench.data.reward_function import check_function
 from workbench.display.html import table
@@ -28,7 +26,8 @@ from workbench.errors import BadInput, ReloadError
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT
-from workbench.stages.scheduler import Scheduler
+from workbench.stages.groups import Groups
+from workbench.stages.runner import StageRunner
 from workbench.support.named_fields import meant
 from workbench.support.notebook_code import code_behind, is_of_notebook
 from workbench.workers.reload.patching import Patch, Patched, check_syntax
@@ -37,9 +36,6 @@ from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from workbench.backends import Backend, Pending
-    from workbench.telemetry.store import TelemetryStore
 
 
 # How long an error, or an interrupt, waits for hosts to go back to the old code.
@@ -103,30 +99,20 @@ class ReloadReport:
         return table([process.row for process in self.processes], caption=repr(self).strip("<>"))
 
 
-class Reloading:
-    """The methods of a `Workbench` that take edited code over."""
+class Reloader:
+    """Takes edited code over. groups_of_process: gives the groups of every workbench of this process whose workers run
+    in it: with code that the kernel takes over theirs is new, too."""
 
-    name: str
-    description: Description
-    telemetry: TelemetryStore
-    looping: bool
-    _backend: Backend
-    _infos: Sequence[HostInfo]
-    _broken: dict[str, str]
-    _late: dict[str, list[tuple[str, Pending]]]
-    _overlapping: int
-    _keeping: int
-    _shipped: dict[tuple[str, str], str]
-    _watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
+    def __init__(self, runner: StageRunner, groups_of_process: Callable[[], Sequence[Groups]]) -> None:
+        self._runner, self._hosts, self._groups_of_process = runner, runner.hosts, groups_of_process
+        self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts were given
+        self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
+        runner.groups.when_changed.append(self._roles_changed)
 
-    if TYPE_CHECKING:
-
-        @property
-        def scheduler(self) -> Scheduler: ...
-        def _check_open(self) -> None: ...
-        def check_driver(self) -> None: ...
-        def _remake_groups(self) -> None: ...
-        def _record_hosts(self) -> None: ...
+    def _roles_changed(self) -> None:
+        for part in [part for part in self._shipped if part[0] not in self._hosts.description.models]:
+            del self._shipped[part]
+        self._note_notebook_code(())
 
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
@@ -145,17 +131,16 @@ class Reloading:
         `BadInput` that names file and line, code that raises while it is imported, in whichever process, a
         `ReloadError`, whose `report` says where; the old code goes on. Returns a report with a row a process.
         """
-        self._check_open()
-        self.check_driver()
-        if self._overlapping or self._keeping:
-            where = "overlap()" if self._overlapping else "kept()"
-            rule = "stages that belong together run the same code"
-            raise BadInput(f"reload() inside lab.{where}", rule, "reload afterwards")
-        self.scheduler.drain()
+        self._runner.ownership.check_open()
+        self._runner.check_driver()
+        self._runner.require_alone("reload()", "stages that belong together run the same code")
+        self._runner.scheduler.drain()
         models = self._redefined() | self._given(roles)
-        opened = self.description.opened or self.description.digest  # by the old code: what an open cell may still say
-        description = replace(self.description, models=self.description.models | models, opened=opened)
-        hosts = [info for info in self._infos if info.pool not in self._broken]
+        opened = (
+            self._hosts.description.opened or self._hosts.description.digest
+        )  # by the old code: what an open cell may still say
+        description = replace(self._hosts.description, models=self._hosts.description.models | models, opened=opened)
+        hosts = self._hosts.whole
         texts = self._edited(hosts)
         check_syntax(texts)
         if models:
@@ -163,29 +148,27 @@ class Reloading:
         if not texts and not models:
             return ReloadReport(())
         report = self._patch(hosts, texts, models)
-        self.description = description
-        for lab in registry.opened.values():  # inline, the code of all is this process's
-            if lab is self or lab.description.backend == "inline":
-                lab._remake_groups()
-        if self.name not in registry.opened:
-            self._remake_groups()
-        self._record_hosts()
+        self._hosts.become(description)
+        for groups in {self._runner.groups, *self._groups_of_process()}:
+            groups.take_new_code()
+        self._runner.counters.save()
+        self._hosts.record()
         self._note_notebook_code(models)
-        self.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
+        self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
         return report
 
     def autoreload(self, on: bool = True) -> None:
         """From now on (or, with False, no longer), reload before a stage that a cell calls, and before an algorithm's
         step or loop, where a file was edited or a cell with code of a role was run again; one line says so. A syntax
         error refuses the stage."""
-        self._check_open()
+        self._runner.ownership.check_open()
         if not isinstance(on, bool):
             raise BadInput(f"autoreload({on!r:.40})", "takes True or False")
         self._watched = self._files_of_hosts() if on else None
 
     def take_edits(self) -> None:
         """What `autoreload` does before a stage; nothing inside a loop, or inside `overlap`."""
-        if self._watched is None or self._overlapping or self._keeping or self.looping:
+        if self._watched is None or self._busy():
             return
         loaded.note()
         if not (loaded.stale() or self._redefined() or self._watched != _stamps(self._watched)):
@@ -199,6 +182,11 @@ class Reloading:
         if report:
             print(f"reloaded {_few(report.changed, 80)} in {len(report.processes)} process(es)")
 
+    def _busy(self) -> bool:
+        """Whether stages that belong together are being called."""
+        runner = self._runner
+        return runner.overlapping or bool(runner.snapshots.open) or runner.batches.looping
+
     # --- what has changed ---------------------------------------------------------------------------------------------
 
     def _edited(self, hosts: Sequence[HostInfo]) -> dict[str, Source]:
@@ -206,16 +194,16 @@ class Reloading:
         process's count."""
         loaded.note()
         texts: dict[str, Source] = {}
-        if self.description.backend != "inline":
+        if not self._hosts.inline:
             for found in self._everywhere(hosts, "looking for edits", "stale_sources"):
                 texts |= found
         mine = {name: source for name, source in loaded.texts.items() if name in texts}
         return {**texts, **mine, **loaded.stale()}
 
     def _files_of_hosts(self) -> dict[str, Stamp]:
-        if self.description.backend == "inline":
+        if self._hosts.inline:
             return {}
-        hosts = [info for info in self._infos if info.pool not in self._broken]
+        hosts = self._hosts.whole
         loaded.note()
         mine = {source.path for source in loaded.texts.values()}
         files = {path for found in self._everywhere(hosts, "listing files", "source_files") for path in found}
@@ -223,7 +211,7 @@ class Reloading:
 
     def _note_notebook_code(self, roles: Collection[str]) -> None:
         """Remember what code of the notebook the hosts were given for roles."""
-        for role, model in self.description.models.items():
+        for role, model in self._hosts.description.models.items():
             for field in ("function", "worker"):
                 part = getattr(model, field)
                 if is_of_notebook(part) and (role in roles or (role, field) not in self._shipped):
@@ -232,7 +220,7 @@ class Reloading:
     def _redefined(self) -> dict[str, Model]:
         """By role, the models whose function or worker class the notebook has defined anew since the hosts got it."""
         notebook, found = vars(sys.modules["__main__"]), dict[str, Model]()
-        for role, model in self.description.models.items():
+        for role, model in self._hosts.description.models.items():
             fields = {}
             for field in ("function", "worker"):
                 part = getattr(model, field)
@@ -250,10 +238,10 @@ class Reloading:
         found = {}
         for role, given in roles.items():
             where = f"reload({role}={getattr(given, '__name__', repr(given)):.60})"
-            if role not in self.description.models or role == ROLLOUT:
-                others = [name for name in self.description.models if name != ROLLOUT]
+            if role not in self._hosts.description.models or role == ROLLOUT:
+                others = [name for name in self._hosts.description.models if name != ROLLOUT]
                 raise BadInput(where, f"this workbench has {', '.join(others)}", meant(role, others, str) or "")
-            model = self.description.models[role]
+            model = self._hosts.description.models[role]
             if isinstance(given, type):
                 found[role] = model.changed(worker=given)
             elif not callable(given):
@@ -274,7 +262,7 @@ class Reloading:
     def _patch(
         self, hosts: Sequence[HostInfo], texts: Mapping[str, Source], models: Mapping[str, Model]
     ) -> ReloadReport:
-        inline = self.description.backend == "inline"
+        inline = self._hosts.inline
         kinds: Any = {role: (model, model.worker or ROLE_WORKERS[role]) for role, model in models.items()}
         kernel, asked, done = Patch(), list[HostInfo](), list[Reloaded]()
         if not inline:
@@ -306,16 +294,16 @@ class Reloading:
     @uninterrupted()
     def _go_back(self, hosts: Sequence[HostInfo]) -> None:
         """Have hosts put everything back; those that do not answer are still at it, and their pools wait for them."""
-        asked = [(info, self._backend.work(info.name, "settle_patch", False)) for info in hosts]
-        self._backend.wait([pending for _, pending in asked], ANSWER_S)
+        asked = [(info, self._hosts.backend.work(info.name, "settle_patch", False)) for info in hosts]
+        self._hosts.backend.wait([pending for _, pending in asked], ANSWER_S)
         for info, pending in asked:
             if not pending.done():
-                self._late.setdefault(info.pool, []).append(("reloading", pending))
+                self._hosts.clean_up_later(info.pool, "reloading", pending)
 
     def _everywhere(self, hosts: Sequence[HostInfo], what: str, method: str, *args: Any) -> list[Any]:
         with Progress(what) as bar:
-            steps = [Step(what, info, self._backend.work(info.name, method, *args)) for info in hosts]
-            return settle(self._backend, steps, lambda text: bar.update(0, 0))
+            steps = [Step(what, info, self._hosts.backend.work(info.name, method, *args)) for info in hosts]
+            return settle(self._hosts.backend, steps, lambda text: bar.update(0, 0))
 
 
 def _stamps(paths: Collection[str]) -> dict[str, Stamp]:

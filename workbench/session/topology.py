@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from workbench.backends import Backend, Pending, registry
+from workbench.backends import Pending
+from workbench.backends.hosts import Hosts
 from workbench.batches.carrier import carry, from_wire, to_wire
-from workbench.batches.store import Weights
 from workbench.config.description import Description
-from workbench.errors import BadInput, NotDriving, NotFound
-from workbench.messages.calls import HostInfo
+from workbench.errors import BadInput
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
-from workbench.stages.group import WorkerGroup
+from workbench.stages.counters import Counters
+from workbench.stages.groups import Groups
+from workbench.stages.ownership import Ownership
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.store import TelemetryStore
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.display.devices import DeviceMap
-    from workbench.session.handover import Handover
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
@@ -37,71 +36,29 @@ PROBE_BYTES = 32 * 2**20  # are moved to see how fast the machine is, where no e
 ANSWER_S = 2.0  # for how long a picture of memory waits for a host
 
 
-class Whereabouts:
-    """The methods of a `Workbench` that look at what is where."""
+class Topology:
+    """What is where in a workbench, and what another placement would need and would move."""
 
-    name: str
-    run_folder: Path
-    description: Description
-    placement: Placement
-    groups: dict[str, WorkerGroup]
-    lead: WorkerGroup
-    telemetry: TelemetryStore
-    _infos: Sequence[HostInfo]
-    _backend: Backend
-    _closed: bool
-    _id: str
-    _handover: Handover | None
-    looks: bool
-    weights: dict[str, Weights]
-    _broken: dict[str, str]  # what was lost, by pool
-    _described: dict[str, Pending]  # the last question of what it holds, by host
-    _pools_ended: dict[str, int]
-
-    iteration: int
-
-    _bandwidth_bytes_s: float | None = None
-
-    def _check_open(self) -> None:
-        if self._closed and self.looks:
-            again = (
-                f"wb.attach({self.name!r}) looks again, wb.attach({self.name!r}, take_over=True) drives it from here"
-            )
-            raise NotFound(f"this notebook has left {self.name!r}", "another kernel drives it", again)
-        if self._closed:
-            raise NotFound(f"workbench {self.name!r} is closed", "", "open it again with wb.open(...)")
-
-    def _check_drives(self) -> None:
-        """Raise `NotDriving` where another kernel drives the workbench."""
-        if not self._drives():
-            owner = registry.owner(self.description.id)
-            who = "another kernel" if owner is None else f"process {owner.process.pid} on {owner.process.machine}"
-            raise NotDriving(
-                f"this notebook looks at {self.name!r}", f"{who} drives it, and the steps of two would mix",
-                f"wb.attach({self.name!r}, take_over=True) drives it from here",
-            )  # fmt: skip
-
-    def _drives(self) -> bool:
-        """Whether this kernel drives the workbench; one that was taken over no longer does."""
-        if self._handover is not None and not self.looks:
-            owner = registry.owner(self.description.id)
-            self.looks = owner is not None and owner.controller != self._id
-        return not self.looks
+    def __init__(
+        self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, telemetry: TelemetryStore
+    ) -> None:
+        self._hosts, self._ownership, self._groups = hosts, ownership, groups
+        self._counters, self._telemetry = counters, telemetry
+        self._described: dict[str, Pending] = {}  # the last question of what it holds, by host
+        self._bandwidth_bytes_s: float | None = None
 
     def _seen(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
-        """What every host says of itself, in the order of `_infos`; without those of some pools."""
-        self._check_open()
-        asked = [self._backend.ask(info.name, "describe") for info in self._infos if info.pool not in without]
-        return [answer.result() for answer in asked]
+        self._ownership.check_open()
+        return self._hosts.describe(without)
 
-    def topology(self) -> pd.DataFrame:
+    def frame(self) -> pd.DataFrame:
         """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
         machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
         """
         import pandas as pd
 
         rows = []
-        for info, seen in zip(self._infos, self._seen(), strict=True):
+        for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
             for role, held in seen["roles"].items():
                 if role == "numeric":
                     continue
@@ -129,7 +86,7 @@ class Whereabouts:
                 nothing = {f"{use}_bytes": 0 for use in USES}
                 rows.append({**row, **nothing, **uses})
                 # what a role without workers of its own computes with is the bytes of those who have them
-                sharing = [g for g in self.groups.values() if g.worker_role == role != g.role]
+                sharing = [g for g in self._groups.by_role.values() if g.worker_role == role != g.role]
                 rows += [{**row, **nothing, "role": group.role, "model": group.model} for group in sharing]
         frame = pd.DataFrame(rows)
         use = [c for c in frame.columns if c.endswith("_bytes")]
@@ -142,21 +99,21 @@ class Whereabouts:
         that does not answer has an empty box, which says why."""
         from workbench.display.devices import device_map
 
-        return device_map(self._memory_now(ANSWER_S), f"memory of {self.name}")
+        return device_map(self._memory_now(ANSWER_S), f"memory of {self._hosts.description.name}")
 
     def read_memory(self, timeout_s: float = ANSWER_S) -> list[MemoryReading]:
         """What each host holds now, in the order of the placement; kept in `telemetry.memory()`. Hosts answer while
         they compute. One that is gone, or silent for `timeout_s` seconds, is a reading with an error."""
         readings = self._memory_now(timeout_s)
-        self.telemetry.append_memory(readings)
+        self._telemetry.append_memory(readings)
         return readings
 
     def _memory_now(self, timeout_s: float) -> list[MemoryReading]:
-        self._check_open()
-        infos = list(self._infos)
+        self._ownership.check_open()
+        infos = list(self._hosts.infos)
         asked = [self._asked(info.name) for info in infos]
-        self._backend.wait(asked, timeout_s)
-        now: dict[str, Any] = {"time_s": time.time(), "iteration": self.iteration}
+        self._hosts.backend.wait(asked, timeout_s)
+        now: dict[str, Any] = {"time_s": time.time(), "iteration": self._counters.iteration}
         readings: list[MemoryReading] = []
         for info, answer in zip(infos, asked, strict=True):
             silent = MemoryReading(**now, host=info.name, device=info.device, error=f"no answer in {timeout_s:g} s")
@@ -170,14 +127,14 @@ class Whereabouts:
         """The question to a host of what it holds; the last one, where it has not answered that."""
         asked = self._described.get(host)
         if asked is None or asked.done():
-            asked = self._described[host] = self._backend.ask(host, "describe")
+            asked = self._described[host] = self._hosts.backend.ask(host, "describe")
         return asked
 
     def estimate(self, placement: Placement | None = None) -> MemoryEstimate:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
-        self._check_open()
-        description = self.description if placement is None else self.description.placed(placement)
-        seen = self._backend.ask(self.lead.hosts[0], "describe").result()
+        self._ownership.check_open()
+        description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
+        seen = self._hosts.backend.ask(self._groups.lead.hosts[0], "describe").result()
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
             device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
@@ -193,47 +150,51 @@ class Whereabouts:
         Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room, and there
         are devices for new processes beside the old ones, is `.fits`; `.require_fit()` raises.
         """
-        return self._change(self.description.placed(placement, self.description.declaring(models)))
+        return self.change(self._hosts.description.placed(placement, self._hosts.description.declaring(models)))
 
-    def _change(self, description: Description) -> PlacementChange:
+    def change(self, description: Description) -> PlacementChange:
         """From what it is to what a description says."""
-        lost = self._given_up(description)
+        lost = self.given_up(description)
         seen = self._seen(without=lost)
         bandwidth, measured = self._bandwidth()
         change = PlacementChange(
-            old=self.placement,
+            old=self._hosts.placement,
             new=description.placement,
-            models=self.description.role_models(),
+            models=self._hosts.description.role_models(),
             new_models=description.role_models(),
             numbers=self._numbers(),
             batch_bytes={s["host"]: s["batch_bytes"] for s in seen},
             lost=lost,
-            fresh=set(self.weights).difference(*(s["moments"] for s in seen)),
+            fresh=set(self._counters.weights).difference(*(s["moments"] for s in seen)),
             device=description.device,
-            again=self._pools_ended | {info.pool: info.again for info in self._infos},
+            again=self._hosts.pools_ended | {info.pool: info.again for info in self._hosts.infos},
             has_bytes=self._room(seen),
             bandwidth_bytes_s=bandwidth,
             measured=measured,
         )
         return replace(change, refusal=self._refusal(change))
 
-    def _given_up(self, description: Description) -> set[str]:
+    def given_up(self, description: Description) -> set[str]:
         """The pools that were lost, where another description has none of their roles: they may go as they are."""
         wanted = set(description.placement.roles)
         return {
-            pool.name for pool in self.placement.pools if pool.name in self._broken and not wanted & set(pool.roles)
+            pool.name
+            for pool in self._hosts.placement.pools
+            if pool.name in self._hosts.lost and not wanted & set(pool.roles)
         }
 
     def _refusal(self, change: PlacementChange) -> BadInput | None:
         """`PlacementChange.refusal`."""
-        if any(info.offloads for info in self._infos) and any(role.action != "stays" for role in change.roles):
+        if any(info.offloads for info in self._hosts.infos) and any(role.action != "stays" for role in change.roles):
             return BadInput(
-                f"a change of placement with share_memory={self.description.share_memory!r}",
+                f"a change of placement with share_memory={self._hosts.description.share_memory!r}",
                 "what moves is held twice for a while, where roles that take turns leave no room for it",
                 "open the workbench without share_memory, or with the other placement",
             )
         try:
-            self._backend.check_free([place.pool for place in change.places if place.new], self.description.device)
+            self._hosts.backend.check_free(
+                [place.pool for place in change.places if place.new], self._hosts.description.device
+            )
         except BadInput as error:
             return error
         return None
@@ -241,13 +202,13 @@ class Whereabouts:
     def _numbers(self) -> dict[str, list[int]]:
         """The device numbers of each pool's ranks."""
         found: dict[str, list[int]] = {}
-        for info in self._infos:
+        for info in self._hosts.infos:
             found.setdefault(info.pool, []).append(int(info.device.rpartition(":")[2]))
         return found
 
     def _room(self, seen: Sequence[dict[str, Any]]) -> int | None:
         """`PlacementChange.has_bytes`; None where slots are on several machines."""
-        if self.description.device == "cuda":
+        if self._hosts.description.device == "cuda":
             return int(min(s["device_bytes"] for s in seen))
         if len({s["machine"] for s in seen}) > 1:
             return None
@@ -256,21 +217,21 @@ class Whereabouts:
 
     def _bandwidth(self) -> tuple[float | None, str]:
         """Bytes a second from process to process, and where that figure is from."""
-        count, moved_bytes, seconds = self.telemetry.transfer_sums.large()
+        count, moved_bytes, seconds = self._telemetry.transfer_sums.large()
         if seconds > 0:
             return moved_bytes / seconds, f"from {count} earlier transfers"
-        if self.description.backend == "inline":
+        if self._hosts.description.backend == "inline":
             return None, ""
         if self._bandwidth_bytes_s is None:
-            self._bandwidth_bytes_s = self._timed_transfer(self.lead.hosts[0])
+            self._bandwidth_bytes_s = self._timed_transfer(self._groups.lead.hosts[0])
         return self._bandwidth_bytes_s, "measured once, from a host to this process"
 
     def _timed_transfer(self, host: str) -> float:
-        key, table = f"{self._id}-probe", {"probe": torch.zeros(PROBE_BYTES // 4096, 1024)}
-        self._backend.ask(host, "put", key, to_wire(carry(table))).result()
+        key, table = f"{self._ownership.controller}-probe", {"probe": torch.zeros(PROBE_BYTES // 4096, 1024)}
+        self._hosts.backend.ask(host, "put", key, to_wire(carry(table))).result()
         try:
             start = time.monotonic()
-            from_wire(self._backend.ask(host, "fetch", key, ("probe",), np.arange(len(table["probe"]))).result())
+            from_wire(self._hosts.backend.ask(host, "fetch", key, ("probe",), np.arange(len(table["probe"]))).result())
             return PROBE_BYTES / (time.monotonic() - start)
         finally:
-            self._backend.ask(host, "release", [key]).result()
+            self._hosts.backend.ask(host, "release", [key]).result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import table
 from workbench.errors import NotFound, StageInterrupted, UpstreamError, WorkbenchError
@@ -16,7 +16,6 @@ from workbench.messages.operation import Operation
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
-    from workbench.controller import Workbench
     from workbench.stages.run import Run
 
 
@@ -70,19 +69,20 @@ class FailedStage:
         return table(rows, caption=repr(self).strip("<>"), max_rows=40) + shown
 
 
-class Failing:
-    """The methods of a `Workbench` that keep the last failure."""
+class Failures:
+    """Keeps the last failure of a workbench. name: the workbench's."""
 
-    name: str
-    _failed: FailedStage | None = None
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: FailedStage | None = None
 
-    def _note_failure(
+    def note(
         self, run: Run, error: Exception, operation: Operation, batch: Batch | None, arguments: Mapping[str, Any]
     ) -> None:
-        """Keep what a run failed with; who stopped a stage, or a stage that it needs, is no failure of its own."""
+        """Keep what a run failed with. A stage that was stopped, or whose input failed, is no failure of its own."""
         if isinstance(error, StageInterrupted | UpstreamError):
             return
-        self._failed = FailedStage(
+        self._last = FailedStage(
             role=run.group.role,
             stage=run.stage,
             pool=run.group.pool.name,
@@ -94,36 +94,12 @@ class Failing:
             calls=tuple(run.calls),
         )
 
-    def last_error(self) -> FailedStage:
-        """The last stage that failed, whether it was waited for or not: role, stage, ranks, the error and its text, the
-        arguments, and in `.batch` what it was given. That is kept on the hosts until the next stage fails, or
-        `lab.forget_error()`. Raises `NotFound` where none has failed.
-        """
-        if self._failed is None:
-            raise NotFound(f"no stage of {self.name!r} has failed", "in this kernel, or it was forgotten")
-        return self._failed
+    def last(self) -> FailedStage:
+        """The last stage that failed; `NotFound` where none has."""
+        if self._last is None:
+            raise NotFound(f"no stage of {self._name!r} has failed", "in this kernel, or it was forgotten")
+        return self._last
 
-    def forget_error(self) -> None:
+    def forget(self) -> None:
         """Let go of the last failure, and of the batch that is kept with it."""
-        self._failed = None
-
-    def debug(self, *, rank: int | None = None, device: str | None = None, post_mortem: bool = False) -> Any:
-        """Run the last stage that failed again, in this kernel, where `breakpoint()`, `%debug` and pdb work.
-
-        A worker of the role is made here, takes the state of the live one (weights, moments, step count, random state;
-        gathered where it is cut over ranks), and is called as rank `rank` was (None: the first that failed): with its
-        rows of the kept batch, its arguments, its seed. The error is raised here with its real frames. Nothing of the
-        workbench changes; on the inline backend the stage is run in its place, and the role's state put back.
-        Functions that score are called one after the other in this thread, and without a time limit.
-
-        device: "cpu" or "cuda"; None: as the workbench's, where this process has such a one. post_mortem: enter the
-        debugger where it fails, instead of raising. Where it does not fail: says so, and returns what the rank made, an
-        `Output` or a value.
-
-        It is the state as it is now: an update that failed in its third step has taken two. One rank runs alone: sums
-        over ranks are over its own rows, and a model that was cut over ranks gives the same numbers within rounding.
-        Raises `NotFound` where no stage has failed, `BadInput` where this one cannot be run here.
-        """
-        from workbench.stages.replay import replay
-
-        return replay(cast("Workbench", self), self.last_error(), rank=rank, device=device, post_mortem=post_mortem)
+        self._last = None

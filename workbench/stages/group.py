@@ -31,7 +31,10 @@ class Caller(Protocol):
 class Placer(Caller, Protocol):
     """Who, beside that, can place a group elsewhere."""
 
-    placement: Placement
+    @property
+    def placement(self) -> Placement:
+        """Where its roles run."""
+        ...
 
     def move(self, placement: Placement) -> Any:
         """Change to that placement."""

@@ -1,33 +1,33 @@
-"""Calls of stages on the side, between two iterations, of which training sees nothing."""
+"""Calls of stages between two iterations, of which training sees nothing."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from workbench.controller import Workbench
+from workbench.stages.runner import StageRunner
 
 
 @contextlib.contextmanager
-def aside(lab: Workbench, stage: str) -> Iterator[None]:
+def isolated(runner: StageRunner, stage: str) -> Iterator[None]:
     """Inside, stages run one by one, and report their metrics as `stage`. Afterwards the iteration, the numbers of
-    draws, `last_metrics`, the store and the kernel's random state are as before; weights are `lab.kept`'s matter."""
-    lab.wait()
-    lab.scheduler.drain()
-    metrics, iteration, draws, looping = lab.last_metrics, lab.iteration, dict(lab._draws), lab.looping
-    overlapping, reusing, stored = lab._overlapping, lab._reusing, set(lab.store)
-    lab.last_metrics, lab.looping, lab._overlapping, lab._reusing = {}, True, 0, False
+    draws, `last_metrics`, the store and the kernel's random state are as before. Weights are not put back:
+    `lab.kept(...)` does that."""
+    runner.wait()
+    runner.scheduler.drain()
+    counters, batches = runner.counters, runner.batches
+    metrics, iteration, draws = counters.last_metrics, counters.iteration, dict(counters.draws)
+    looping, stored = batches.looping, set(batches.store)
+    counters.last_metrics, batches.looping = {}, True
     try:
-        with lab.reported_as(stage), torch.random.fork_rng(devices=[]):
+        with runner.one_by_one(), runner.reported_as(stage), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        lab.last_metrics, lab.iteration, lab._draws, lab.looping = metrics, iteration, draws, looping
-        lab._overlapping, lab._reusing = overlapping, reusing
-        for name in set(lab.store) - stored:
-            lab.store.release(name)
-        lab._release()
-        lab._save_state()
+        counters.last_metrics, counters.iteration, counters.draws = metrics, iteration, draws
+        batches.looping = looping
+        for name in set(batches.store) - stored:
+            batches.store.release(name)
+        batches.release_unused()
+        counters.save()

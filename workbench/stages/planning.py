@@ -40,12 +40,12 @@ def calls_on_batch(
     samples: int,
     travels: tuple[str, ...],
     meta: Mapping[str, Any],
-    heirs: Mapping[str, str],
+    shard_successors: Mapping[str, str],
 ) -> list[Call]:
     """One call a rank: the protocol deals out the rows, and each rank is told which of whose shards they are.
 
     travels: the columns that go to the ranks. samples: copies of each row, side by side. meta: what travels along.
-    heirs: see `ShardId.now`.
+    shard_successors: see `ShardId.now`.
     """
     columns, _ = batch.copies(samples).part(travels)
     rows = batch.rows * samples
@@ -60,7 +60,7 @@ def calls_on_batch(
                 args=args,
                 keep=operation.protocol.joins and rank in collected,
                 batch=batch.id,
-                pulls=tuple(group_pulls(columns, travels, mine, heirs)),
+                pulls=tuple(group_pulls(columns, travels, mine, shard_successors)),
                 rows=mine,
                 minibatch_sizes=tuple(len(chunk) for chunk in chunks),
                 sample=None if sample is None else sample[mine],
@@ -98,7 +98,7 @@ def _minibatches(group: WorkerGroup, operation: Operation, rows: int) -> list[np
 
 
 def group_pulls(
-    columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray, heirs: Mapping[str, str]
+    columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray, shard_successors: Mapping[str, str]
 ) -> list[tuple[tuple[str, ...], tuple[Pull, ...]]]:
     """What has to be pulled for these rows: columns that lie together are pulled together."""
     together: dict[int, tuple[Location, list[str]]] = {}
@@ -106,6 +106,6 @@ def group_pulls(
         location = columns[name].location
         together.setdefault(id(location), (location, []))[1].append(name)
     return [
-        (tuple(group), tuple(pull._replace(shard=pull.shard.now(heirs)) for pull in location.pulls(rows)))
+        (tuple(group), tuple(pull._replace(shard=pull.shard.now(shard_successors)) for pull in location.pulls(rows)))
         for location, group in together.values()
     ]

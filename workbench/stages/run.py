@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from workbench.backends.base import Backend, Pending
 from workbench.display.interrupts import Presses, on_interrupt
@@ -21,7 +21,7 @@ from workbench.messages.metric_values import MetricValues
 from workbench.messages.replies import Failure, Reply, UpdatePart
 from workbench.stages import interruptions
 from workbench.stages.rank_errors import one_error
-from workbench.stages.stopping import Leaving
+from workbench.stages.stopping import StopCoordinator
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
@@ -39,19 +39,45 @@ COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
+class Steps(Protocol):
+    """What a run does of its own. It holds the batch that the run reads, and is let go when the run has ended."""
+
+    def plan(self, run: Run) -> list[Call]:
+        """Make the calls, once the inputs are there."""
+
+    def finish(self, run: Run) -> Any:
+        """Make the result of the replies."""
+
+    def failed(self, run: Run, error: Exception) -> None:
+        """Called with an error of its own, before waiters are woken."""
+
+
+class RunOutcomes(Protocol):
+    """What follows from runs."""
+
+    def clean_up(self, run: Run) -> None:
+        """Let the hosts forget what a run left that came to nothing."""
+
+    def unheard(self, run: Run) -> None:
+        """Called when the waiter was interrupted and never gets the result."""
+
+    def over(self, run: Run) -> None:
+        """Called when its ranks are done with it."""
+
+
 class Run:
     """One call a rank of one group, made when its inputs are there.
 
     `result()` waits; `await run` waits without blocking the notebook.
 
-    code: a text that is equal for equal code and arguments. batch: what it is making, where that is a batch; it can be
-    given to the next stage at once, as the run itself can. read: the columns that an update read. collecting: the ranks
-    whose metrics count. made, meta: the columns that it made, and what is to travel along, once it is done. metrics:
-    what its ranks reported. dependents: batches that wait for it.
-    timeout_s: how long it may take, from when its ranks begin or, behind a run that was given up, from when it waits.
-    plan: makes the calls, once the inputs are there. finish: makes the result of the replies. clean: lets the hosts
-    forget what a run left that came to nothing. noted: hears of an error of its own, before who waits for it does.
-    unheard: hears that who waited was interrupted, and never got its result.
+    inputs: the runs that come before it. timeout_s: how long it may take, from when its ranks begin or, behind a run
+    that was given up, from when it waits. updates: whether the role's later stages wait for it. writes: the columns
+    that it is registered to write. code: a text that is equal for equal code and arguments. collecting: the ranks whose
+    metrics count. makes: gives the batch that it is making, which can be given to the next stage at once, as the run
+    itself can.
+
+    read: the columns that an update read. made, meta: the columns that it made, and what is to travel along, once it is
+    done. metrics: what its ranks reported. given: the result of an update. dependents: batches that wait for it.
     """
 
     def __init__(
@@ -61,36 +87,38 @@ class Run:
         stage: str,
         group: WorkerGroup,
         inputs: Sequence[Run],
-        plan: Callable[[], list[Call]],
-        finish: Callable[[Run], Any],
-        clean: Callable[[Run], None],
-        noted: Callable[[Run, Exception], None] = lambda run, error: None,
-        unheard: Callable[[Run], None] = lambda run: None,
+        steps: Steps,
+        outcomes: RunOutcomes,
         timeout_s: float | None = None,
+        updates: bool = False,
+        writes: tuple[str, ...] = (),
+        code: str = "",
+        collecting: tuple[int, ...] = (),
+        by_loop: bool = False,
+        makes: Callable[[Run], Batch] | None = None,
     ) -> None:
         self.number, self.stage, self.group = number, stage, group
         self.name = f"{group.role}.{stage}"
+        self.updates, self.writes, self.code = updates, writes, code
+        self.collecting, self.by_loop, self.timeout_s = collecting, by_loop, timeout_s
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
-        self.stuck = self.updates = self.by_loop = self.from_store = False
         self.unrecorded: list[Reply] = []
-        self.batch: Batch | None = None
-        self.code = ""
-        self.writes: tuple[str, ...] = ()
+        self.parts: tuple[UpdatePart, ...] = ()  # of an update that was stopped: how far each rank came
+        self.stuck = self.from_store = False
         self.submitted_s = time.time()
         self.started_s = self.ended_s = 0.0  # unix times; 0.0: not yet
         self.made: Mapping[str, Column] = {}
         self.read: Mapping[str, Column] = {}
-        self.collecting: tuple[int, ...] = ()
-        self.given: Any = None  # the result of an update, once it is done
+        self.given: Any = None
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
         self.dependents: list[weakref.ref[Batch]] = []
-        self._inputs, self._plan, self._finish, self._clean = list(inputs), plan, finish, clean
-        self._noted, self._unheard, self.timeout_s = noted, unheard, timeout_s
+        self._inputs, self._outcomes = list(inputs), outcomes
+        self._steps: Steps | None = steps
+        self._cleaned = False
         self._future: Future[Any] = Future()
-        self._ended: list[Callable[[], object]] = []
-        self._over = threading.Event()  # its ranks are at it no more: that may be after who waits has been told
+        self._over = threading.Event()  # its ranks are at it no more: that may be after its waiters were told
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
         self._pending: list[Pending] = []
         self._waiting_ranks: list[int] = []
@@ -100,11 +128,11 @@ class Run:
         self._asked_s: dict[str, float] = {}
         self._abandoned = ""
         self._backend: Backend | None = None  # from `send` on
-        self._leaving: Leaving | None = None
-        self.parts: tuple[UpdatePart, ...] = ()  # of an update that was stopped: how far each rank came
+        self._stopping: StopCoordinator | None = None
         self._scheduler: Scheduler | None = None
         self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
         self._counts = _Counts()
+        self.batch = None if makes is None else makes(self)
 
     # --- for who waits ------------------------------------------------------------------------------------------------
 
@@ -221,18 +249,12 @@ class Run:
         """Call `act` once it has ended, however; now, if it has."""
         self._future.add_done_callback(lambda _: act())
 
-    def when_ended(self, act: Callable[[], object]) -> None:
-        """Call `act` once its ranks are done with it; before it was sent only."""
-        self._ended.append(act)
-
     def _set_over(self) -> None:
         self._over.set()
-        acts, self._ended = self._ended, []
-        for act in acts:
-            try:
-                act()
-            except Exception as error:  # who keeps the record ends no run
-                warnings.warn(f"after {self.name}: {error!r}", stacklevel=2)
+        try:
+            self._outcomes.over(self)
+        except Exception as error:  # what cannot be written down ends no run
+            warnings.warn(f"after {self.name}: {error!r}", stacklevel=2)
 
     def join(self) -> None:
         """Wait until it is over, however."""
@@ -262,8 +284,8 @@ class Run:
 
     def _leave(self) -> None:
         """Let its ranks leave it."""
-        if self._leaving is None and self._backend is not None:
-            self._leaving = Leaving(self._backend, self.group.hosts, self.number)
+        if self._stopping is None and self._backend is not None:
+            self._stopping = StopCoordinator(self._backend, self.group.hosts, self.number)
             self._quiet_since = time.monotonic()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -303,7 +325,7 @@ class Run:
         if self.state == "cancelled":
             return interruptions.before_it_began(self.name)
         if self.state == "done":
-            self._unheard(self)
+            self._outcomes.unheard(self)
         if self.updates and self.state == "done":
             return interruptions.after_all_steps(self.name)
         error = None if self.state == "done" else self._future.exception()
@@ -350,7 +372,7 @@ class Run:
 
     def plan(self) -> list[Call]:
         """The calls that `send` makes."""
-        return self._plan()
+        return [] if self._steps is None else self._steps.plan(self)
 
     def send(self, backend: Backend) -> None:
         """Make the calls and give them to the hosts."""
@@ -399,7 +421,7 @@ class Run:
             return
         self._abandoned = f"its timeout_s={self.timeout_s:g} had passed"
         self.ended_s = time.time()
-        self._noted(self, error)
+        self._note_failure(error)
         with contextlib.suppress(InvalidStateError):
             self._future.set_exception(error)
         self._leave()
@@ -433,9 +455,9 @@ class Run:
         if not self._waiting_ranks:
             self._end()
             return
-        if self._leaving is not None:
-            self._leaving.poll(self._waiting_ranks)
-        failed = any(_failed(pending) for pending in self._pending) or self._leaving is not None
+        if self._stopping is not None:
+            self._stopping.poll(self._waiting_ranks)
+        failed = any(_failed(pending) for pending in self._pending) or self._stopping is not None
         now = time.monotonic()
         hosts = [self.group.hosts[rank] for rank in self._waiting_ranks]
         if self._ask(backend, hosts if failed else hosts[:1]) or not failed:
@@ -464,7 +486,7 @@ class Run:
             self._collect()
             if self._abandoned and not self.updates:
                 raise UpstreamError(f"the result of {self.name} was dropped", self._abandoned)
-            result = self._finish(self)
+            result = None if self._steps is None else self._steps.finish(self)
         except Exception as error:
             self.fail(error)
         else:
@@ -485,14 +507,14 @@ class Run:
 
     def fail(self, error: Exception) -> None:
         """End the run with an error; the first one counts."""
-        clean, self._clean = self._clean, lambda run: None
+        cleaned, self._cleaned = self._cleaned, True
         try:
-            if self.calls:
-                clean(self)
+            if self.calls and not cleaned:
+                self._outcomes.clean_up(self)
         except Exception as second:
             error.add_note(f"and while cleaning up: {second!r}")
         if self.calls and not self.done:
-            self._noted(self, error)
+            self._note_failure(error)
         self._forget()
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):
@@ -501,8 +523,11 @@ class Run:
 
     def _forget(self) -> None:
         """Let go of inputs, so that batches which nobody else holds are released."""
-        self._inputs, self._plan, self._finish, self._clean = [], list, lambda run: None, lambda run: None
-        self._noted = lambda run, error: None
+        self._inputs, self._steps, self._cleaned = [], None, True
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._steps is not None:
+            self._steps.failed(self, error)
 
     def _collect(self) -> None:
         failures: dict[int, Failure] = {}

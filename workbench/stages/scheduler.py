@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from workbench.backends.base import Backend
+from workbench.backends.hosts import Hosts
 from workbench.errors import UpstreamError
 from workbench.stages.run import Run
 
@@ -21,8 +21,8 @@ class Scheduler:
     and sends what that makes ready.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
         self._open: list[Run] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -71,7 +71,7 @@ class Scheduler:
                 outstanding = [pending for run in self._open for pending in run.outstanding()]
             try:
                 if outstanding:
-                    self._backend.wait(outstanding, POLL_S, count=1)
+                    self._hosts.backend.wait(outstanding, POLL_S, count=1)
                 else:
                     time.sleep(POLL_S)
             except Exception as error:  # nothing more is heard of any run: who waits is told
@@ -91,13 +91,13 @@ class Scheduler:
                 pool = run.group.pool.name
                 try:
                     if run.state == "waiting" and pool not in busy and not run.blocked():
-                        run.send(self._backend)
+                        run.send(self._hosts.backend)
                         changed = True
                     elif run.state == "waiting" and pool in busy and busy[pool].given_up:
                         run.begin_clock()
                     if run.outstanding():
-                        run.poll(self._backend)
-                    run.check_time(self._backend)
+                        run.poll(self._hosts.backend)
+                    run.check_time(self._hosts.backend)
                 except Exception as error:  # whatever it was, it ends this run and no other
                     run.fail(error)
                 if run.over:

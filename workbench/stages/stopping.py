@@ -13,7 +13,7 @@ from workbench.workers.stopping import PATIENCE_S, Standing
 TO_THE_END = 2**62  # a point that no stage comes to
 
 
-class Leaving:
+class StopCoordinator:
     """A run that is to stop; see `workbench.workers.stopping`. Poll it until its ranks have answered their calls."""
 
     def __init__(self, backend: Backend, hosts: Sequence[str], run: int) -> None:

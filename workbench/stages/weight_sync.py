@@ -11,82 +11,85 @@ version, whatever the actor does meanwhile, and training and generation overlap.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.batches.store import Weights
 from workbench.errors import BadInput
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT
 from workbench.stages.group import GroupOperation, WorkerGroup
-from workbench.stages.isolated import aside
+from workbench.stages.isolated import isolated
 from workbench.stages.run import Run
+from workbench.stages.runner import StageRunner
 from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.weight_exchange import Published
-
-if TYPE_CHECKING:
-    from workbench.controller import Workbench
 
 
 class Publication:
     """The actor's weights as they are when all that was called before has run, published for one taker.
 
-    run: of the actor's ranks. weights: which those are, once it is done. where: what the taker is told.
+    run: of the actor's ranks. weights: which those are; None until they are published. where: what the taker is told.
     """
 
-    def __init__(self, lab: Workbench, **what: bool) -> None:
-        self._lab, self.weights = lab, Weights(steps=-1, state="not published")
-        key = f"{lab._id}-weights-{lab._run_number + 1}"
-        self.where = Published(key=key, hosts=lab.actor.hosts, layout=lab.actor.layout)
-        self.run = lab.prepare(lab.actor, "publish_weights", (key,), what, then=self._note)
+    def __init__(self, runner: StageRunner, **what: bool) -> None:
+        self._runner = runner
+        self.weights: Weights | None = None
+        actor = runner.groups.by_role["actor"]
+        key = f"{runner.ownership.controller}-weights-{runner.counters.run + 1}"
+        self.where = Published(key=key, hosts=actor.hosts, layout=actor.layout)
+        self.run = runner.prepare(actor, "publish_weights", (key,), what, then=self._note)
 
     def _note(self) -> None:
-        self.weights = self._lab.weights["actor"]
+        self.weights = self._runner.counters.weights["actor"]
 
     def taken_by(
         self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         then: Callable[[], None] | None = None,
     ) -> Run:  # fmt: skip
         """Publish, and prepare the run of who takes it. The actor's hosts forget it when that has ended, however."""
-        run = self._lab.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then)
-        run.updates = True  # the role's later stages wait for it, and are not run where it fails
+        # the role's later stages wait for it, and are not run where it fails
+        run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then, as_update=True)
         run.when_over(lambda: self.run.when_over(self._release))
-        self._lab.send(self.run)
+        self._runner.send(self.run)
         return run
 
     def _release(self) -> None:
         for host in self.where.hosts:
-            self._lab._backend.ask(host, "release", [self.where.key])
+            self._runner.hosts.backend.ask(host, "release", [self.where.key])
 
 
 class WeightSync:
     """One role that takes the actor's weights over, by an operation of its own: when it has to, and how."""
 
-    def __init__(self, lab: Workbench, role: str, operation: str) -> None:
-        self._lab, self._role, self._operation = lab, role, operation
+    def __init__(self, runner: StageRunner, role: str, operation: str) -> None:
+        self._runner, self._role, self._operation = runner, role, operation
         self._last: tuple[Publication, Run] | None = None
 
     def due(self) -> bool:
         """Whether the role will lag behind the actor when all that was called so far has run."""
-        lab = self._lab
-        updates = [run.number for run in lab.open_runs() if run.updates and run.group is lab.actor]
+        weights, actor = self._runner.counters.weights, self._runner.groups.by_role["actor"]
+        updates = [run.number for run in self._runner.open_runs() if run.updates and run.group is actor]
         if self._last is not None and not self._last[1].done:
             publication = self._last[0]
             later = any(number > publication.run.number for number in updates)
-            return later or (publication.run.done and publication.weights != lab.weights["actor"])
-        return bool(updates) or lab.weights[self._role] != lab.weights["actor"]
+            return later or (publication.run.done and publication.weights != weights["actor"])
+        return bool(updates) or weights[self._role] != weights["actor"]
 
     def start(self, *, probe: bool) -> Run:
         """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along."""
-        lab = self._lab
-        publication = Publication(lab, probe=probe)
+        runner = self._runner
+        publication = Publication(runner, probe=probe)
 
         def taken() -> None:
-            lab.weights[self._role] = publication.weights
-            lab._save_state()
+            assert publication.weights is not None
+            runner.counters.weights[self._role] = publication.weights
+            runner.counters.save()
 
-        take = publication.taken_by(lab.groups[self._role], self._operation, (publication.where,), {}, then=taken)
+        take = publication.taken_by(
+            runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
+        )
         self._last = publication, take
-        lab.send(take)
+        runner.send(take)
         return take
 
 
@@ -96,27 +99,28 @@ class RolloutCaller:
     In a blocking call the sync is waited for first, so that its error is the call's own.
     """
 
-    def __init__(self, lab: Workbench) -> None:
-        self._lab, self._sync = lab, WeightSync(lab, ROLLOUT, "receive_weights")
-        self._rollout = rollout = lab.groups[ROLLOUT]
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner, self._sync = runner, WeightSync(runner, ROLLOUT, "receive_weights")
+        self._rollout = rollout = runner.groups.by_role[ROLLOUT]
+        actor = runner.groups.by_role["actor"]
         for name in DELEGATED:
             operation = rollout.operations[name].operation
-            lab.actor.delegate(name, GroupOperation(rollout, operation, self, asked=lab.actor))
+            actor.delegate(name, GroupOperation(rollout, operation, self, asked=actor))
             if name != "generate_sequences":  # which takes the weights as they are
                 rollout.delegate(name, GroupOperation(rollout, operation, self))
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._lab.carry_out(self._prepare(operation, args, kwargs, wait=not self._lab.overlapping))
+        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.overlapping))
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         run = self._prepare(operation, args, kwargs, wait=False)
-        self._lab.send(run)
+        self._runner.send(run)
         return run
 
     def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Run:
-        lab, name = self._lab, operation.name
-        rollout, generation = self._rollout, lab.description.generation
-        lab._check_alive(rollout)
+        runner, name = self._runner, operation.name
+        rollout, generation = self._rollout, runner.hosts.description.generation
+        runner.groups.check_alive(rollout)
         assert generation is not None
 
         def synced() -> Sequence[Run]:
@@ -128,28 +132,29 @@ class RolloutCaller:
             return (sync,)
 
         if name in ("generate_sequences", "sync_weights"):
-            return lab.prepare(rollout, name, args, kwargs, first=synced)
+            return runner.prepare(rollout, name, args, kwargs, first=synced)
         # these two look at the trainer's side as well
         rollout.operations[name].arguments(args, kwargs)
         if name == "compare_weights":
             synced()
-        publication = Publication(lab, weights=name == "compare_weights")
+        publication = Publication(runner, weights=name == "compare_weights")
         return publication.taken_by(rollout, name, args, {**kwargs, "published": publication.where})
 
 
-def refresh_reference(lab: Workbench) -> None:
+def refresh_reference(runner: StageRunner) -> None:
     """`lab.refresh_reference()`: the reference takes over the actor's weights."""
-    lab.require_nothing_passed_over("refresh_reference()")
-    if lab.description.actor_is_reference:
+    runner.require_nothing_to_skip("refresh_reference()")
+    groups = runner.groups.by_role
+    if runner.hosts.description.actor_is_reference:
         raise BadInput(
             "refresh_reference() with an adapter", "the reference is the actor without it, and stays so",
             "declare a reference of its own in models=",
         )  # fmt: skip
     for role, operation in (("reference", "take_weights"), ("actor", "publish_weights")):
-        if role not in lab.groups or operation not in lab.groups[role].operations:
+        if role not in groups or operation not in groups[role].operations:
             raise BadInput(
                 "refresh_reference() here", f"the workbench needs a {role} with the operation {operation}",
                 "open it with a reference, and with workers derived from workbench's own",
             )  # fmt: skip
-    with aside(lab, "refresh_reference"):
-        WeightSync(lab, "reference", "take_weights").start(probe=False).result()
+    with isolated(runner, "refresh_reference"):
+        WeightSync(runner, "reference", "take_weights").start(probe=False).result()

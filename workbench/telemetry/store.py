@@ -44,7 +44,7 @@ EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 
 
 class TelemetryStore:
-    """The telemetry of one workbench in `folder` (made if it is not there).
+    """The telemetry of one workbench in `folder` (made when something is written).
 
     torn_lines: for each file, how many unreadable lines the last reading passed over. A line still being written by
     another process counts until it is whole.
@@ -55,7 +55,6 @@ class TelemetryStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.torn_lines: dict[str, int] = {}
         self.aside = False
         self.sinks = Sinks()
@@ -181,6 +180,7 @@ class TelemetryStore:
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(_strict(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
         with self._path(name).open("ab+") as file:
             if file.seek(0, os.SEEK_END):

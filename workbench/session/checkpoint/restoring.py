@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.backends.starting import Step, settle
 from workbench.batches.store import Weights
+from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput
-from workbench.messages.metric_values import MetricValues
 from workbench.placement import ROLLOUT
 from workbench.placement.state import Part, state_of
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.session.checkpoint.saving import saved_parts
+from workbench.session.position import Position
+from workbench.stages.runner import StageRunner
 from workbench.workers.role_files import RoleFiles
 from workbench.workers.role_state import Carried
 
 if TYPE_CHECKING:
-    from workbench.algorithms.loop import Algorithm
     from workbench.config.description import Description
-    from workbench.controller import Workbench
 
 Note = Callable[[str], None]
 
@@ -74,62 +73,63 @@ class Restoring:
     def _has_state(self, role: str) -> bool:
         return any(name.startswith(f"roles/{role}/state-") for name in self.checkpoint.values["files"])
 
-    def check(self, lab: Workbench) -> None:
+    def check(self, prompts: PromptStream) -> None:
         """Raise `BadInput` where the prompts are others; needs no host."""
         state = self.checkpoint.values["state"]["prompts"]
-        if lab.prompts.source is not None and state:
-            lab.prompts.source.load_state_dict(state)
+        if prompts.source is not None and state:
+            prompts.source.load_state_dict(state)
 
-    def load(self, lab: Workbench, note: Note) -> None:
+    def load(self, runner: StageRunner, position: Position, prompts: PromptStream, note: Note) -> None:
         """Give the roles their states, and the controller its counters."""
-        infos = {info.name: info for info in lab._infos}
-        models, steps = lab.description.role_models(), []
+        hosts, groups = runner.hosts, runner.groups.by_role
+        infos = hosts.named()
+        models, steps = hosts.description.role_models(), []
         random: dict[str, Any] = {}
         for role, files in self._files.items():
             carried, model = self._carried[role], models[role]
             parts = () if model is None else tuple(state_of(model))
-            for rank, host in enumerate(lab.groups[role].hosts):
+            for rank, host in enumerate(groups[role].hosts):
                 mine: Carried = carried[rank % len(carried)]
                 random.setdefault(host, mine.random)
-                pending = lab._backend.work(host, "load_role", files, parts, rank, mine)
+                pending = hosts.backend.work(host, "load_role", files, parts, rank, mine)
                 steps.append(Step(f"restoring {role}", infos[host], pending))
-        if ROLLOUT in lab.groups:
-            layout, none = lab.description.layout_of(ROLLOUT), Carried(steps=0, moments=False, random={}, more={})
+        if ROLLOUT in groups:
+            layout, none = hosts.description.layout_of(ROLLOUT), Carried(steps=0, moments=False, random={}, more={})
             nothing = RoleFiles(role=ROLLOUT, folder="", parts=(), layout=layout)
-            for rank, host in enumerate(lab.groups[ROLLOUT].hosts):
-                pending = lab._backend.work(host, "load_role", nothing, (), rank, none)
+            for rank, host in enumerate(groups[ROLLOUT].hosts):
+                pending = hosts.backend.work(host, "load_role", nothing, (), rank, none)
                 steps.append(Step("restoring rollout", infos[host], pending))
-        settle(lab._backend, steps, note)
+        settle(hosts.backend, steps, note)
         last = [
-            Step("going on", infos[host], lab._backend.work(host, "continue_random", state))
+            Step("going on", infos[host], hosts.backend.work(host, "continue_random", state))
             for host, state in random.items()
         ]
-        settle(lab._backend, last, note)
-        self._count(lab)
+        settle(hosts.backend, last, note)
+        self._count(runner, position, prompts)
 
-    def _count(self, lab: Workbench) -> None:
-        state = self.checkpoint.values["state"]
-        lab.prompts.go_back()  # for one that was saved before the first prompt
-        self.check(lab)
-        lab._run_number, lab.iteration = max(lab._run_number, state["run"]), state["iteration"]
-        lab.prompts.drawn, lab.prompts.state = state["drawn"], state["prompts"]
-        lab._draws = {lab.iteration: state["draws"]}
-        for role, weights in lab.weights.items():
+    def _count(self, runner: StageRunner, position: Position, prompts: PromptStream) -> None:
+        state, counters = self.checkpoint.values["state"], runner.counters
+        prompts.go_back()  # for one that was saved before the first prompt
+        self.check(prompts)
+        counters.run, counters.iteration = max(counters.run, state["run"]), state["iteration"]
+        prompts.drawn, prompts.state = state["drawn"], state["prompts"]
+        counters.draws = {counters.iteration: state["draws"]}
+        for role, weights in counters.weights.items():
             # rollout workers are sent the actor's anew; a reference that was never refreshed is as its model has it
             saved = state["weights"].get(role)
             if saved and (role in self._files or role == ROLLOUT):
-                lab.weights[role] = Weights(steps=saved["steps"], state=secrets.token_hex(4))
+                counters.weights[role] = Weights.anew(saved["steps"])
             elif saved:
-                lab.weights[role] = Weights(steps=saved["steps"], state=weights.state)
-        lab.saved_streams = list(state["streams"])
-        lab.saved_algorithm = self.checkpoint.values["algorithm"]
-        lab.checkpoint = self.checkpoint
-        under_way = bool(lab.saved_algorithm and lab.saved_algorithm["under_way"])
-        lab._credit = lab.iteration - under_way
-        lab._save_state()
-        lab.telemetry.append_event(
-            "restored", folder=str(self.checkpoint.folder), iteration=lab.iteration,
-            run_folder=self.checkpoint.values["run_folder"], run=lab._run_number,
+                counters.weights[role] = Weights(steps=saved["steps"], state=weights.state)
+        position.saved_streams = list(state["streams"])
+        position.saved_algorithm = self.checkpoint.values["algorithm"]
+        position.checkpoint = self.checkpoint
+        under_way = bool(position.saved_algorithm and position.saved_algorithm["under_way"])
+        counters.iterations_to_skip = counters.iteration - under_way
+        counters.save()
+        runner.telemetry.append_event(
+            "restored", folder=str(self.checkpoint.folder), iteration=counters.iteration,
+            run_folder=self.checkpoint.values["run_folder"], run=counters.run,
         )  # fmt: skip
 
 
@@ -137,26 +137,6 @@ def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
     """Shape and bytes of an element of each weight of the parts of that name, as text."""
     weights = (weight for part in parts if part.what == what for weight in part.weights)
     return {weight.name: f"{list(weight.shape)} in {weight.item_bytes} bytes" for weight in weights}
-
-
-def take_up(algorithm: Algorithm, saved: Mapping[str, Any]) -> None:
-    """Let an algorithm go on where one of its class stood."""
-    lab = algorithm.lab
-    algorithm.load_state(saved["state"])
-    algorithm._iteration = saved["iteration"]
-    if saved["under_way"]:
-        algorithm.made.clear()
-        for stage, value in saved["made"].items():
-            if "batch" in value:  # of a checkpoint
-                assert lab.checkpoint is not None
-                algorithm.made[stage] = lab.load(lab.checkpoint.folder / value["batch"])
-            elif "held" in value:  # of the kernel before
-                if value["held"] in lab.store:
-                    algorithm.made[stage] = lab.batch(value["held"])
-            else:
-                algorithm.made[stage] = MetricValues(value["metrics"])
-        algorithm._under_way = True
-        lab.last_metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
 
 
 def arguments_of(description: Description) -> dict[str, Any]:

@@ -5,57 +5,64 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.backends.starting import Step, settle
 from workbench.batches.batch import Batch
+from workbench.data.prompt_stream import PromptStream
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, StageError, StageInterrupted
 from workbench.placement import ROLLOUT
 from workbench.placement.moves import Models
 from workbench.placement.state import Part, state_of
 from workbench.session.checkpoint.files import Checkpoint, new_folder, read_checkpoint, write_manifest
+from workbench.session.position import Position
+from workbench.stages.counters import Counters
 from workbench.stages.run import Run
+from workbench.stages.runner import StageRunner
 from workbench.workers.role_files import RoleFiles
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
-    from workbench.controller import Workbench
 
 ANSWER_S = 60.0  # how long an error waits for hosts to let go of the files
 
 
-def save(lab: Workbench, path: str | Path, algorithm: Algorithm | None, *, models: bool) -> Checkpoint:
+def save(
+    runner: StageRunner, position: Position, prompts: PromptStream, path: str | Path, algorithm: Algorithm | None,
+    *, models: bool,
+) -> Checkpoint:  # fmt: skip
     """`lab.save(path, algorithm, models=...)`."""
     folder = Path(path).expanduser().resolve()
-    lab._check_open()
-    lab.check_driver()
+    runner.ownership.check_open()
+    runner.check_driver()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(
             f"{str(folder)!r} holds something", "a checkpoint is saved to a new or empty folder", "choose another"
         )
-    if lab._keeping or (lab.overlapping and lab.open_runs()):
-        where = "kept()" if lab._keeping else "overlap()"
+    runner.snapshots.refuse(f"save({str(path)!r})", "that needs the roles as they are")
+    if runner.overlapping and runner.open_runs():
         raise BadInput(
-            f"save({str(path)!r}) inside lab.{where}", "that needs the roles as they are", "do it afterwards"
+            f"save({str(path)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
         )
-    for group in lab.groups.values():
-        lab._check_alive(group)
-    lab.scheduler.drain()
-    if left := lab._updates_left.open(lab.weights):
+    for group in runner.groups.by_role.values():
+        runner.groups.check_alive(group)
+    runner.scheduler.drain()
+    if left := runner.outcomes.updates.open(runner.counters.weights):
         raise BadInput(
             f"save({str(path)!r}) while {left[0]} stands between two of its steps, as an interrupt left it",
             "a checkpoint would not know which are taken",
             "run the same call again, which takes the rest, and then save",
         )  # fmt: skip
-    roles = role_files(lab, folder, models=models)
+    roles = role_files(runner, folder, models=models)
     _check_room(folder, roles)
     began = time.monotonic()
     try:
         with Progress(f"saving {folder.name}") as bar, new_folder(folder) as beside:
-            _write(lab, algorithm, beside, {role: at(files, beside) for role, files in roles.items()}, bar)
+            state = controller_state(runner.counters, position, prompts)
+            _write(runner, state, algorithm, beside, {role: at(files, beside) for role, files in roles.items()}, bar)
     except KeyboardInterrupt:
         raise StageInterrupted(
             f"saving to {str(folder)!r} was interrupted",
@@ -65,26 +72,28 @@ def save(lab: Workbench, path: str | Path, algorithm: Algorithm | None, *, model
         raise StageError(
             f"nothing was saved to {str(folder)!r}", str(error), "what was saved before is as it was"
         ) from error
-    lab.telemetry.append_event("saved", folder=str(folder), iteration=lab.iteration, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    runner.telemetry.append_event("saved", folder=str(folder), iteration=runner.counters.iteration, seconds=seconds)
     return read_checkpoint(folder)
 
 
-def role_files(lab: Workbench, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
+def role_files(runner: StageRunner, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
     """What there is to save of each role: all that training, or a refreshed reference, has changed."""
-    found, described = {}, lab.description.role_models()
+    description, weights = runner.hosts.description, runner.counters.weights
+    found, described = {}, description.role_models()
     for role, model in described.items():
         if role == ROLLOUT:  # they are sent the actor's weights
             continue
-        parts = saved_parts(described, role, refreshed=bool(role in lab.weights and lab.weights[role].state))
+        parts = saved_parts(described, role, refreshed=bool(role in weights and weights[role].state))
         if model is not None and not parts:
             continue
-        layout = lab.description.layout_of(role)
+        layout = description.layout_of(role)
         found[role] = RoleFiles(
             role=role,
             folder=str(folder / "roles" / role),
             parts=parts,
             layout=layout if model is None else model.standing(layout),
-            model=models and lab.description.models[role].trained and lab.description.is_ours(role),
+            model=models and description.models[role].trained and description.is_ours(role),
         )
     return found
 
@@ -119,8 +128,11 @@ def _check_room(folder: Path, roles: Mapping[str, RoleFiles]) -> None:
 
 
 def _write(
-    lab: Workbench, algorithm: Algorithm | None, folder: Path, roles: Mapping[str, RoleFiles], bar: Progress
-) -> None:
+    runner: StageRunner, state: Mapping[str, Any], algorithm: Algorithm | None, folder: Path,
+    roles: Mapping[str, RoleFiles], bar: Progress,
+) -> None:  # fmt: skip
+    hosts = runner.hosts
+
     def note(text: str) -> None:
         bar.label = f"saving {folder.name}: {text}"
         bar.update(0, 0)
@@ -129,22 +141,22 @@ def _write(
         """The answers of each role's ranks."""
         steps, answers = {}, dict[str, list[Any]]()
         for role in roles:
-            for rank, host in enumerate(lab.groups[role].hosts):
-                pending = lab._backend.work(host, method, roles_files[role], rank)
+            for rank, host in enumerate(runner.groups.by_role[role].hosts):
+                pending = hosts.backend.work(host, method, roles_files[role], rank)
                 steps[role, rank] = Step(f"saving {role}", infos[host], pending)
         try:
-            found = settle(lab._backend, list(steps.values()), note)
+            found = settle(hosts.backend, list(steps.values()), note)
         except BaseException:  # they write into a folder that is about to go
-            lab._backend.wait([step.pending for step in steps.values()], ANSWER_S)
+            hosts.backend.wait([step.pending for step in steps.values()], ANSWER_S)
             for step in steps.values():
                 if not step.pending.done():
-                    lab._late.setdefault(step.host.pool, []).append(("saving", step.pending))
+                    hosts.clean_up_later(step.host.pool, "saving", step.pending)
             raise
         for (role, _), answer in zip(steps, found, strict=True):
             answers.setdefault(role, []).append(answer)
         return answers
 
-    infos, roles_files = {info.name: info for info in lab._infos}, roles
+    infos, roles_files = hosts.named(), roles
     carried = asked(list(roles), "save_role")
     # only when every rank has written its part: here ranks wait for each other
     asked([role for role, files in roles.items() if files.model], "save_model")
@@ -157,10 +169,10 @@ def _write(
                     "give a folder that all machines share",
                 )
     values = {
-        "name": lab.name,
+        "name": hosts.description.name,
         "saved_s": time.time(),
-        "run_folder": str(lab.run_folder),
-        "placement": str(lab.placement),
+        "run_folder": str(hosts.run_folder),
+        "placement": str(hosts.placement),
         "roles": {
             role: {
                 "layout": str(files.layout),
@@ -169,23 +181,16 @@ def _write(
             }
             for role, files in roles.items()
         },
-        "state": controller_state(lab),
+        "state": state,
         "algorithm": None if algorithm is None else _algorithm_state(algorithm, folder),
     }
-    write_manifest(folder, values, lab.description, carried)
+    write_manifest(folder, values, hosts.description, carried)
 
 
-def controller_state(lab: Workbench) -> dict[str, Any]:
+def controller_state(counters: Counters, position: Position, prompts: PromptStream) -> dict[str, Any]:
     """The counters of a workbench, and where its prompts and examples stand, as plain values."""
-    return {
-        "run": lab._run_number,
-        "iteration": lab.iteration,
-        "drawn": lab.prompts.drawn,
-        "prompts": lab.prompts.state,
-        "weights": {role: asdict(weights) for role, weights in lab.weights.items()},
-        "draws": lab._draws.get(lab.iteration, -1),
-        "streams": [stream.state for stream in lab.streams()],
-    }
+    streams = [stream.state for stream in position.streams()]
+    return {**counters.state(), "drawn": prompts.drawn, "prompts": prompts.state, "streams": streams}
 
 
 def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a workbench holds batches: columns made here go to a host, rows come here, hosts forget what nobody refers to."""
+"""Batches on the hosts: tables go there, rows come here, and what stages made is kept by name and version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from workbench.backends.base import Pending, answered
+from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
 from workbench.batches.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
@@ -18,53 +18,38 @@ from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
 from workbench.batches.store import Origin, Store
 from workbench.batches.vocabulary import Vocabulary
-from workbench.errors import BadInput, HostDied, NotFound, StageError
-from workbench.session.history import Views
-from workbench.stages.group import WorkerGroup
+from workbench.errors import BadInput
+from workbench.models.tokenizers import load_tokenizer
+from workbench.stages.counters import Counters
+from workbench.stages.groups import Groups
+from workbench.stages.ownership import Ownership
 from workbench.stages.planning import group_pulls
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-class HeldBatches(Views):
-    """The methods of a `Workbench` that move rows between the notebook and the hosts, and what `Batch` asks of it."""
+class BatchStore:
+    """Moves rows between the notebook and the hosts, keeps what stages made, and gives hosts notice of what nobody
+    refers to. What a `Batch` asks of its workbench.
 
-    looping: bool
-    store: Store
-    _batch_number: int
-    _counts: ShardCounts
-    _id: str
-    _tokenizer: Any
-    _late: dict[str, list[tuple[str, Pending]]]  # by pool: what its hosts are still to do of a change that was given up
-    _heirs: dict[str, str]
-    vocabulary: Vocabulary
+    store: what stages made, by name and version. looping: whether a loop makes what is made now.
+    """
 
-    def _check_alive(self, group: WorkerGroup) -> None:
-        self._check_open()
-        self._check_drives()
-        if group.dropped:
-            there = f"the workbench has {', '.join(self.groups)}"
-            raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
-        for what, pending in self._late.pop(group.pool.name, []):
-            if not pending.done():
-                self._late.setdefault(group.pool.name, []).append((what, pending))
-            elif not answered(pending):
-                self._broken[group.pool.name] = what
-        if late := self._late.get(group.pool.name):
-            raise StageError(
-                f"pool {group.pool.name!r} is still at work on {late[0][0]}, which was given up",
-                "its hosts load, or wait for each other, and answer when that is over",
-                "try again in a while; where it lasts, lab.recover() starts them again",
-            )
-        if group.pool.name in self._broken:
-            raise HostDied(
-                f"pool {group.pool.name!r} was lost in {self._broken[group.pool.name]}",
-                "its ranks no longer agree",
-                f"lab.drop({group.role!r}) and lab.add(...) it anew: the other roles are whole"
-                if len(group.pool.roles) == 1 and group is not self.lead
-                else "lab.recover() starts it again, and goes on from the last checkpoint",
-            )
+    def __init__(self, hosts: Hosts, groups: Groups, ownership: Ownership, counters: Counters, room_bytes: int) -> None:
+        self._hosts, self._groups, self._ownership, self._counters = hosts, groups, ownership, counters
+        lead = hosts.description.models[hosts.description.lead].name
+        assert lead is not None
+        self.tokenizer = load_tokenizer(lead)
+        self._vocabulary = Vocabulary(lead, self.tokenizer)
+        self.shard_counts = ShardCounts()
+        self.store = Store(hosts.run_folder / "batches", room_bytes)
+        self.looping = False
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Whose tokens the batches are made of."""
+        return self._vocabulary
 
     def put(
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
@@ -76,16 +61,16 @@ class HeldBatches(Views):
         `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
         """
         found = _as_table(table)
-        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
+        self._vocabulary.check(found, "put()" if owner == "notebook" else owner)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
                 f"put() of columns with rows {{{sizes}}}", "all columns have equally many rows, at least one"
             )
-        self._check_alive(self.lead)
-        self._batch_number += 1
-        host, key = self.lead.hosts[0], f"{self._id}-put-{self._batch_number}"
-        self._backend.ask(host, "put", key, to_wire(carry(found))).result()
+        self._groups.check_alive(self._groups.lead)
+        self._counters.batch += 1
+        host, key = self._groups.lead.hosts[0], f"{self._ownership.controller}-put-{self._counters.batch}"
+        self._hosts.backend.ask(host, "put", key, to_wire(carry(found))).result()
         rows = len(next(iter(found.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
         columns = {}
@@ -94,7 +79,7 @@ class HeldBatches(Views):
             columns[name] = Column(
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
             )
-        batch = Batch(f"batch{self._batch_number}", columns, source=self, counts=self._counts, meta=meta or {})
+        batch = Batch(f"batch{self._counters.batch}", columns, source=self, counts=self.shard_counts, meta=meta or {})
         origin = Origin(stage="put" if owner == "notebook" else owner)
         self.store.add(batch, origin, columns.values(), by_loop=self.looping)
         return batch
@@ -109,6 +94,15 @@ class HeldBatches(Views):
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
         return Batch.concat(parts) if len(parts) > 1 else parts[0]
 
+    def get(self, name: str) -> Batch:
+        """A batch of the store by "name vversion", or the newest version of a name."""
+        return self.store.get(name, self.load)
+
+    def forget(self, name: str) -> None:
+        """Let the store forget a batch, or all versions of a name."""
+        self.store.release(name)
+        self.release_unused()
+
     def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
         """Note that a batch was made by a method of another, for its lineage."""
         origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
@@ -116,12 +110,12 @@ class HeldBatches(Views):
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
-        self._check_open()
+        self._ownership.check_open()
         pulled = carry({}, rows=len(rows))
-        for names, pulls in group_pulls(columns, tuple(columns), rows, self._heirs):
+        for names, pulls in group_pulls(columns, tuple(columns), rows, self._hosts.shard_successors):
             pieces = []
             for p in pulls:
-                wire = self._backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
+                wire = self._hosts.backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
                 pieces.append(under_names(p, from_wire(wire), names))
             order = np.argsort(np.concatenate([p.destinations for p in pulls]))
             pulled.update(rows_at(end_to_end(pieces), order))
@@ -129,12 +123,12 @@ class HeldBatches(Views):
 
     def lengths(self, name: str, location: Location) -> np.ndarray:
         """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
-        self._check_open()
+        self._ownership.check_open()
         lengths = np.empty(len(location), dtype=np.int64)
         pulls = location.pulls(np.arange(len(location)))
-        shards = [pull.shard.now(self._heirs) for pull in pulls]
+        shards = [pull.shard.now(self._hosts.shard_successors) for pull in pulls]
         asked = [
-            self._backend.ask(shard.host, "lengths", shard.key, p.name or name, p.positions)
+            self._hosts.backend.ask(shard.host, "lengths", shard.key, p.name or name, p.positions)
             for shard, p in zip(shards, pulls, strict=True)
         ]
         for pull, pending in zip(pulls, asked, strict=True):
@@ -143,23 +137,18 @@ class HeldBatches(Views):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids)))
+        return str(self.tokenizer.decode(list(token_ids)))
 
-    def _drop(self, hosts: Sequence[str], key: str) -> None:
-        """Let hosts forget a shard that no batch will refer to, once they are done with what they run now."""
-        for host in hosts:
-            self._backend.work(host, "release", [key])
-
-    def _release(self) -> None:
-        """Tell the hosts which shards nobody refers to any more. Who looks holds none."""
-        if self.looks:
+    def release_unused(self) -> None:
+        """Tell the hosts which shards nobody refers to any more. A handle that only looks holds none."""
+        if self._ownership.watches:
             return
         due: dict[str, list[str]] = {}
-        for shard in (shard.now(self._heirs) for shard in self._counts.take_due()):
+        for shard in (shard.now(self._hosts.shard_successors) for shard in self.shard_counts.take_due()):
             due.setdefault(shard.host, []).append(shard.key)
-        there = {info.name for info in self._infos}  # others are gone, and what they kept with them
+        there = {info.name for info in self._hosts.infos}  # others are gone, and what they kept with them
         for host in there & due.keys():
-            self._backend.ask(host, "release", due[host])
+            self._hosts.backend.ask(host, "release", due[host])
 
 
 def _as_table(table: Any) -> Table:

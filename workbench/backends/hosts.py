@@ -1,0 +1,152 @@
+"""The processes of one workbench, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.backends import registry
+from workbench.backends.base import Backend, Pending, answered
+from workbench.backends.inline import InlineBackend
+from workbench.backends.ray import RayBackend
+from workbench.backends.starting import join_pools, load_roles
+from workbench.config.description import Description
+from workbench.errors import HostDied, StageError, WorkbenchError
+from workbench.messages.calls import HostInfo
+from workbench.placement import Layout, Placement, Pool
+
+
+class Hosts:
+    """The hosts that a description asks for, from `start` or `attach` on with a backend that reaches them.
+
+    lost: the pools that are no longer whole, each with what it was lost in. pending_cleanup: by pool, the work of an
+    operation that was given up which its hosts have not ended yet. shard_successors: for a host that has ended, the
+    host that keeps its rows now. pools_ended: `HostInfo.again` of the last pool of each name that has ended.
+    """
+
+    backend: Backend
+
+    def __init__(self, description: Description, run_folder: Path) -> None:
+        self.run_folder = run_folder
+        self.lost: dict[str, str] = {}
+        self.pending_cleanup: dict[str, list[tuple[str, Pending]]] = {}
+        self.shard_successors: dict[str, str] = {}
+        self.pools_ended: dict[str, int] = {}
+        self.become(description)
+
+    def become(self, description: Description) -> None:
+        """Go on as another description says."""
+        self.description = description
+        self.infos: Sequence[HostInfo] = description.hosts(self.run_folder)
+
+    @property
+    def placement(self) -> Placement:
+        """Which roles share which devices."""
+        return self.description.placement
+
+    @property
+    def inline(self) -> bool:
+        """Whether all of it is in this process."""
+        return self.description.backend == "inline"
+
+    @property
+    def whole(self) -> list[HostInfo]:
+        """The hosts of pools that were not lost."""
+        return [info for info in self.infos if info.pool not in self.lost]
+
+    def named(self) -> dict[str, HostInfo]:
+        """Every host by its name."""
+        return {info.name: info for info in self.infos}
+
+    def standing(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
+        """Pool, hosts and layout of a role's workers."""
+        pool = self.placement.pool_of(self.description.lead if role == "numeric" else role)
+        names = tuple(info.name for info in self.infos if info.pool == pool.name)
+        # the numbers of advantages are reductions over the whole batch: no model that could be cut
+        return pool, names, Layout(d=pool.devices) if role == "numeric" else self.description.layout_of(role)
+
+    # --- starting and ending ------------------------------------------------------------------------------------------
+
+    def start(self, controller: str, note: Callable[[str], None]) -> None:
+        """Start the processes, join each pool's process group, load the models. note: called with what is waited
+        for."""
+        description = self.description
+        self.backend = (
+            InlineBackend()
+            if self.inline
+            else RayBackend(description.id, description.address, driver=controller, note=note)
+        )
+        self.backend.start(self.infos)
+        join_pools(self.backend, self.infos, note)
+        load_roles(self.backend, self.infos, description, note)
+
+    def attach(self, controller: str, address: str | None) -> set[str]:
+        """Find the processes that another kernel started; returns the names of those that are gone."""
+        backend = RayBackend(self.description.id, address, driver=controller, start=False)
+        self.backend = backend
+        gone = set(backend.attach(self.infos))
+        self.lost |= {info.pool: f"the end of host {info.name}" for info in self.infos if info.name in gone}
+        return gone
+
+    def drive(self) -> None:
+        """Let hosts refuse what other kernels send them from now on."""
+        if isinstance(self.backend, RayBackend):
+            self.backend.drive()
+
+    def record(self) -> None:
+        """Record the current hosts, so that a later kernel can reattach."""
+        if isinstance(self.backend, RayBackend):
+            processes = self.backend.processes
+            registry.rewrite(self.description, {info.name: processes[info.name] for info in self.infos})
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def describe(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
+        """What every host says of itself, in the order of `infos`; those of some pools are not asked."""
+        asked = [self.backend.ask(info.name, "describe") for info in self.infos if info.pool not in without]
+        return [answer.result() for answer in asked]
+
+    def require_whole(self, pool: Pool, role: str) -> None:
+        """Raise `StageError` while hosts of the pool are at work on what was given up, `HostDied` where it was lost."""
+        for what, pending in self.pending_cleanup.pop(pool.name, []):
+            if not pending.done():
+                self.clean_up_later(pool.name, what, pending)
+            elif not answered(pending):
+                self.lost[pool.name] = what
+        if late := self.pending_cleanup.get(pool.name):
+            raise StageError(
+                f"pool {pool.name!r} is still at work on {late[0][0]}, which was given up",
+                "its hosts load, or wait for each other, and answer when that is over",
+                "try again in a while; where it lasts, lab.recover() starts them again",
+            )
+        if pool.name in self.lost:
+            alone = len(pool.roles) == 1 and role != self.description.lead
+            raise HostDied(
+                f"pool {pool.name!r} was lost in {self.lost[pool.name]}",
+                "its ranks no longer agree",
+                f"lab.drop({role!r}) and lab.add(...) it anew: the other roles are whole"
+                if alone
+                else "lab.recover() starts it again, and goes on from the last checkpoint",
+            )
+
+    def clean_up_later(self, pool: str, what: str, pending: Pending) -> None:
+        """Note what hosts of a pool have still to end before they take another stage."""
+        self.pending_cleanup.setdefault(pool, []).append((what, pending))
+
+    def lost_pools(self, timeout_s: float) -> set[str]:
+        """The pools that are not whole: a process that has ended, or says nothing; ranks that no longer agree."""
+        lost, asked = {*self.lost, *self.pending_cleanup}, {}
+        for info in self.infos:
+            try:
+                asked[info] = self.backend.ask(info.name, "status")
+            except WorkbenchError:
+                lost.add(info.pool)
+        self.backend.wait(list(asked.values()), timeout_s)
+        lost |= {info.pool for info, pending in asked.items() if not answered(pending)}
+        return lost & {info.pool for info in self.infos}
+
+    def forget_shard(self, hosts: Sequence[str], key: str) -> None:
+        """Let hosts forget a shard that no batch refers to, once they are done with what they run now."""
+        for host in hosts:
+            self.backend.work(host, "release", [key])

@@ -1,0 +1,80 @@
+"""Iterations as streams of prompts and scripts count them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from workbench.batches.batch import Batch
+from workbench.batches.columns import Table
+from workbench.errors import BadInput
+from workbench.session.checkpoint.checkpoints import Checkpoints
+from workbench.session.position import Position
+from workbench.session.topology import Topology
+from workbench.stages.runner import StageRunner
+from workbench.support.validation import whole
+
+MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
+
+
+class Iterations:
+    """Begins iterations: for `PromptStream` and `ExampleStream`, and for loops by hand."""
+
+    def __init__(self, runner: StageRunner, position: Position, checkpoints: Checkpoints, topology: Topology) -> None:
+        self._runner, self._position, self._checkpoints = runner, position, checkpoints
+        self._topology = topology
+
+    @property
+    def iteration(self) -> int:
+        """The number of the one under way."""
+        return self._runner.counters.iteration
+
+    def check_ready(self) -> None:
+        """Raise where no prompts can be put, or another thread calls stages."""
+        self._runner.groups.check_alive(self._runner.groups.lead)
+        self._runner.check_driver()
+
+    def before_iteration(self) -> None:
+        """Save where `autosave` says so; `BadInput` in a resumed script that would repeat iterations."""
+        self._runner.require_nothing_to_skip("the next iteration")
+        self._checkpoints.save_if_due()
+
+    def begin_iteration(self) -> None:
+        """Count the next iteration."""
+        self._runner.groups.check_alive(self._runner.groups.lead)
+        counters = self._runner.counters
+        counters.iteration += 1
+        self._position.saved_algorithm = None
+        counters.last_metrics = {}
+        self._runner.telemetry.append_event("iteration", iteration=counters.iteration)
+        with suppress(Exception):  # a curve with a point less
+            self._topology.read_memory(MEMORY_S)
+
+    def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch:
+        """A batch of columns."""
+        return self._runner.batches.put(table, meta=meta, owner=owner)
+
+    def note_drawn(self) -> None:
+        """Keep where the prompts stand."""
+        self._runner.counters.save()
+
+    def numbers(self, n: int) -> Iterator[int]:
+        """The numbers 1 to n, without those that a resumed script has made: see `Workbench.iterations`."""
+        whole("iterations", n, 1)
+        for number in range(1 + self.passed_over(n), n + 1):
+            before = self.iteration
+            yield number
+            if self.iteration != before + 1:
+                raise BadInput(
+                    f"turn {number} of lab.iterations({n}) began {self.iteration - before} iterations",
+                    "a turn is one iteration, so that a resumed script knows how many turns were made",
+                    "give each algorithm a loop of its own, or count with range",
+                )
+
+    def passed_over(self, iterations: int) -> int:
+        """How many of that many iterations were made before the script was resumed; they are counted once."""
+        counters = self._runner.counters
+        passed = min(iterations, counters.iterations_to_skip)
+        counters.iterations_to_skip -= passed
+        return passed

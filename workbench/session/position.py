@@ -1,0 +1,95 @@
+"""Where a run stands: the algorithm under way, streams of examples, the checkpoint that it went on from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workbench.algorithms.loop import Algorithm
+from workbench.batches.batch import Batch
+from workbench.data.example_stream import ExampleStream
+from workbench.messages.metric_values import MetricValues
+from workbench.session.checkpoint.files import Checkpoint
+from workbench.stages.batch_store import BatchStore
+from workbench.stages.counters import Counters
+
+
+class Position:
+    """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams: where
+    those stood that are not in use yet. first_states: of algorithms, by class, when they took their first step."""
+
+    def __init__(self, counters: Counters, batches: BatchStore) -> None:
+        self._counters, self._batches = counters, batches
+        self.checkpoint: Checkpoint | None = None
+        self.last_saved: Checkpoint | None = None
+        self.saved_algorithm: dict[str, Any] | None = None
+        self.saved_streams: Sequence[dict[str, Any]] = ()
+        self.first_states: dict[str, dict[str, Any]] = {}
+        self._algorithm: weakref.ref[Algorithm] | None = None
+        self._streams: Sequence[weakref.ref[ExampleStream]] = ()
+
+    @property
+    def algorithm(self) -> Algorithm | None:
+        """The algorithm that took the last step, while somebody holds it: with it go the batches that it made."""
+        return None if self._algorithm is None else self._algorithm()
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm | None) -> None:
+        self._algorithm = None if algorithm is None else weakref.ref(algorithm)
+
+    def take_up(self, algorithm: Algorithm) -> None:
+        """Let a new algorithm go on where the one of its class stood when the checkpoint was saved."""
+        saved = self.saved_algorithm
+        if saved is None or algorithm.taken_up or saved["class"] != type(algorithm).__name__:
+            return
+        algorithm.go_on(saved, self._made(saved) if saved["under_way"] else None)
+        if saved["under_way"]:
+            metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
+            self._counters.last_metrics = metrics
+        moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
+        where = f"{'in' if saved['under_way'] else 'after'} iteration {self._counters.iteration}"
+        print(f"{saved['class']} goes on {where}{f', with {moved}' if moved else ''}")
+
+    def _made(self, saved: Mapping[str, Any]) -> dict[str, Batch | MetricValues]:
+        """What the stages of the iteration under way had made."""
+        made: dict[str, Batch | MetricValues] = {}
+        for stage, value in saved["made"].items():
+            if "batch" in value:  # of a checkpoint
+                assert self.checkpoint is not None
+                made[stage] = self._batches.load(self.checkpoint.folder / value["batch"])
+            elif "held" in value:  # of the kernel before
+                if value["held"] in self._batches.store:
+                    made[stage] = self._batches.get(value["held"])
+            else:
+                made[stage] = MetricValues(value["metrics"])
+        return made
+
+    def put_back(self, algorithm: Algorithm) -> None:
+        """Let the algorithm that this notebook holds go back to where it stood."""
+        algorithm.go_back(self._counters.iteration)
+        if self.saved_algorithm is None:
+            algorithm.load_state(self.first_states.get(type(algorithm).__name__, {}))
+        self.take_up(algorithm)
+
+    def add_stream(self, stream: ExampleStream) -> None:
+        """Know of a stream whose place is saved; one of the same rows as a saved one goes on where that stood."""
+        self._streams = [*(known for known in self._streams if known() is not None), weakref.ref(stream)]
+        self.put_back_stream(stream)
+
+    def put_back_stream(self, stream: ExampleStream) -> None:
+        """Let a stream go on where the saved one of the same rows stood; where none was saved, from its start."""
+        stream.take_up(stream.first)
+        for state in self.saved_streams:
+            if stream.take_up(state):
+                self.saved_streams = [other for other in self.saved_streams if other is not state]
+                break
+
+    def streams(self) -> list[ExampleStream]:
+        """The streams of examples that are in use."""
+        return [stream for known in self._streams if (stream := known()) is not None]
+
+    def begin_anew(self) -> None:
+        """Go back to where a workbench stands that was opened this moment."""
+        self.saved_algorithm, self.saved_streams, self.checkpoint = None, (), None
+        self._counters.iterations_to_skip = 0

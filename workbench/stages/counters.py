@@ -1,0 +1,49 @@
+"""What a workbench counts: runs, batches, iterations, drawn samples, optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from workbench.batches.store import Weights
+from workbench.messages.metric_values import MetricValues
+
+
+class Counters:
+    """run, batch, iteration: how many there were. draws: by iteration, the number of the last drawing of samples.
+    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration.
+    iterations_to_skip: iterations that a resumed script is not to repeat. save: keeps them for a later kernel."""
+
+    def __init__(self) -> None:
+        self.run = self.batch = self.iteration = self.iterations_to_skip = 0
+        self.draws: dict[int, int] = {}
+        self.weights: dict[str, Weights] = {}
+        self.last_metrics: dict[str, MetricValues] = {}
+        self.save: Callable[[], None] = lambda: None
+
+    def next_run(self) -> int:
+        """The number of a new run."""
+        self.run += 1
+        self.save()
+        return self.run
+
+    def next_draw(self, iteration: int) -> int:
+        """The number of a new drawing of samples in an iteration."""
+        draw = self.draws[iteration] = self.draws.get(iteration, -1) + 1
+        self.save()
+        return draw
+
+    def draw_again(self, iteration: int, draw: int) -> None:
+        """Give the next drawing this number again, if there was none since."""
+        if self.draws.get(iteration) == draw:
+            self.draws[iteration] -= 1
+
+    def state(self) -> dict[str, Any]:
+        """Their values, for a checkpoint or a later kernel."""
+        return {
+            "run": self.run,
+            "iteration": self.iteration,
+            "weights": {role: asdict(weights) for role, weights in self.weights.items()},
+            "draws": self.draws.get(self.iteration, -1),
+        }

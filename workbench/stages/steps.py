@@ -1,0 +1,207 @@
+"""The middle of a stage call, when its inputs are there: planned for each rank; then its replies made into a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workbench.backends.hosts import Hosts
+from workbench.batches.batch import Batch
+from workbench.batches.location import Location, ShardId
+from workbench.batches.references import Column
+from workbench.batches.store import Origin, Weights
+from workbench.messages.calls import Call
+from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import Metrics, merge_metrics, reported
+from workbench.messages.replies import agreed_columns
+from workbench.placement import ROLLOUT
+from workbench.stages.batch_store import BatchStore
+from workbench.stages.checking import StageCall
+from workbench.stages.counters import Counters
+from workbench.stages.failing import Failures
+from workbench.stages.groups import Groups
+from workbench.stages.outcomes import Outcomes
+from workbench.stages.planning import calls_on_batch, calls_without_batch
+from workbench.stages.run import Run
+from workbench.telemetry.store import TelemetryStore
+
+
+class StageSteps:
+    """Plans the calls of runs, and makes their results."""
+
+    def __init__(
+        self, hosts: Hosts, groups: Groups, counters: Counters, batches: BatchStore, outcomes: Outcomes,
+        failures: Failures, telemetry: TelemetryStore, controller: str,
+    ) -> None:  # fmt: skip
+        self._hosts, self._groups, self._counters, self._batches = hosts, groups, counters, batches
+        self._outcomes, self._failures, self._telemetry, self._controller = outcomes, failures, telemetry, controller
+
+    # --- plan ---------------------------------------------------------------------------------------------------------
+
+    def plan(self, call: StageCall, run: Run) -> list[Call]:
+        """One call a rank."""
+        self._groups.check_alive(call.group)
+        self._batches.release_unused()
+        name = call.operation.name
+        common = {
+            "run": run.number, "key": f"{self._controller}-{run.number}", "stage": name, "method": name,
+            "updates": call.updates, "role": call.group.worker_role, "kwargs": call.kwargs,
+            "submitted_s": run.submitted_s,
+        }  # fmt: skip
+        if call.batch is None:
+            return calls_without_batch(call.group, call.operation, common, call.args)
+        return self._plan_on_batch(call, call.batch, run, common)
+
+    def _plan_on_batch(self, call: StageCall, batch: Batch, run: Run, common: Mapping[str, Any]) -> list[Call]:
+        travels = call.travelling
+        run.read, meta = batch.part(travels)
+        seed = self._seed(call, meta)
+        seeded = {**meta, "seed": seed}
+        if call.group.role == ROLLOUT:  # which trained weights there are is known here, not where samples are drawn
+            seeded["trained_version"] = self._counters.weights["actor"].steps
+        calls = calls_on_batch(
+            call.group, call.operation, common, call.args, batch, call.samples, travels, seeded,
+            self._hosts.shard_successors,
+        )  # fmt: skip
+        self._outcomes.sent(run, seed)
+        begun = self._outcomes.unfinished(run, ended=False)
+        if begun is None:
+            return calls
+        print(f"{run.name}: goes on at optimizer step {begun.parts[0].steps + 1} of {begun.parts[0].of}")
+        return begun.resumed(calls, str(call.group.layout), call.collecting)
+
+    def _seed(self, call: StageCall, meta: Mapping[str, Any]) -> tuple[int, ...]:
+        seed, iteration = self._hosts.description.seed, int(meta.get("iteration", 0))
+        if not call.operation.samples:
+            return (seed, iteration)
+        if call.arguments.get("seed") is not None:
+            return (int(call.arguments["seed"]), iteration)
+        return (seed, iteration, self._counters.next_draw(iteration))
+
+    # --- record -------------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, call: StageCall, run: Run, reported_as: str, metrics: dict[str, MetricValues],
+        then: Callable[[], None] | None,
+    ) -> Any:  # fmt: skip
+        """What a run gives, recorded: the batch's next version, an update's metrics, or what ranks returned. metrics:
+        the `last_metrics` of when it was called. then: see `StageRunner.prepare`."""
+        result = self._result(call, run)
+        run.given = result if run.updates else None
+        if run.given_up:
+            self._outcomes.unheard(run)
+        self.report(run, reported_as, metrics)
+        if then is not None:
+            then()
+        return result
+
+    def report(self, run: Run, stage: str, metrics: dict[str, MetricValues]) -> None:
+        """Record its metrics under the name of a stage."""
+        if run.metrics:
+            now = self._counters.iteration
+            iteration = int(run.calls[0].meta.get("iteration", now)) if run.calls else now
+            self._telemetry.append_metrics(stage, run.number, iteration, run.metrics)
+            metrics[stage] = run.metrics
+
+    def failed(self, call: StageCall, run: Run, error: Exception) -> None:
+        """Keep what it failed with."""
+        self._failures.note(run, error, call.operation, call.batch, call.arguments)
+
+    def _result(self, call: StageCall, run: Run) -> Any:
+        self._outcomes.record(run)
+        for note in dict.fromkeys(note for reply in run.replies for note in reply.notes):
+            print(f"{run.name}: {note}")
+        collected = [run.replies[rank] for rank in run.collecting]
+        metrics: Metrics = {}
+        for reply in collected:
+            merge_metrics(metrics, reply.metrics)
+        run.metrics = MetricValues(reported(metrics))
+        self._count_update(run)
+        if not call.operation.protocol.joins:
+            return [reply.value for reply in collected]
+        made = self._next_version(call, run)
+        return run.metrics if made is None else made
+
+    def _count_update(self, run: Run) -> None:
+        weights, role = self._counters.weights, run.group.role
+        if run.updates and role in weights:
+            weights[role] = Weights.anew(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
+            self._counters.save()
+
+    def _next_version(self, call: StageCall, run: Run) -> Batch | None:
+        """The batch with the columns that were made; None where none were."""
+        replies, calls, ranks = run.replies, run.calls, run.collecting
+        summaries = agreed_columns([replies[rank] for rank in ranks], run.writes, run.name)
+        if not summaries:
+            return None
+        assert call.batch is not None
+        parts = [(ShardId(run.group.hosts[rank], calls[rank].key), calls[rank].rows) for rank in ranks]
+        location = Location.of_parts([(shard, rows) for shard, rows in parts if rows is not None])
+        self._batches.shard_counts.hold(location)
+        run.meta = replies[ranks[0]].meta
+        run.made = {
+            name: Column(
+                dtype=summary.dtype, row_shape=summary.row_shape, nbytes=summary.nbytes, owner=run.group.role,
+                location=location, made_with=run.code,
+            )
+            for name, summary in summaries.items()
+        }  # fmt: skip
+        made = call.batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
+        self._batches.store.add(made, self._origin(run, calls[0]), run.made.values(), by_loop=run.by_loop)
+        return made
+
+    def _origin(self, run: Run, call: Call) -> Origin:
+        weights = self._counters.weights.get(run.group.role)
+        return Origin(
+            stage=run.name,
+            run=run.number,
+            inputs=(call.batch,),
+            arguments={name: f"{value!r:.80}" for name, value in call.kwargs.items()},
+            weights_version=weights.steps if weights else None,
+            weights_state=weights.state if weights else "",
+            seed=tuple(call.meta["seed"]),
+            travelled=tuple(dict.fromkeys(name for names, _ in call.pulls for name in names)),
+            meta_in={name: value for name, value in call.meta.items() if name not in ("seed", "trained_version")},
+            meta_out=run.meta,
+            code=run.code,
+            metrics=run.metrics,
+        )
+
+    # --- answered without being sent ----------------------------------------------------------------------------------
+
+    def answer_ended(self, call: StageCall, run: Run, reported_as: str) -> None:
+        """End an update that was done when it was interrupted, with the metrics that it had."""
+        assert call.batch is not None
+        run.read, _ = call.batch.part(call.travelling)
+        if ended := self._outcomes.unfinished(run, ended=True):
+            print(f"{run.name}: was done when it was interrupted; these are its metrics")
+            run.metrics = ended.result
+            self._answer(run, reported_as, ended.result)
+
+    def answer_from_store(self, call: StageCall, run: Run, reported_as: str) -> None:
+        """End a run with what the store has, where the same code has read the same columns with the same weights."""
+        store, weights = self._batches.store, self._counters.weights
+        assert call.batch is not None
+        batch, travels = call.batch.copies(call.samples), call.travelling
+        state = weights[run.group.role].state if run.group.role in weights else ""
+        for name in reversed(list(store)):
+            origin, found = store.origin(name), store.kept(name)
+            if origin is None or found is None:
+                continue
+            same = (origin.stage, origin.code, origin.weights_state) == (run.name, run.code, state)
+            if not same or set(origin.travelled) != set(travels) or origin.meta_in != dict(batch.meta):
+                continue
+            made = {c: column for c, column in found.columns.items() if column.made_with == run.code}
+            read = (found.columns[c].location.same(batch.columns[c].location) for c in travels if c not in made)
+            if set(run.writes) <= set(made) and all(read):
+                assert run.batch is not None
+                run.made, run.meta, run.metrics = made, origin.meta_out, MetricValues(origin.metrics)
+                print(f"{run.name}: from the store, as run {origin.run} made it")
+                self._answer(run, reported_as, run.batch)
+                store.add(run.batch, origin, (), by_loop=run.by_loop)
+                return
+
+    def _answer(self, run: Run, reported_as: str, result: Any) -> None:
+        self.report(run, reported_as, self._counters.last_metrics)
+        run.from_store = True
+        run.settle(result)
