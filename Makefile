@@ -33,9 +33,10 @@ thorough: $(READY) ## run what `make test` shows under further layouts, and ever
 lab: $(READY) ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab --notebook-dir=. $(DEMO)
 
-check: $(READY) ## format, lint, types
+check: $(READY) ## format, lint, layers of imports, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: $(READY) ## format the code and fix what the linter can

@@ -16,19 +16,19 @@ def algorithms() -> list[str]:
 
 
 def _fields(name: str) -> Mapping[str, Any]:
-    import workbench as wb
+    from workbench import algorithms
 
-    return inspect.signature(getattr(wb, name)).parameters
+    return inspect.signature(getattr(algorithms, name)).parameters
 
 
 def make_algorithm(name: str, lab: Any, like: Any) -> Any:
     """An algorithm with its own fields, except those that say how much, which are those of the one before it; how many
     samples a prompt too, where that is more than one, which not every algorithm can do with."""
-    import workbench as wb
+    from workbench import algorithms
 
     shared = [field for field in ("prompts", "samples", "sampling") if hasattr(like, field) and field in _fields(name)]
     given = {field: getattr(like, field) for field in shared if field != "samples" or like.samples > 1}
-    make: Callable[..., Any] = getattr(wb, name)
+    make: Callable[..., Any] = getattr(algorithms, name)
     return make(lab, **given)
 
 

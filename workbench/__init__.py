@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from workbench.algorithms import ALGORITHMS
+from workbench.support.public_names import PUBLIC_NAMES
 
 if TYPE_CHECKING:
     from workbench import mapping as mapping
@@ -39,31 +40,7 @@ if TYPE_CHECKING:
     from workbench.settings.engines import Training as Training
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
-_PUBLIC = {
-    **ALGORITHMS,
-    "Algorithm": "workbench.algorithms.loop",
-    "Batch": "workbench.batches.batch",
-    "Correction": "workbench.objectives.correction",
-    "Generation": "workbench.settings.engines",
-    "Layout": "workbench.placement",
-    "LoRA": "workbench.models.lora",
-    "Model": "workbench.models.spec",
-    "PROTOCOLS": "workbench.messages.protocols",
-    "Placement": "workbench.placement",
-    "Sampling": "workbench.settings.engines",
-    "Training": "workbench.settings.engines",
-    "Workbench": "workbench.controller",
-    "attach": "workbench.launch.opening",
-    "ls": "workbench.launch.opening",
-    "open": "workbench.launch.opening",
-    "restore": "workbench.launch.opening",
-    "protocol": "workbench.messages.protocols",
-    "register": "workbench.messages.operation",
-    "mapping": "workbench",
-    "script": "workbench.launch",
-    "stop": "workbench.launch.opening",
-    "verifiers": "workbench.data",
-}
+_PUBLIC = {**ALGORITHMS, **PUBLIC_NAMES}
 _MODULES = ("mapping", "script", "verifiers")
 
 __all__ = sorted(_PUBLIC)

@@ -19,6 +19,7 @@ from workbench.batches.carrier import carry, columns_of
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS, Column, Maker, ShardCounts, Source
 from workbench.batches.turns import chosen_mean, marked
+from workbench.batches.vocabulary import Vocabulary
 from workbench.errors import BadInput, UnknownColumn
 from workbench.support.validation import at_least
 
@@ -64,11 +65,8 @@ class Batch(BatchTools):
     def after(self, run: Maker, writes: Iterable[str], copies: int = 1) -> Batch:
         """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read."""
         batch = copy.copy(self.copies(copies))  # shares what is there
-        promised = tuple(writes)
-        batch._columns = MappingProxyType({n: c for n, c in batch._columns.items() if n not in promised})
-        batch._open = {**batch._open, **dict.fromkeys(promised, run)}
-        batch.version, batch.rows = next(self._versions), self.rows * copies
-        return batch._waiting()
+        batch.promise(run, tuple(writes), next(self._versions))
+        return batch
 
     def is_of(self, source: Source) -> bool:
         """Whether it is a workbench's."""
@@ -76,12 +74,21 @@ class Batch(BatchTools):
 
     def twin(self) -> Batch:
         """Another handle of the same: whether the notebook still holds this one can be told from it."""
-        return copy.copy(self)._waiting()
+        twin = copy.copy(self)
+        twin.wait_for_makers()
+        return twin
 
-    def _waiting(self) -> Batch:
+    def promise(self, run: Maker, writes: tuple[str, ...], version: int) -> None:
+        """Become a version of which a run is making some columns; of a handle that nobody has seen yet."""
+        self._columns = MappingProxyType({n: c for n, c in self._columns.items() if n not in writes})
+        self._open = {**self._open, **dict.fromkeys(writes, run)}
+        self.version = version
+        self.wait_for_makers()
+
+    def wait_for_makers(self) -> None:
+        """Have the runs that make its columns settle it when they end."""
         for run in set(self._open.values()):
             run.dependents.append(weakref.ref(self))
-        return self
 
     @property
     def id(self) -> str:
@@ -175,7 +182,7 @@ class Batch(BatchTools):
             meta={**self._meta, **meta},
         )
 
-    def _derive(
+    def derive(
         self,
         tool: str,
         columns: Mapping[str, Column],
@@ -208,6 +215,11 @@ class Batch(BatchTools):
             versions=versions,
             meta=meta,
         )
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Whose tokens its ids are."""
+        return self._source.vocabulary
 
     @property
     def versions(self) -> Iterator[int]:

@@ -67,7 +67,7 @@ class BatchTools(ABC):
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """A choice of rows, by number, in the order given."""
         index = self._row_numbers(rows)
-        return self._derive("take", rows_of(self.columns, index))
+        return self.derive("take", rows_of(self.columns, index))
 
     def _row_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         index = np.asarray(rows)
@@ -198,7 +198,7 @@ class BatchTools(ABC):
         if not columns:
             raise BadInput("select() of no column", "a batch has at least one column")
         self.need(columns, "select")
-        return self._derive("select", *self.ready(columns))
+        return self.derive("select", *self.ready(columns))
 
     def drop(self, *columns: str) -> Batch:
         """Without these columns."""
@@ -214,7 +214,7 @@ class BatchTools(ABC):
             if new in columns:
                 raise BadInput(f"rename: two columns {new!r}", "a batch has one column of a name", "choose other names")
             columns[new] = replace(column, location=column.location.kept_as(old)) if new != old else column
-        return self._derive("rename", columns)
+        return self.derive("rename", columns)
 
     def join(self, other: Batch) -> Batch:
         """This batch with the columns of another added, row by row. Where meta differ, its own stay.
@@ -223,7 +223,7 @@ class BatchTools(ABC):
 
         Raises `BadInput` for names that both have, and for another number of rows.
         """
-        self._check_beside([other], "join")
+        self.check_beside([other], "join")
         if self.rows != other.rows:
             raise BadInput(f"join of {self!r} and {other!r}", "both have equally many rows")
         if both := [name for name in other.columns if name in self.columns]:
@@ -232,7 +232,7 @@ class BatchTools(ABC):
                 "a batch has one column of a name",
                 f"drop them, or other.rename({both[0]}='other_{both[0]}')",
             )
-        return self._derive("join", {**self.columns, **other.columns}, {**other.meta, **self.meta}, [other])
+        return self.derive("join", {**self.columns, **other.columns}, {**other.meta, **self.meta}, [other])
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -244,7 +244,7 @@ class BatchTools(ABC):
         if not batches:
             raise BadInput("concat of no batches", "give at least one")
         first, *others = batches
-        first._check_beside(others, "concat")
+        first.check_beside(others, "concat")
         every = dict.fromkeys(name for batch in batches for name in batch.columns)
         for number, batch in enumerate(batches):
             if missing := [name for name in every if name not in batch.columns]:
@@ -284,13 +284,14 @@ class BatchTools(ABC):
                 owner=", ".join(dict.fromkeys(part.owner for part in parts)),
                 location=together[key],
             )
-        return first._derive("concat", columns, others=others)
+        return first.derive("concat", columns, others=others)
 
-    def _check_beside(self, others: Iterable[Batch], reader: str) -> None:
+    def check_beside(self, others: Iterable[Batch], reader: str) -> None:
+        """Raise `BadInput` unless all are batches of this one's workbench."""
         for other in others:
             if not isinstance(other, BatchTools):
                 raise BadInput(f"{reader} with {other!r:.60}", "takes batches")
-            if other._source is not self._source:
+            if not other.is_of(self._source):
                 raise BadInput(
                     f"{reader} of batches of two workbenches",
                     "the columns of a batch lie on the hosts of one",

@@ -77,7 +77,7 @@ def write(path: str | os.PathLike[str], batch: Batch) -> Path:
         "meta": {key: json.loads(_json(value, f"meta {key!r}", "")) for key, value in batch.meta.items()},
     }
     if set(TOKEN_COLUMNS) & set(batch.columns):
-        known["vocabulary"] = batch._source.vocabulary.identity
+        known["vocabulary"] = batch.vocabulary.identity
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         entries: list[_Entry] = []
         for number, (name, column) in enumerate(batch.columns.items()):

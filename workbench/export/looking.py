@@ -326,9 +326,10 @@ def _calls_only_known(call: ast.Call) -> bool:
 @cache
 def _wb_values() -> set[str]:
     """Public classes of the workbench: making one starts nothing."""
-    import workbench
+    from workbench.algorithms import ALGORITHMS
+    from workbench.support.public_names import PUBLIC_NAMES
 
-    return {name for name in workbench.__all__ if name[0].isupper()}
+    return {name for name in (*ALGORITHMS, *PUBLIC_NAMES) if name[0].isupper()}
 
 
 @cache

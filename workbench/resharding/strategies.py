@@ -109,7 +109,7 @@ class FullGatherOfSlices(FullGather):
         return (self.ranks,)
 
     def _block_movements(self, weight: Weight) -> list[Movement]:
-        return Plan._block_movements(self, weight)
+        return super(FullGather, self)._block_movements(weight)
 
 
 class ModelParallelGather(Transition):

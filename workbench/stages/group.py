@@ -51,7 +51,7 @@ class GroupOperation:
     def __init__(
         self, group: WorkerGroup, operation: Operation, caller: Caller, asked: WorkerGroup | None = None
     ) -> None:
-        self.group, self.operation, self._caller = group, operation, caller
+        self.group, self.operation, self.caller = group, operation, caller
         self._asked = asked or group
         self._spec: Model | None = None
         self._method: Any = None
@@ -81,13 +81,13 @@ class GroupOperation:
         """
         self._asked.take_edits()
         now = self.now
-        return now._caller.call(now.group, now.operation, args, kwargs)
+        return now.caller.call(now.group, now.operation, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Run:
         """Run it in the background: a `Run`, whose result can be awaited, waited for, or given to the next stage."""
         self._asked.take_edits()
         now = self.now
-        return now._caller.submit(now.group, now.operation, args, kwargs)
+        return now.caller.submit(now.group, now.operation, args, kwargs)
 
     @property
     def now(self) -> GroupOperation:

@@ -342,11 +342,21 @@ class Run:
         bar.label = shown.name if shown is self else f"{self.name} waits for {shown.name}"
         if stopping:
             bar.label = f"{self.name}: stopping where nothing is half done (interrupt again to leave it behind)"
-        failed = [str(rank) for rank, pending in enumerate(shown._pending) if _failed(pending)]
-        if failed:
-            bar.label = f"{shown.name}: rank {', '.join(failed)} failed, waiting for the others"
-        status = next(iter(shown._seen.values()), None)
-        bar.update(*(status[1:] if status else (0, 0, 0)))
+        if failed := shown.failed_ranks:
+            bar.label = f"{shown.name}: rank {', '.join(map(str, failed))} failed, waiting for the others"
+        bar.update(*shown.progressed)
+
+    @property
+    def failed_ranks(self) -> list[int]:
+        """The ranks that have failed so far."""
+        return [rank for rank, pending in enumerate(self._pending) if _failed(pending)]
+
+    @property
+    def progressed(self) -> tuple[int, int, int]:
+        """Micro-batches (or rows) that the first rank has done, of how many, and its tokens; zeros: nothing is
+        known."""
+        status = next(iter(self._seen.values()), None)
+        return status[1:] if status else (0, 0, 0)
 
     # --- for the scheduler --------------------------------------------------------------------------------------------
 
@@ -354,11 +364,12 @@ class Run:
         """Whether an input is still to come; fails this run if one never will."""
         for run in self._inputs:
             if run.state in ("failed", "cancelled"):
-                self.fail(run._as_cause(self.name))
+                self.fail(run.as_cause(self.name))
                 return True
         return not all(run.done for run in self._inputs)
 
-    def _as_cause(self, consumer: str) -> UpstreamError:
+    def as_cause(self, consumer: str) -> UpstreamError:
+        """The error of a stage that needs its result."""
         error = None if self._future.cancelled() else self._future.exception()
         if isinstance(error, UpstreamError):  # the first cause is further up
             cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
