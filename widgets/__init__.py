@@ -44,8 +44,9 @@ def panel(lab: Any, names: Sequence[str] = (), algorithm: Any = None) -> Panel:
     key = tuple(dict.fromkeys(names)) or tuple(VIEWS)
     if key not in panels:
         panels[key] = Panel(lab, [VIEWS[name](lab, driver) for name in key], driver)
-    if algorithm is not None and "stepper" in panels[key].views:
-        panels[key].views["stepper"].algorithm = algorithm
+    stepper = panels[key].views.get("stepper")
+    if algorithm is not None and isinstance(stepper, Stepper):
+        stepper.algorithm = algorithm
     return panels[key]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench import overrides
 from workbench.engines.settings import SYNC_STRATEGIES
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput, MissingDependency, NotFound
 from workbench.notebook_cell import notebook_path
 from workbench.placement import ROLLOUT
 from workbench.registry import opened
@@ -201,10 +201,15 @@ class Views(Whereabouts):
 
         It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
         asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
-        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not.
+        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not, `MissingDependency`
+        without the packages of the extra "notebook".
         """
-        from workbench_widgets import panel
-
+        try:
+            from workbench_widgets import panel
+        except ImportError as error:
+            raise MissingDependency(
+                f"{error.name} is not installed", "a live panel needs it", "pip install 'workbench[notebook]'"
+            ) from error
         return panel(self, views, algorithm)
 
     def trace(self, path: str | Path) -> Path:

@@ -58,7 +58,7 @@ def test_what_hosts_hold_is_read_and_drawn(lab: wb.Workbench) -> None:
         assert sum(held.values()) == sum(n for name, n in live.loc[role].items() if not name.startswith("host_"))
     assert reading.batch_bytes == live["host_batch_bytes"].iloc[0]
     assert reading.capacity_bytes == total_bytes() > reading.resident_bytes
-    view = Memory(lab, Driver(lab))
+    view: Any = Memory(lab, Driver(lab))
     view.on_read()
     (chart,) = view.charts()
     areas = {curve.name: curve.y[-1] for curve in chart.curves if curve.kind == "area"}
