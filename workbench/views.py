@@ -201,8 +201,8 @@ class Views(Whereabouts):
 
         It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
         asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
-        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not, `MissingDependency`
-        without the packages of the extra "notebook".
+        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not,
+        `MissingDependency` without the packages of the extra "notebook".
         """
         try:
             from workbench_widgets import panel
