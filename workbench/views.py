@@ -19,12 +19,12 @@ from workbench.workers.logs import tail
 
 if TYPE_CHECKING:
     import pandas as pd
-    from workbench_widgets import Panel
 
     from workbench.display.timeline import Timeline
     from workbench.display.traffic import Traffic
     from workbench.export import Script
     from workbench.resharding.strategies import Transition, ZeroSync
+    from workbench_widgets import Panel
 
 
 class Views(Whereabouts):

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets.driver import Driver
-from workbench_widgets.memory import Memory
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.machine import total_bytes
 from workbench.telemetry import MemoryReading, Span, TelemetryStore
 from workbench.telemetry.store import MEMORY_COLUMNS
+from workbench_widgets.driver import Driver
+from workbench_widgets.memory import Memory
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets import Panel, View
 
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.errors import BadInput
+from workbench_widgets import Panel, View
 
 
 @pytest.fixture(scope="module")

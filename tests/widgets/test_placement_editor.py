@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets import Driver, panel
-from workbench_widgets.placement_editor import PlacementEditor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, update_on, vowels
 from tests.test_moving import opened
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
+from workbench_widgets import Driver, panel
+from workbench_widgets.placement_editor import PlacementEditor
 
 WAIT_S = 60.0
 
