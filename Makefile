@@ -8,7 +8,7 @@ DEMO := notebooks/101_ppo_by_hand.ipynb
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
-$(READY): pyproject.toml setup.py scripts/setup_env.py
+$(READY): pyproject.toml scripts/setup_env.py
 	@$(PYTHON) scripts/setup_env.py
 	@touch $@
 

@@ -3,18 +3,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import workbench
 from scripts import build_docs
-from workbench import errors
+from tests.cases import tiny_lab
+from workbench import cli, errors
 from workbench.algorithms import ALGORITHMS
 from workbench.telemetry import store
 from workbench.telemetry.syncs import SYNC_COLUMNS
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FOLDERS = "workbench|widgets|tests|docs|notebooks|benchmarks|scripts|datasets"
+# a role of other placements, an example's own operation, names that stand for others
+NOT_HERE = ("lab.rollout", "lab.critic.count_prompt", "wb.NAME", "wb.Mine", "workbench/algorithms/mine.py")
 
 
 def test_every_public_name_has_a_page_and_so_have_algorithms_workers_errors_and_telemetry() -> None:
@@ -83,3 +88,48 @@ def test_every_lesson_is_in_the_page_of_lessons() -> None:
 def test_every_column_of_the_frames_is_explained(columns: dict[str, str]) -> None:
     page = (ROOT / "docs" / "telemetry.md").read_text()
     assert [column for column in columns if f"`{column}`" not in page] == []
+
+
+def snippets(text: Path) -> Iterator[str]:
+    """Lines of a text's blocks of code, and what its sentences have in backquotes."""
+    blocks = re.split(r"^```.*$", text.read_text(), flags=re.M)
+    for number, block in enumerate(blocks):
+        yield from block.splitlines() if number % 2 else re.findall(r"`([^`\n]+)`", block)
+
+
+def test_commands_of_the_texts_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    wrong, seen = [], 0
+    for text in (*TEXTS, ROOT / "CHANGELOG.md"):
+        for snippet in snippets(text):
+            if made := re.match(r"make (?!PYTHON=)([a-z-]+)(?:.* NAME=([a-z_]+))?", snippet):
+                seen += 1
+                if made[1] not in targets or (made[2] or "list") not in benchmarks:
+                    wrong.append(f"{text.name}: {snippet}")
+            if called := re.match(r"(?:\.venv/bin/)?wb ([a-z]+)([^#|]*)", snippet):
+                seen += 1
+                with pytest.raises(SystemExit):
+                    cli.main([called[1], "--help"])
+                if {*re.findall(r"--[a-z][a-z-]*", called[2])} - {*re.findall(r"--[a-z-]+", capsys.readouterr().out)}:
+                    wrong.append(f"{text.name}: {snippet}")
+    assert wrong == []
+    assert seen > 60
+
+
+def test_names_and_files_of_the_texts_exist(tmp_path: Path) -> None:
+    wrong = []
+    with tiny_lab("docs", tmp_path, backend="inline") as lab:
+        for text in TEXTS:
+            written = text.read_text()
+            for dotted in sorted({*re.findall(r"(?<![\w.])(?:lab|wb)(?:\.[A-Za-z_]\w*)+", written)}):
+                first, *names = dotted.split(".")
+                value: Any = lab if first == "lab" else workbench
+                for name in names if not dotted.startswith(NOT_HERE) else ():
+                    if not hasattr(value, name):
+                        wrong.append(f"{text.name}: {dotted}")
+                        break
+                    value = getattr(value, name)
+            paths = {*re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./*-]*\w", written)}.difference(NOT_HERE)
+            wrong += [f"{text.name}: {path}" for path in sorted(paths) if not any(ROOT.glob(path))]
+    assert wrong == []

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import workbench
+import workbench_widgets
 from scripts import setup_env
+from workbench.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,13 +20,23 @@ def test_every_room_is_a_package_and_so_part_of_a_wheel() -> None:
 
 
 def test_widgets_are_installed_under_their_import_name() -> None:
-    import workbench_widgets
+    assert Path(workbench_widgets.__file__).resolve().parent == ROOT / "widgets"
 
-    assert Path(workbench_widgets.__file__).parent == ROOT / "widgets"
+
+def test_public_names_are_those_of_all_for_a_type_checker_as_for_python() -> None:
+    tree = ast.parse(Path(workbench.__file__).read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imported = [
+        alias for block in blocks for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    assert {alias.asname for alias in imported if alias.name != "*"} | {*ALGORITHMS} == {*workbench.__all__}
+    for package in (workbench, workbench_widgets):
+        assert [name for name in package.__all__ if not hasattr(package, name)] == []
+    assert {*dir(workbench)} == {*workbench.__all__, "errors"}
 
 
 def test_importing_workbench_loads_no_engine_and_no_widget() -> None:
-    heavy = ("vllm", "deepspeed", "ray", "plotly", "ipywidgets", "anywidget")
+    heavy = ("torch", "transformers", "vllm", "deepspeed", "ray", "pandas", "plotly", "ipywidgets", "anywidget")
     code = f"import sys, workbench; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from workbench.errors import BadInput
 from workbench_widgets.checks import Checks
 from workbench_widgets.driver import Driver
 from workbench_widgets.memory import Memory
@@ -17,8 +18,6 @@ from workbench_widgets.stepper import Stepper
 from workbench_widgets.timeline import TimelineView
 from workbench_widgets.traffic import TrafficView
 from workbench_widgets.view import View
-
-from workbench.errors import BadInput
 
 # in the order of their tabs
 VIEWS: dict[str, type[View]] = {
@@ -44,8 +43,9 @@ def panel(lab: Any, names: Sequence[str] = (), algorithm: Any = None) -> Panel:
     key = tuple(dict.fromkeys(names)) or tuple(VIEWS)
     if key not in panels:
         panels[key] = Panel(lab, [VIEWS[name](lab, driver) for name in key], driver)
-    if algorithm is not None and "stepper" in panels[key].views:
-        panels[key].views["stepper"].algorithm = algorithm
+    stepper = panels[key].views.get("stepper")
+    if algorithm is not None and isinstance(stepper, Stepper):
+        stepper.algorithm = algorithm
     return panels[key]
 
 

@@ -9,9 +9,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from workbench_widgets.view import View
-
 from workbench.display.curves import Chart, Curve, key, sheet, told
+from workbench_widgets.view import View
 
 
 @cache

@@ -6,9 +6,8 @@ from collections.abc import Hashable
 from html import escape
 from typing import Any
 
-from workbench_widgets.view import View, button, choice
-
 from workbench.display.html import table
+from workbench_widgets.view import View, button, choice
 
 ALL = "all checks"
 SIGNS = {"ok": "\N{CHECK MARK}", "failed": "\N{MULTIPLICATION X}", "not applicable": "\N{EN DASH}"}

@@ -9,15 +9,14 @@ from collections.abc import Hashable
 from html import escape
 from typing import Any
 
-from workbench_widgets.charts import Charts
-from workbench_widgets.memory_history import MemoryHistory
-from workbench_widgets.view import button, entry
-
 from workbench.display.curves import Chart, Curve, Stroke
 from workbench.display.devices import device_map
 from workbench.display.html import bytes_text
 from workbench.display.palette import role_styles
 from workbench.telemetry.memory import MemoryReading
+from workbench_widgets.charts import Charts
+from workbench_widgets.memory_history import MemoryHistory
+from workbench_widgets.view import button, entry
 
 EVERY_S = 2.0
 # Use -> hatch; the role says the colour.

@@ -11,12 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from workbench_widgets.charts import Charts
-from workbench_widgets.view import button, choice, entry
-
 from workbench.display.curves import STROKES, Chart, Curve, smoothed
 from workbench.errors import BadInput
 from workbench.telemetry.store import TelemetryStore
+from workbench_widgets.charts import Charts
+from workbench_widgets.view import button, choice, entry
 
 # Shown at first, where there are such: a metric's name, and the stages whose metric it may be, the best first.
 FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {

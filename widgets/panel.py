@@ -15,12 +15,12 @@ from typing import Any
 import anywidget
 import traitlets
 from IPython.display import display
+
+from workbench.errors import BadInput, WorkbenchError
 from workbench_widgets.driver import Driver
 from workbench_widgets.front_end import in_notebook, module, style
 from workbench_widgets.pulse import Pulse
 from workbench_widgets.view import View
-
-from workbench.errors import BadInput, WorkbenchError
 
 EVERY_S = 0.4
 REST, MOST_REST_S = 150, 5.0  # times as long as a drawing took, and seconds: until the next one that nobody asked for

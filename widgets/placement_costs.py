@@ -7,11 +7,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from workbench_widgets.placement_plans import Plan, plans
-
 from workbench.errors import WorkbenchError
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
+from workbench_widgets.placement_plans import Plan, plans
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Hashable
 from html import escape
 from typing import Any, ClassVar
 
-from workbench_widgets import placement_edits as edits
-from workbench_widgets.placement_costs import Answer, Costs, Question
-from workbench_widgets.placement_html import change_html, inside_of_card, memory_html, note_of, offers_html
-from workbench_widgets.view import View, button, choice, entry
-
 from workbench.display.html import bytes_text, seconds_text
 from workbench.display.pools import Card, PoolBox, pools_html
 from workbench.errors import BadInput, NotFound, WorkbenchError
 from workbench.placement import ROLLOUT, Placement, Pool
+from workbench_widgets import placement_edits as edits
+from workbench_widgets.placement_costs import Answer, Costs, Question
+from workbench_widgets.placement_html import change_html, inside_of_card, memory_html, note_of, offers_html
+from workbench_widgets.view import View, button, choice, entry
 
 STILL_WAIT_S = 20.0  # how long a picture that must stand alone waits for the hosts
 

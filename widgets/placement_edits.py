@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench_widgets.view import whole_number
-
 from workbench.errors import BadInput
 from workbench.placement import ROLLOUT, Layout, Placement
+from workbench_widgets.view import whole_number
 
 NEW_POOL = "new pool"  # no identifier, so no pool has this name
 

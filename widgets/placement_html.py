@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from workbench_widgets.placement_costs import Offer
-from workbench_widgets.placement_edits import same
-from workbench_widgets.view import button, entry
-
 from workbench.display.html import bytes_text, seconds_text, table
 from workbench.display.memory_bars import DeviceMemory, memory_svg
 from workbench.placement import Layout, Placement
 from workbench.placement.change import PlacementChange
+from workbench_widgets.placement_costs import Offer
+from workbench_widgets.placement_edits import same
+from workbench_widgets.view import button, entry
 
 _CELL = (
     "text-align:left;padding:2px 12px 2px 4px;border-bottom:1px solid color-mix(in srgb,currentColor 20%,transparent)"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from torch import Tensor
+
+from workbench.display.html import kv, table
 from workbench_widgets.token_colours import Scale, Token, legend, number, scale_of
 from workbench_widgets.token_columns import MEANINGS, Sample, common, derived, difference, token_texts
 from workbench_widgets.view import button
-
-from workbench.display.html import kv, table
 
 if TYPE_CHECKING:
     from workbench_widgets.samples import Looked

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from workbench_widgets.token_columns import Sample
 
 from workbench.batches.columns import Ragged, nbytes
 from workbench.errors import BadInput
+from workbench_widgets.token_columns import Sample
 
 SEARCHED_ROWS = 64  # whose tokens are here at a time while a text is looked for
 KEPT_SAMPLES = 256

@@ -8,13 +8,13 @@ from html import escape
 from typing import Any
 
 from torch import Tensor
+
+from workbench.display.html import bytes_text
+from workbench.errors import BadInput, NotFound, WorkbenchError
 from workbench_widgets import sample_pictures as pictures
 from workbench_widgets.sample_rows import SampleRows, chosen
 from workbench_widgets.token_columns import Sample, derived, derived_names
 from workbench_widgets.view import View, button, choice, entry
-
-from workbench.display.html import bytes_text
-from workbench.errors import BadInput, NotFound, WorkbenchError
 
 PAGE_ROWS = 20
 GROUP_ROWS = 32

@@ -8,12 +8,11 @@ from html import escape
 from typing import Any
 from weakref import WeakValueDictionary
 
-from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
-from workbench_widgets.view import View, button, choice, entry, whole_number
-
 from workbench.display.graph import Mark, draw
 from workbench.display.html import bytes_text, seconds_text, table
 from workbench.errors import BadInput, WorkbenchError
+from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
+from workbench_widgets.view import View, button, choice, entry, whole_number
 
 SIGNS = {
     "waiting": "\N{WHITE CIRCLE}", "running": "\N{BLACK RIGHT-POINTING TRIANGLE}", "done": "\N{CHECK MARK}",

@@ -9,8 +9,6 @@ from html import escape
 from typing import Any
 
 import numpy as np
-from workbench_widgets.span_table import SpanTable
-from workbench_widgets.view import View, choice, entry, whole_number
 
 from workbench.display.html import bytes_text, kv, seconds_text
 from workbench.display.idle import CAUSES, Gaps, Life, within
@@ -19,6 +17,8 @@ from workbench.display.palette import role_styles
 from workbench.display.timeline import HATCHES, SHADES, Timeline, ground_opacity, timeline, times_table
 from workbench.errors import BadInput
 from workbench.support.notebook_cell import code_of_cell
+from workbench_widgets.span_table import SpanTable
+from workbench_widgets.view import View, choice, entry, whole_number
 
 WINDOWS = {"last": "last iteration", "several": "last N iterations", "all": "all", "compare": "compare N iterations"}
 MOST_COMPARED = 12

@@ -102,7 +102,7 @@ def _of_same(theirs_T: Tensor, same: int, length: int) -> Tensor:
     return values
 
 
-def token_texts(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
     """The text of each token, as it reads behind the one before it: some tokenizers drop a space at the start of a
     text. A token that is a part of a character is its id, in ⟨ ⟩."""
     texts = []

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from workbench_widgets.view import View, choice
-
 from workbench.display.html import bytes_text, seconds_text, table
 from workbench.display.traffic import flow
 from workbench.errors import NotFound
+from workbench_widgets.view import View, choice
 
 KINDS = {"weights": "weights for generation", "batch": "rows for stages", "move": "changes of placement", "": "all"}
 EVERY_STAGE = "every stage"

@@ -31,7 +31,7 @@ class View:
 
     def __init__(self, lab: Any, driver: Driver) -> None:
         self.lab, self.driver = lab, driver
-        self.turn: Callable[..., None] = _no_other_view  # set by the panel: turn(name, **given) shows another view
+        self.turn: Callable[..., object] = _no_other_view  # set by the panel: turn(name, **given) shows another view
 
     def depends_on(self) -> Hashable:
         """Changes when there is something new to draw. Asked several times a second: it costs next to nothing."""

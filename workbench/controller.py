@@ -40,7 +40,7 @@ from workbench.data.example_stream import ExampleStream
 from workbench.data.examples import Kind
 from workbench.data.prompt_stream import PromptStream
 from workbench.data.sources import Source
-from workbench.errors import BadInput
+from workbench.errors import BadInput, MissingDependency
 from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.plan import Plans
@@ -83,7 +83,6 @@ from workbench.workers.roles import ROLE_WORKERS
 if TYPE_CHECKING:
     import pandas as pd
     from tensordict import TensorDict
-    from workbench_widgets import Panel
 
     from workbench.checks import CheckReport
     from workbench.display.devices import DeviceMap
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from workbench.display.traffic import Traffic
     from workbench.export import Script
     from workbench.placement.change import PlacementChange
+    from workbench_widgets import Panel
 
 
 class Workbench:
@@ -738,10 +738,15 @@ class Workbench:
 
         It follows what cells do, and its buttons do what cells could. The same views are one panel however often it is
         asked for. algorithm: what its stepper steps; None: the one that took the last step. Where widgets cannot be
-        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not.
+        shown, and in a saved notebook, it is a picture. Raises `BadInput` for a view that there is not,
+        `MissingDependency` without the packages of the extra "notebook".
         """
-        from workbench_widgets import panel
-
+        try:
+            from workbench_widgets import panel
+        except ImportError as error:
+            raise MissingDependency(
+                f"{error.name} is not installed", "a live panel needs it", "pip install 'workbench[notebook]'"
+            ) from error
         return panel(self, views, algorithm)
 
     def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets.driver import Driver
-from workbench_widgets.front_end import module
-from workbench_widgets.memory import Memory
 
 import workbench as wb
 from tests.light import describe
 from workbench.controller import Workbench
 from workbench.telemetry import MemoryReading
+from workbench_widgets.driver import Driver
+from workbench_widgets.front_end import module
+from workbench_widgets.memory import Memory
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from widgets import front_end
+from workbench_widgets import front_end
 
 FIELD = '<input data-act="iterations" value="3"><button data-act="run" data-drives>Run</button>'
 PAGE = """

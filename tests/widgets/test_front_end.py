@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from workbench_widgets.front_end import FOLDER, IMPORT, module, style
 
 FILES = sorted(path.name for path in FOLDER.glob("*.js"))

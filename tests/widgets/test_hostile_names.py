@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from workbench_widgets import VIEWS
 
 import workbench as wb
 from tests.cases import tiny_lab
@@ -20,6 +19,7 @@ from workbench.checks import CheckReport, Finding
 from workbench.errors import RewardError
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import Span, Transfer
+from workbench_widgets import VIEWS
 
 HOSTILE = """x"'><img src=x onerror=alert(1)>"""
 # what a script puts into the page as html

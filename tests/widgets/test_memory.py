@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets.driver import Driver
-from workbench_widgets.memory import Memory
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.support.machine import total_bytes
 from workbench.telemetry import MemoryReading, Span, TelemetryStore
 from workbench.telemetry.store import MEMORY_COLUMNS
+from workbench_widgets.driver import Driver
+from workbench_widgets.memory import Memory
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_what_hosts_hold_is_read_and_drawn(lab: wb.Workbench) -> None:
         assert sum(held.values()) == sum(n for name, n in live.loc[role].items() if not name.startswith("host_"))
     assert reading.batch_bytes == live["host_batch_bytes"].iloc[0]
     assert reading.capacity_bytes == total_bytes() > reading.resident_bytes
-    view = Memory(lab, Driver(lab))
+    view: Any = Memory(lab, Driver(lab))
     view.on_read()
     (chart,) = view.charts()
     areas = {curve.name: curve.y[-1] for curve in chart.curves if curve.kind == "area"}

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets.charts import plotly_js
-from workbench_widgets.driver import Driver
-from workbench_widgets.metrics import MetricCurves, Metrics, first_shown
 
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.errors import BadInput
 from workbench.telemetry import TelemetryStore
+from workbench_widgets.charts import plotly_js
+from workbench_widgets.driver import Driver
+from workbench_widgets.metrics import MetricCurves, Metrics, first_shown
 
 
 @pytest.fixture(scope="module")

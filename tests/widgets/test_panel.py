@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets import Panel, View
 
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.errors import BadInput
+from workbench_widgets import Panel, View
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ class TestStepper:
 
     def test_the_menu_keeps_the_algorithms_that_it_was_given(self, lab: wb.Workbench, ppo: Any) -> None:
         panel = lab.panel(algorithm=ppo)
-        stepper = panel.views["stepper"]
+        stepper: Any = panel.views["stepper"]
         stepper.act("choose_algorithm", {"value": "by hand"})
         assert stepper.algorithm is None
         stepper.act("choose_algorithm", {"value": "RLOO"})
@@ -104,7 +104,7 @@ class TestStepper:
         panel = lab.panel(algorithm=ppo)
         self.press(panel, "iterate")
         lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=3)
-        stepper = panel.views["stepper"]
+        stepper: Any = panel.views["stepper"]
         assert stepper.text().startswith(f"PPO, iteration {lab.iteration - 1}\n")
         assert f"Cells have begun iteration {lab.iteration} by hand" in stepper.picture()
         stepper.act("choose_algorithm", {"value": "by hand"})
@@ -180,11 +180,12 @@ class TestDriver:
 
     def test_stop_ends_checks_too(self, lab: wb.Workbench) -> None:
         panel = lab.panel()
-        panel.views["checks"].act("check", {})
+        checks: Any = panel.views["checks"]
+        checks.act("check", {})
         panel.driver.stop()
         assert panel.driver.wait(60)
         assert "stopped" in panel.driver.told
-        assert panel.views["checks"].report is None
+        assert checks.report is None
         lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
 
     def test_stop_ends_between_stages(self, lab: wb.Workbench, ppo: Any) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_widgets import Driver, panel
-from workbench_widgets.placement_editor import PlacementEditor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, update_on, vowels
 from tests.session.test_moving import opened
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
+from workbench_widgets import Driver, panel
+from workbench_widgets.placement_editor import PlacementEditor
 
 WAIT_S = 60.0
 
@@ -158,7 +158,7 @@ def test_a_draft_that_cells_made_impossible_says_why_and_moves_nothing(shared: A
 
 
 def test_layouts_sizes_and_rollout_workers_are_drafted(shared: Any) -> None:
-    editor = PlacementEditor(shared, Driver(shared))
+    editor: Any = PlacementEditor(shared, Driver(shared))
     editor.act("open", {"role": "actor"})
     html = drawn(editor)
     assert "live ranks" in html
@@ -180,7 +180,7 @@ def test_layouts_sizes_and_rollout_workers_are_drafted(shared: Any) -> None:
 
 
 def test_plans_are_priced_and_taken(shared: Any) -> None:
-    editor = PlacementEditor(shared, Driver(shared))
+    editor: Any = PlacementEditor(shared, Driver(shared))
     drawn(editor)
     offers = {offer.plan.name: offer for offer in editor._costs.offers}
     assert list(offers) == ["colocate", "split", "standalone"]
@@ -198,7 +198,7 @@ def test_plans_are_priced_and_taken(shared: Any) -> None:
 
 
 def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
-    editor = PlacementEditor(shared, Driver(shared))
+    editor: Any = PlacementEditor(shared, Driver(shared))
     with pytest.raises(BadInput, match="no algorithm has taken a step"):
         editor.act("suggest", {})
     ppo = wb.PPO(shared, prompts=4, sampling=wb.Sampling(max_new_tokens=4))

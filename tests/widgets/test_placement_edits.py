@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from workbench_widgets import placement_edits as edits
 
 import workbench as wb
 from workbench.errors import BadInput
+from workbench_widgets import placement_edits as edits
 
 SHARED = wb.Placement.of({"shared": (2, ["actor", "critic"])})
 APART = wb.Placement.of({"policy": (2, ["actor"]), "scorers": (1, ["critic"])})

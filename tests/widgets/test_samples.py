@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from workbench_widgets.driver import Driver
-from workbench_widgets.sample_rows import SampleRows, chosen
-from workbench_widgets.samples import PAGE_ROWS, Samples
 
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
+from workbench_widgets.driver import Driver
+from workbench_widgets.sample_rows import SampleRows, chosen
+from workbench_widgets.samples import PAGE_ROWS, Samples
 
 
 def spread(prompt: str, response: str, **row: Any) -> float:

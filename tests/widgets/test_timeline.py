@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workbench_widgets import Driver
-from workbench_widgets.span_table import COLUMNS, SpanTable
-from workbench_widgets.timeline import WINDOWS, TimelineView
 
 import workbench as wb
 from tests.cases import tiny_lab
@@ -19,6 +16,9 @@ from workbench.display.idle import CAUSES, device_times
 from workbench.display.lanes import place, records
 from workbench.errors import BadInput
 from workbench.telemetry import Span, TelemetryStore
+from workbench_widgets import Driver
+from workbench_widgets.span_table import COLUMNS, SpanTable
+from workbench_widgets.timeline import WINDOWS, TimelineView
 
 SENT = {name: np.float32 if name in ("end_s", "processed_tokens", "moved_bytes") else np.dtype(code)
         for name, code in COLUMNS.items()}  # fmt: skip

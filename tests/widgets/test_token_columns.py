@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from workbench_widgets.token_colours import Scale, Token, legend, number, scale_of
-from workbench_widgets.token_columns import Sample, beyond, common, derived, derived_names, difference, token_texts
 
 from workbench.objectives.losses import ppo_loss
+from workbench_widgets.token_colours import Scale, Token, legend, number, scale_of
+from workbench_widgets.token_columns import Sample, beyond, common, derived, derived_names, difference, token_texts
 
 LOW, HIGH = 0.2, 0.28
 

@@ -53,7 +53,7 @@ class BatchTools(ABC):
     def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame: ...
 
     @abstractmethod
-    def _derive(
+    def derive(
         self,
         tool: str,
         columns: Mapping[str, Column],

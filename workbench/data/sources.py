@@ -1,4 +1,4 @@
-"""Where prompts come from: a list, a .jsonl file, a folder of the repository's datasets/, a data set of the hub."""
+"""Where prompts come from: a list, a .jsonl file, a bundled data set, a data set of the hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from workbench.errors import BadInput, MissingDependency, ModelUnavailable
 Row = dict[str, Any]
 Source = str | Path | Sequence[str] | Sequence[Row]
 
-DATASETS = Path(__file__).resolve().parents[2] / "datasets"
+DATASETS = Path(str(files("workbench") / "datasets"))  # in a checkout a link to the folder datasets/
 HUB_TIMEOUT_S = 3.0
 _NAME = re.compile(r"(?P<name>[\w.-]+)(?:/(?P<split>[\w.-]+))?")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?")
