@@ -497,14 +497,9 @@ class Workbench:
         return self.checkpoints.save(path, algorithm, models=models)
 
     def autosave(
-        self,
-        every: int | None = 1,
-        *,
-        minutes: float | None = None,
-        keep: int = 2,
-        folder: str | Path | None = None,
-        models: bool = False,
-    ) -> None:
+        self, every: int | None = 1, *, minutes: float | None = None, keep: int = 2,
+        folder: str | Path | None = None, models: bool = False,
+    ) -> None:  # fmt: skip
         """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
         `lab.autosave(None)` ends it.
 
@@ -775,10 +770,6 @@ class Workbench:
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
         afterwards the roles, and where the prompts stand, are as before.
         """
-        if not isinstance(arms, Mapping):
-            raise BadInput(f"arms={arms!r:.60}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
-        if not isinstance(batch, Batch):
-            raise BadInput(f"compare({type(batch).__name__})", "its first argument is a batch", "lab.prompts.next(n)")
         return compare(self, self.runner, batch, arms)
 
     def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
@@ -796,16 +787,9 @@ class Workbench:
         return check(self, names)
 
     def evaluate(
-        self,
-        data: Any,
-        *,
-        samples: int = 4,
-        sampling: Sampling | None = None,
-        reward: Callable[..., Any] | None = None,
-        n: int | None = None,
-        threshold: float = 1.0,
-        seed: int = 0,
-    ) -> pd.DataFrame:
+        self, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
+        reward: Callable[..., Any] | None = None, threshold: float = 1.0, seed: int = 0,
+    ) -> pd.DataFrame:  # fmt: skip
         """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
         has them all. `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
 

@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.batches.carrier import carried_bytes, carry, columns_of, end_to_end, from_wire, rows_at, to_wire
-from workbench.batches.columns import Column, Ragged, describe, nbytes
+from workbench.batches.columns import ColumnValues, Ragged, describe, nbytes
 
 row_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=8)
 
 
-def plain(column: Column) -> list[object]:
+def plain(column: ColumnValues) -> list[object]:
     if isinstance(column, Ragged):
         return [row.tolist() for row in column.rows()]
     return column if isinstance(column, list) else column.tolist()
 
 
-def table_of(rows: list[list[int]]) -> dict[str, Column]:
+def table_of(rows: list[list[int]]) -> dict[str, ColumnValues]:
     entries: list[object] = [str(row) if len(row) % 2 else row for row in rows]  # text, and lists that are entries
     return {"ids": Ragged.of(rows, torch.int64), "entry": entries, "length": torch.tensor([len(row) for row in rows])}
 
 
-def plain_table(columns: dict[str, Column]) -> dict[str, object]:
+def plain_table(columns: dict[str, ColumnValues]) -> dict[str, object]:
     return {name: plain(column) for name, column in columns.items()}
 
 
@@ -76,7 +76,7 @@ def test_padding_and_back(rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_the_wire_keeps_values_and_types(dtype: torch.dtype) -> None:
-    table: dict[str, Column] = {
+    table: dict[str, ColumnValues] = {
         "dense": torch.tensor([[1, 0], [0, 1]]).to(dtype),
         "ragged": Ragged.of([[1], [0, 1]], dtype),
         "text": ["a", "ä"],

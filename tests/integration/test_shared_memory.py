@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
-from workbench.batches.columns import Column, Ragged
+from workbench.batches.columns import ColumnValues, Ragged
 from workbench.workers.shared_device import ONE_MEMORY
 
 ROLES = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
@@ -45,7 +45,7 @@ def bytes_of(lab: wb.Workbench, role: str) -> dict[str, int]:
     return {use: int(row[f"{use}_bytes"]) for use in uses if f"{use}_bytes" in row}
 
 
-def plain(column: Column) -> Any:
+def plain(column: ColumnValues) -> Any:
     if isinstance(column, Ragged):
         return [row.tolist() for row in column.rows()]
     return column if isinstance(column, list) else column.tolist()

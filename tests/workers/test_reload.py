@@ -16,7 +16,7 @@ from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.edited import Files, edited_files
 from workbench.errors import BadInput, ReloadError
 from workbench.objectives import groups
-from workbench.workers.reload.sources import Source, loaded, stamp_of
+from workbench.workers.reload.sources import SourceFile, loaded, stamp_of
 from workbench.workers.roles.actor import ActorWorker
 
 STRICT = "def bound():\n    return 0.01"
@@ -152,7 +152,7 @@ def test_our_own_algorithms_can_be_edited(tmp_path: Path, monkeypatch: pytest.Mo
     text = Path(str(groups.__file__)).read_text()
     path.write_text(text)
     loaded.note()
-    monkeypatch.setitem(loaded.texts, name, Source(str(path), text))
+    monkeypatch.setitem(loaded.texts, name, SourceFile(str(path), text))
     monkeypatch.setitem(loaded._stamps, name, stamp_of(str(path)))
     with tiny_lab("ours", tmp_path, backend="inline", devices=1, models={"actor": TINY, "reward": vowels}) as lab:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), samples=4, max_new_tokens=4)

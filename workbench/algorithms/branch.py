@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.algorithms.graph import Graph
+from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput, WorkbenchError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from workbench.algorithms.lab import Lab
     from workbench.algorithms.loop import Algorithm
-    from workbench.batches.batch import Batch
 
 NUMBERS = ("token_rewards", "advantages", "returns", "values", "rewards")
 
@@ -88,6 +88,10 @@ def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algo
     the same prompts; afterwards roles and prompts are as before."""
     from workbench.algorithms.loop import Algorithm
 
+    if not isinstance(arms, Mapping):
+        raise BadInput(f"arms={arms!r:.60}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
+    if not isinstance(batch, Batch):
+        raise BadInput(f"compare({type(batch).__name__})", "its first argument is a batch", "lab.prompts.next(n)")
     plans = {}
     for name, algorithm in arms.items():
         if not isinstance(algorithm, Algorithm) or algorithm.lab is not lab:

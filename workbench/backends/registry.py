@@ -29,6 +29,8 @@ from workbench.support.machine import Process
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
+FORMAT = 2  # of a record; an older one names classes where they no longer are
+
 opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
 
 
@@ -37,7 +39,7 @@ class Record:
     """A workbench on Ray that was opened and not closed.
 
     id: of this opening. digests: of its descriptions. address: of its cluster; None: this user's own Ray head.
-    hosts: the process of each host, by the host's name.
+    hosts: the process of each host, by the host's name. format: of the version of workbench that wrote it.
     """
 
     id: str
@@ -46,6 +48,7 @@ class Record:
     run_folder: str
     address: str | None
     hosts: dict[str, Process]
+    format: int = FORMAT
 
     @property
     def alive(self) -> bool | None:
@@ -88,6 +91,7 @@ def records() -> list[Record]:
         try:
             values = json.loads(path.read_text())
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
+            values.setdefault("format", 1)
             found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
         except (OSError, ValueError, KeyError, TypeError):  # removed this moment, or written by another version
             continue
@@ -122,7 +126,14 @@ def get(name: str) -> Record:
 
 
 def description(record: Record) -> Description:
-    """What a workbench was opened with. Raises `MissingDependency` where code that it names cannot be imported."""
+    """What a workbench was opened with. Raises `BadInput` where another version of workbench has written it,
+    `MissingDependency` where code that it names cannot be imported."""
+    if record.format != FORMAT:
+        raise BadInput(
+            f"workbench {record.name!r} was opened by another version of workbench: its record has format "
+            f"{record.format}", f"this version reads {FORMAT}",
+            f"attach with the version that opened it, or end it with `wb stop {record.name}` and open it again",
+        )  # fmt: skip
     try:
         value: Description = pickle.loads((record.folder / "description.pkl").read_bytes())
     except OSError:

@@ -17,7 +17,8 @@ from workbench.batches import files
 from workbench.batches.batch_tools import BatchTools, rows_of
 from workbench.batches.carrier import carry, columns_of
 from workbench.batches.columns import Ragged, Table
-from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS, Column, Maker, ShardCounts, Source
+from workbench.batches.references import Column, Maker, RowProvider, ShardCounts
+from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
 from workbench.errors import BadInput, UnknownColumn
@@ -44,7 +45,7 @@ class Batch(BatchTools):
         name: str,
         columns: Mapping[str, Column],
         *,
-        source: Source,
+        source: RowProvider,
         counts: ShardCounts,
         version: int = 0,
         versions: Iterator[int] | None = None,
@@ -68,7 +69,7 @@ class Batch(BatchTools):
         batch.promise(run, tuple(writes), next(self._versions))
         return batch
 
-    def is_of(self, source: Source) -> bool:
+    def is_of(self, source: RowProvider) -> bool:
         """Whether it is a workbench's."""
         return self._source is source
 

@@ -12,7 +12,7 @@ import numpy as np
 from workbench.batches.balance import balanced_shares, minibatch_rows
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Location
-from workbench.batches.references import Column, Source
+from workbench.batches.references import Column, RowProvider
 from workbench.errors import BadInput
 from workbench.support.validation import whole
 
@@ -26,7 +26,7 @@ class BatchTools(ABC):
     """The methods of a `Batch` that make another: each only changes which rows of which shards are meant."""
 
     rows: int
-    _source: Source
+    _source: RowProvider
 
     @property
     @abstractmethod

@@ -19,20 +19,20 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from workbench.batches.columns import Column, Ragged, Table, nbytes
+from workbench.batches.columns import ColumnValues, Ragged, Table, nbytes
 from workbench.batches.location import Pull
 
 # making a nested tensor makes torch log a notice to its own authors, once a process; it would stand in the notebook
 logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in record.getMessage())
 
 
-def carry(table: Mapping[str, Column], rows: int | None = None) -> TensorDict:
+def carry(table: Mapping[str, ColumnValues], rows: int | None = None) -> TensorDict:
     """The columns of a table, which all have equally many rows, as one tensordict of that batch size."""
     rows = len(next(iter(table.values()))) if rows is None else rows
     return TensorDict({name: _carried(column) for name, column in table.items()}, batch_size=[rows])
 
 
-def _carried(column: Column) -> Any:
+def _carried(column: ColumnValues) -> Any:
     if isinstance(column, Ragged):
         offsets = torch.nn.functional.pad(torch.cumsum(column.lengths, 0), (1, 0))
         return torch.nested.nested_tensor_from_jagged(column.values, offsets)
@@ -47,7 +47,7 @@ def columns_of(carried: TensorDict) -> Table:
     return {str(name): _column(carried.get(name)) for name in carried.keys()}  # noqa: SIM118 (it iterates over rows)
 
 
-def _column(value: Any) -> Column:
+def _column(value: Any) -> ColumnValues:
     if isinstance(value, NonTensorStack | NonTensorData):
         entries: list[Any] = value.tolist()
         return entries
@@ -59,7 +59,7 @@ def side_by_side(positions: np.ndarray) -> bool:
     return bool(len(positions)) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions)))
 
 
-def own_copy(table: Mapping[str, Column]) -> Table:
+def own_copy(table: Mapping[str, ColumnValues]) -> Table:
     """The columns in memory of their own; the entries of lists are shared."""
     copied: Table = {}
     for name, column in table.items():

@@ -63,11 +63,11 @@ class Ragged:
         return Ragged(self.values[(shifts + torch.arange(len(shifts))).to(self.values.device)], lengths)
 
 
-Column = Tensor | Ragged | list[Any]
-Table = dict[str, Column]
+ColumnValues = Tensor | Ragged | list[Any]
+Table = dict[str, ColumnValues]
 
 
-def nbytes(column: Column) -> int:
+def nbytes(column: ColumnValues) -> int:
     """Bytes of the numbers of a column (text: of its UTF-8)."""
     if isinstance(column, Ragged):
         return column.values.nbytes + column.lengths.nbytes
@@ -76,7 +76,7 @@ def nbytes(column: Column) -> int:
     return sum(len(str(row).encode()) for row in column)
 
 
-def describe(column: Column) -> tuple[str, tuple[int | str, ...]]:
+def describe(column: ColumnValues) -> tuple[str, tuple[int | str, ...]]:
     """(dtype, shape of one row); "*" stands for a length that varies."""
     if isinstance(column, Ragged):
         return str(column.values.dtype).removeprefix("torch."), ("*",)

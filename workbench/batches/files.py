@@ -18,10 +18,10 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,13 +29,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
-from workbench.batches.references import TOKEN_COLUMNS
+from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:
-    from workbench.batches.batch import Batch
     from workbench.batches.references import Column
     from workbench.batches.vocabulary import Vocabulary
+
+
+class Savable(Protocol):
+    """A batch, as far as it is written to a file."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> Mapping[str, Column]: ...
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+    def fetch(self, columns: Sequence[str] | None = None, *, rows: Any = None) -> Table: ...
+
 
 FORMAT = 1
 CHUNK_BYTES = 64 * 2**20
@@ -60,7 +74,7 @@ class _Entry:
         return int(getattr(torch, self.dtype).itemsize)
 
 
-def write(path: str | os.PathLike[str], batch: Batch) -> Path:
+def write(path: str | os.PathLike[str], batch: Savable) -> Path:
     """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
     target = Path(path).expanduser()
     if target.is_dir() or not target.parent.is_dir():
@@ -101,7 +115,7 @@ def _kind(column: Column) -> str:
     return "ragged" if column.row_shape == ("*",) else "tensor"
 
 
-def _spool(batch: Batch, name: str, column: Column, file: Path) -> list[_Entry]:
+def _spool(batch: Savable, name: str, column: Column, file: Path) -> list[_Entry]:
     """Fetch a column a chunk at a time; its bytes go to `file`."""
     kind, dtype = _kind(column), "uint8" if column.dtype == "object" else column.dtype
     lengths, shape = [], (0,)

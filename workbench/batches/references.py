@@ -16,7 +16,6 @@ from workbench.batches.location import Location, ShardId
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from workbench.batches.batch import Batch
     from workbench.batches.vocabulary import Vocabulary
 
 
@@ -35,6 +34,12 @@ class Column:
     made_with: str = ""
 
 
+class Settled(Protocol):
+    """A batch that takes over what its makers have made."""
+
+    def settle(self, *, wait: bool = True) -> None: ...
+
+
 class Maker(Protocol):
     """A run that makes columns of a batch. made, meta: those, and what travels along, once it is done. dependents: the
     batches that wait for it."""
@@ -43,7 +48,7 @@ class Maker(Protocol):
     name: str
     made: Mapping[str, Column]
     meta: Mapping[str, Any]
-    dependents: list[weakref.ref[Batch]]
+    dependents: list[weakref.ref[Settled]]
 
     @property
     def state(self) -> str: ...
@@ -51,7 +56,7 @@ class Maker(Protocol):
     def result(self) -> Any: ...
 
 
-class Source(Protocol):
+class RowProvider(Protocol):
     """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens, and whose
     tokens they are; and to note of which batches another was made."""
 
@@ -64,22 +69,7 @@ class Source(Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
 
-    def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None: ...
-
-
-# what the stages that come with workbench write: numbers, all of them
-NUMBER_COLUMNS = frozenset(
-    (
-        *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
-        *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
-        *("turns", "environment_rewards", "final_values", "final_cost_values"),
-        *("cost_values", "costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
-        *("chosen_rewards", "rejected_rewards", "chosen_costs", "rejected_costs"),
-        *("chosen_log_prob", "rejected_log_prob", "ref_chosen_log_prob", "ref_rejected_log_prob"),
-    )
-)
-# columns of token ids, which are shown as text
-TOKEN_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
+    def derived(self, batch: Any, tool: str, inputs: Sequence[Any]) -> None: ...
 
 
 class ShardCounts:

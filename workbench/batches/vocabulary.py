@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.batches.columns import Ragged, Table
-from workbench.batches.references import TOKEN_COLUMNS
+from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.errors import BadInput
 from workbench.models import load_config
 

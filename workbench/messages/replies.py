@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.batches.columns import Column, Table
+from workbench.batches.columns import ColumnValues, Table
 from workbench.errors import StageError, WorkbenchError
 from workbench.errors.frames import Frame, Raised, chain_of, is_users
 from workbench.messages.metrics import Metric, Metrics
@@ -123,7 +123,7 @@ def _of_user(raised: Raised) -> bool:
     return any(isinstance(frame, Frame) and is_users(frame.file) for frame in raised.frames)
 
 
-def column_summary(column: Column) -> ColumnSummary:
+def column_summary(column: ColumnValues) -> ColumnSummary:
     """Describe one rank's part of a column."""
     from workbench.batches.columns import describe, nbytes
 

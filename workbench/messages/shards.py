@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from workbench.batches.columns import Column, Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.errors import BadInput
 
 
@@ -51,7 +51,7 @@ class Shard:
         return column
 
 
-def _kind(column: Column) -> str:
+def _kind(column: ColumnValues) -> str:
     """What a column is, for messages."""
     if isinstance(column, Ragged):
         return "a Ragged, with one number a token"

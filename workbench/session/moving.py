@@ -30,7 +30,7 @@ from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
-from workbench.workers.role_state import Carried, RoleMove
+from workbench.workers.role_state import RankState, RoleMove
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
@@ -236,19 +236,19 @@ class Move:
             join_pools(backend, self.new, self._note)
         load_roles(backend, self._after, self._description, self._note, roles=self._built, beside=self._change.kept)
 
-    def _publish(self) -> dict[str, list[Carried]]:
+    def _publish(self) -> dict[str, list[RankState]]:
         """Let the hosts of before say what goes along of each role, by rank; what is large they hold ready."""
         steps, roles = [], []
         for move in self._moves:
             for rank, place in enumerate(move.source[1]):
                 steps.append(self._work(f"publishing {move.role}", place, "publish_role", move, rank))
                 roles.append(move.role)
-        found: dict[str, list[Carried]] = {}
+        found: dict[str, list[RankState]] = {}
         for role, carried in zip(roles, settle(self._hosts.backend, steps, self._note), strict=True):
             found.setdefault(role, []).append(carried)
         return found
 
-    def _take(self, carried: dict[str, list[Carried]]) -> None:
+    def _take(self, carried: dict[str, list[RankState]]) -> None:
         """Let the hosts of after take, and verify, what they need; and the batches of hosts that end."""
         steps, random = [], dict[int, Any]()
         for move in self._moves:

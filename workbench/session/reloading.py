@@ -31,7 +31,7 @@ from workbench.stages.runner import StageRunner
 from workbench.support.named_fields import meant
 from workbench.support.notebook_code import code_behind, is_of_notebook
 from workbench.workers.reload.patching import Patch, Patched, check_syntax
-from workbench.workers.reload.sources import Source, Stamp, loaded, stamp_of
+from workbench.workers.reload.sources import SourceFile, Stamp, loaded, stamp_of
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
@@ -189,11 +189,11 @@ class Reloader:
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 
-    def _edited(self, hosts: Sequence[HostInfo]) -> dict[str, Source]:
+    def _edited(self, hosts: Sequence[HostInfo]) -> dict[str, SourceFile]:
         """What the files of edited modules say, of this process's and of the hosts'; where these see other files, this
         process's count."""
         loaded.note()
-        texts: dict[str, Source] = {}
+        texts: dict[str, SourceFile] = {}
         if not self._hosts.inline:
             for found in self._everywhere(hosts, "looking for edits", "stale_sources"):
                 texts |= found
@@ -260,7 +260,7 @@ class Reloader:
     # --- carrying it out ----------------------------------------------------------------------------------------------
 
     def _patch(
-        self, hosts: Sequence[HostInfo], texts: Mapping[str, Source], models: Mapping[str, Model]
+        self, hosts: Sequence[HostInfo], texts: Mapping[str, SourceFile], models: Mapping[str, Model]
     ) -> ReloadReport:
         inline = self._hosts.inline
         kinds: Any = {role: (model, model.worker or ROLE_WORKERS[role]) for role, model in models.items()}

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from workbench.batches.batch import Batch
-from workbench.batches.references import Source
+from workbench.batches.references import RowProvider
 from workbench.errors import BadInput
 from workbench.messages.operation import Operation
 from workbench.stages.group import WorkerGroup
@@ -78,7 +78,7 @@ def check_call(
     operation: Operation,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    source: Source,
+    source: RowProvider,
     name: str,
 ) -> StageCall:
     """Check a call. source: the workbench's batches; name: the workbench's, for messages."""
@@ -104,7 +104,7 @@ def check_call(
 
 
 def _batch_argument(
-    where: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], source: Source, name: str
+    where: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], source: RowProvider, name: str
 ) -> tuple[Batch | None, tuple[Any, ...]]:
     if not operation.takes_batch:
         return None, args

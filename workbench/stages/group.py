@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.batches.batch import Batch
 from workbench.messages.operation import Operation, checked_arguments, operations
 from workbench.models.spec import Model
 from workbench.placement import Layout, Placement, Pool
-from workbench.stages.run import Run
 from workbench.support.fingerprint import fingerprint
 from workbench.support.validation import whole
 from workbench.workers.reload.sources import loaded
+
+if TYPE_CHECKING:
+    from workbench.stages.run import Run
 
 
 class Caller(Protocol):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from workbench.errors import StageError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
 from workbench.messages.replies import Failure
 
-if TYPE_CHECKING:
-    from workbench.stages.group import WorkerGroup
-
 STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() starts them again"
 
 
 def one_error(
-    group: WorkerGroup, stage: str, run: int, failures: Mapping[int, Failure], *, stuck: bool
+    role: str, pool: str, stage: str, run: int, failures: Mapping[int, Failure], *, stuck: bool
 ) -> WorkbenchError:
     """Of the first cause's own class where it is ours, else a `StageError`; equal causes are told as one. The frames on
     the ranks are its `failure`, and a note, for who prints tracebacks."""
@@ -25,7 +21,7 @@ def one_error(
         alike.setdefault(failure.likeness, []).append(rank)
     groups = [_rank_failure(ranks, failures) for ranks in alike.values()]
     first, raised = groups[0], failures[groups[0].ranks[0]]
-    where = f"{group.role}.{stage} failed on rank {', '.join(map(str, first.ranks))}"
+    where = f"{role}.{stage} failed on rank {', '.join(map(str, first.ranks))}"
     others = len(failures) - len(first.ranks)
     rule = f"{others} other rank(s) failed otherwise" if others else ""
     remedy = STUCK if stuck else raised.remedy
@@ -34,7 +30,7 @@ def one_error(
         error: WorkbenchError = type(cause)(f"{where}: {cause.value}", cause.rule or rule, cause.remedy or remedy)
     else:
         error = StageError(f"{where}: {raised.kind}: {raised.message}", rule, remedy)
-    error.failure = StageFailure(role=group.role, stage=stage, pool=group.pool.name, run=run, failures=tuple(groups))
+    error.failure = StageFailure(role=role, stage=stage, pool=pool, run=run, failures=tuple(groups))
     if note := "\n".join(error.failure.lines()):
         error.add_note(note)
     error.__cause__ = raised.error

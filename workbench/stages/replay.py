@@ -24,7 +24,7 @@ from workbench.placement.state import state_of
 from workbench.support.validation import one_of
 from workbench.workers.host import Host
 from workbench.workers.model_worker import set_random_state
-from workbench.workers.role_state import Carried, RoleMove
+from workbench.workers.role_state import RankState, RoleMove
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
         for rank, name in enumerate(group.hosts)
     ]
     try:
-        carried: list[Carried] = settle(hosts.backend, steps, lambda text: None)
+        carried: list[RankState] = settle(hosts.backend, steps, lambda text: None)
         host.take_role(move, 0, carried[0], 0)
     finally:
         for name in group.hosts:

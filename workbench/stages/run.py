@@ -13,12 +13,15 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from workbench.backends.base import Backend, Pending
+from workbench.batches.references import Settled
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
 from workbench.errors import HostDied, StageTimeout, UpstreamError, WorkbenchError
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.replies import Failure, Reply, UpdatePart
+from workbench.placement.placement import Pool
+from workbench.settings.layout import Layout
 from workbench.stages import interruptions
 from workbench.stages.rank_errors import one_error
 from workbench.stages.stopping import StopCoordinator
@@ -26,7 +29,6 @@ from workbench.stages.stopping import StopCoordinator
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
     from workbench.batches.references import Column
-    from workbench.stages.group import WorkerGroup
     from workbench.stages.scheduler import Scheduler
 
 # A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
@@ -37,6 +39,15 @@ STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+
+class Ranks(Protocol):
+    """The ranks of a role: a `WorkerGroup`."""
+
+    role: str
+    pool: Pool
+    hosts: tuple[str, ...]
+    layout: Layout
 
 
 class Steps(Protocol):
@@ -81,22 +92,10 @@ class Run:
     """
 
     def __init__(
-        self,
-        *,
-        number: int,
-        stage: str,
-        group: WorkerGroup,
-        inputs: Sequence[Run],
-        steps: Steps,
-        outcomes: RunOutcomes,
-        timeout_s: float | None = None,
-        updates: bool = False,
-        writes: tuple[str, ...] = (),
-        code: str = "",
-        collecting: tuple[int, ...] = (),
-        by_loop: bool = False,
-        makes: Callable[[Run], Batch] | None = None,
-    ) -> None:
+        self, *, number: int, stage: str, group: Ranks, inputs: Sequence[Run], steps: Steps, outcomes: RunOutcomes,
+        timeout_s: float | None = None, updates: bool = False, writes: tuple[str, ...] = (), code: str = "",
+        collecting: tuple[int, ...] = (), by_loop: bool = False, makes: Callable[[Run], Batch] | None = None,
+    ) -> None:  # fmt: skip
         self.number, self.stage, self.group = number, stage, group
         self.name = f"{group.role}.{stage}"
         self.updates, self.writes, self.code = updates, writes, code
@@ -113,28 +112,32 @@ class Run:
         self.given: Any = None
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
-        self.dependents: list[weakref.ref[Batch]] = []
+        self.dependents: list[weakref.ref[Settled]] = []
         self._inputs, self._outcomes = list(inputs), outcomes
         self._steps: Steps | None = steps
         self._cleaned = False
         self._future: Future[Any] = Future()
         self._over = threading.Event()  # its ranks are at it no more: that may be after its waiters were told
+        self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
+        self._scheduler: Scheduler | None = None
+        self._abandoned = ""
+        self._not_sent()
+        self.batch = None if makes is None else makes(self)
+
+    def _not_sent(self) -> None:
+        """What is known of its ranks before they have their calls."""
+        self._backend: Backend | None = None
+        self._stopping: StopCoordinator | None = None
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
+        self._quiet_since = 0.0  # monotonic, from `send` on
         self._pending: list[Pending] = []
         self._waiting_ranks: list[int] = []
-        self._quiet_since = 0.0  # monotonic, from `send` on
         self._seen: dict[str, tuple[str, int, int, int]] = {}
         self._asked: dict[str, Pending] = {}
         self._asked_s: dict[str, float] = {}
-        self._abandoned = ""
-        self._backend: Backend | None = None  # from `send` on
-        self._stopping: StopCoordinator | None = None
-        self._scheduler: Scheduler | None = None
-        self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
         self._counts = _Counts()
-        self.batch = None if makes is None else makes(self)
 
-    # --- for who waits ------------------------------------------------------------------------------------------------
+    # --- for those who wait ----------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -559,7 +562,7 @@ class Run:
             self.stuck = True
             raise dead
         if failures:
-            raise one_error(self.group, self.stage, self.number, failures, stuck=self.stuck)
+            raise one_error(self.group.role, self.group.pool.name, self.stage, self.number, failures, stuck=self.stuck)
         if self.stuck:
             ranks = ", ".join(map(str, self._waiting_ranks))
             raise interruptions.stuck(self.name, ranks, GRACE_S)

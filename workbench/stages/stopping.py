@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from workbench.backends.base import Backend, Pending
 from workbench.errors import WorkbenchError
-from workbench.workers.stopping import PATIENCE_S, Standing
+from workbench.workers.stopping import PATIENCE_S, StopPoint
 
 TO_THE_END = 2**62  # a point that no stage comes to
 
@@ -28,7 +28,7 @@ class StopCoordinator:
     def _begin_round(self) -> None:
         self._round, self._began_s = self._round + 1, time.monotonic()
         self._asked: dict[int, Pending] = {}
-        self._standing: dict[int, Standing] = {}
+        self._standing: dict[int, StopPoint] = {}
 
     def poll(self, working: Collection[int]) -> None:
         """Ask ranks where they can leave, and tell those of whom it is known by now. working: the ranks that have not
@@ -39,7 +39,7 @@ class StopCoordinator:
         for rank in left:
             asked = self._asked.get(rank)
             if asked is None:
-                self._asked[rank] = self._backend.ask(self._hosts[rank], "standing", self._run, self._round)
+                self._asked[rank] = self._backend.ask(self._hosts[rank], "stop_point", self._run, self._round)
             elif rank not in self._standing and asked.done():
                 with contextlib.suppress(WorkbenchError):  # a host that is gone: its call says so
                     self._standing[rank] = asked.result()

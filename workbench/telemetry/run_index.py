@@ -10,7 +10,7 @@ from pathlib import Path
 _RUN = re.compile(rb'"run":(\d+),')  # a quote inside a text has a backslash before it: this is the key
 
 
-class LinesByRun:
+class RunIndex:
     """The lines of one file by the number of their run; any thread may ask. Each asking looks at what is new."""
 
     def __init__(self, path: Path) -> None:

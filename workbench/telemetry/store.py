@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
 from workbench.telemetry.memory import MemoryReading
-from workbench.telemetry.run_index import LinesByRun
+from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
 from workbench.telemetry.spans import Span, Transfer
 from workbench.telemetry.syncs import Sync, judged
@@ -59,7 +59,7 @@ class TelemetryStore:
         self.aside = False
         self.sinks = Sinks()
         self.transfer_sums = TransferSums(self.follow("transfers"))
-        self._spans_by_run = LinesByRun(self._path("spans"))
+        self._spans_by_run = RunIndex(self._path("spans"))
 
     def __repr__(self) -> str:
         sizes = {path.stem: path.stat().st_size for path in sorted(self.folder.glob("*.jsonl"))}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.batches.columns import Column, Ragged, Table
-from workbench.batches.references import NUMBER_COLUMNS
+from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.schema import NUMBER_COLUMNS
 from workbench.errors import StageError
 from workbench.messages.calls import Call
 from workbench.messages.replies import Output
@@ -38,7 +38,7 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
         raise StageError(f"column {name!r} holds {value} in {place}{more}", why, remedy)
 
 
-def first_not_finite(column: Column) -> tuple[int, int | None, str] | None:
+def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None:
     """(row, place in a row of tokens, value) of the first number of a column that is NaN or infinite."""
     values = column.values if isinstance(column, Ragged) else column
     if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -56,7 +56,7 @@ def first_not_finite(column: Column) -> tuple[int, int | None, str] | None:
     return row, at - int(ends[row] - column.lengths[row]), value
 
 
-def not_finite_in(table: Mapping[str, Column], row: int) -> str:
+def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:
     """Which columns of a table hold NaN or infinity in a row, in words; empty where none does."""
     named = [name for name, column in table.items() if first_not_finite(_row(column, row)) is not None]
     return ", ".join(map(repr, named))
@@ -67,13 +67,13 @@ def first_weight(weights: Iterator[tuple[str, Tensor]]) -> str:
     return next((name for name, tensor in weights if not torch.isfinite(tensor).all()), "")
 
 
-def _row(column: Column, row: int) -> Column:
+def _row(column: ColumnValues, row: int) -> ColumnValues:
     if isinstance(column, Ragged):
         return column.take([row])
     return column[row : row + 1]
 
 
-def _bad_rows(column: Column) -> int:
+def _bad_rows(column: ColumnValues) -> int:
     return sum(first_not_finite(_row(column, row)) is not None for row in range(len(column)))
 
 

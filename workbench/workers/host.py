@@ -29,13 +29,13 @@ from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.reload.patching import Models, Patch, Patched
-from workbench.workers.reload.sources import Source, loaded
+from workbench.workers.reload.sources import SourceFile, loaded
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
-from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
+from workbench.workers.role_state import RankState, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
-from workbench.workers.stopping import StageStopped, Standing, Stopping
+from workbench.workers.stopping import StageStopped, Stopping, StopPoint
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -246,12 +246,12 @@ class Host(Shards):
 
     # --- a change of placement ---------------------------------------------------------------------------------------
 
-    def publish_role(self, move: RoleMove, rank: int) -> Carried:
+    def publish_role(self, move: RoleMove, rank: int) -> RankState:
         """Let others take the state of a role; rank: this host's in its layout."""
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int) -> list[Transfer]:
+    def take_role(self, move: RoleMove, rank: int, carried: RankState, run: int) -> list[Transfer]:
         """Take the state of a role that was built here for it; what that moved."""
         worker = self._incoming.get(move.role) or self.workers[move.role]
         with self._moving(f"taking {move.role}", run, move.role):
@@ -278,7 +278,7 @@ class Host(Shards):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save_role(self, files: RoleFiles, rank: int) -> Carried:
+    def save_role(self, files: RoleFiles, rank: int) -> RankState:
         """Write this rank's part of a role's state; rank: this host's in its layout."""
         self._device.turn_to(files.role)
         return write_role(self.workers[files.role], files, rank)
@@ -288,7 +288,7 @@ class Host(Shards):
         self._device.turn_to(files.role)
         self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
 
-    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, carried: Carried) -> None:
+    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, carried: RankState) -> None:
         """Take a role's state from files; see `role_files.read_role`."""
         self._device.turn_to(files.role)
         with torch.random.fork_rng():
@@ -349,7 +349,7 @@ class Host(Shards):
 
     # --- edited code -------------------------------------------------------------------------------------------------
 
-    def stale_sources(self) -> dict[str, Source]:
+    def stale_sources(self) -> dict[str, SourceFile]:
         """What the files of this process's modules say, where that is not what it runs."""
         loaded.note()
         return loaded.stale()
@@ -358,7 +358,7 @@ class Host(Shards):
         """The files of this process's modules that somebody may edit."""
         return [source.path for source in loaded.texts.values()]
 
-    def patch(self, texts: Mapping[str, Source], models: bytes | Models) -> Patched:
+    def patch(self, texts: Mapping[str, SourceFile], models: bytes | Models) -> Patched:
         """Take edited code, see `Patch.apply`; `settle_patch` then keeps it or goes back."""
         self._patch = Patch()
         return self._patch.apply(texts, self.workers, models)
@@ -372,9 +372,9 @@ class Host(Shards):
 
     # --- a stage that is to stop -------------------------------------------------------------------------------------
 
-    def standing(self, run: int, round: int) -> Standing:
+    def stop_point(self, run: int, round: int) -> StopPoint:
         """Where a run that is to stop can be left; see `Stopping`."""
-        return self._stopping.standing(run, round)
+        return self._stopping.stop_point(run, round)
 
     def leave_alone(self, run: int) -> None:
         """Leave a run at its next stopping point: the only rank of its pool."""

@@ -29,7 +29,7 @@ from workbench.placement.state import FlatReshard, Part
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
-from workbench.workers.role_state import KINDS, Carried, carried_of, engine_of, held_slices, take_kind
+from workbench.workers.role_state import KINDS, RankState, carried_of, engine_of, held_slices, take_kind
 from workbench.workers.weight_exchange import Published, Pulled, Slice, bit_sum
 from workbench.workers.worker import Worker
 
@@ -79,7 +79,7 @@ class RoleFiles:
         return Path(self.folder, f"{what}-{rank:05d}.{'pt' if what == 'state' else 'safetensors'}")
 
 
-def write_role(worker: Worker, files: RoleFiles, rank: int) -> Carried:
+def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
     """Write what this rank is to write of its role's state. All ranks of the role do it."""
     engine, state = engine_of(worker), {} if files.parts else worker.state()
     if files.parts or state:
@@ -111,7 +111,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> Carried:
     return carried_of(worker, moving=bool(files.parts))
 
 
-def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, carried: Carried) -> None:
+def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, carried: RankState) -> None:
     """Take over what `rank` of the role is to hold, in the layout that its worker has. All ranks of the role do it.
 
     parts: how it holds its state. Raises `StageError` where what it holds in the end is not what the files have.

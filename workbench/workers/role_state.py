@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[StateKind, ...]] = {
 }  # fmt: skip
 """What an engine calls the tensors of a `Part`."""
 
-Standing = tuple[Layout, tuple[int, ...]]
+LayoutOnHosts = tuple[Layout, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class RoleMove:
     key: str
     hosts: tuple[str, ...]
     parts: tuple[Part, ...]
-    source: Standing
-    destination: Standing
+    source: LayoutOnHosts
+    destination: LayoutOnHosts
 
     @property
     def published(self) -> list[str]:
@@ -71,7 +71,7 @@ class RoleMove:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class RankState:
     """What of one rank goes by the controller: optimizer steps, whether there are moments, where the generators of
     random numbers of its process stand, and what its worker adds."""
 
@@ -81,7 +81,7 @@ class Carried:
     more: dict[str, Any]
 
 
-def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> Carried:
+def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> RankState:
     """Let others take what this rank holds, without a copy: until it is released, it must not change."""
     engine = engine_of(worker)
     if engine is not None:
@@ -100,10 +100,10 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
     return carried
 
 
-def carried_of(worker: Worker, *, moving: bool = True) -> Carried:
+def carried_of(worker: Worker, *, moving: bool = True) -> RankState:
     """What of a rank goes by the controller. moving: whether the worker is asked for what it adds."""
     engine = engine_of(worker)
-    return Carried(
+    return RankState(
         steps=0 if engine is None else getattr(engine, "steps", 0),
         moments=engine is not None and engine.has_moments,
         random=random_state(),
@@ -112,7 +112,7 @@ def carried_of(worker: Worker, *, moving: bool = True) -> Carried:
 
 
 def held_slices(
-    engine: TrainingEngine, role: str, part: Part, standing: Standing, rank: int, kind: StateKind
+    engine: TrainingEngine, role: str, part: Part, standing: LayoutOnHosts, rank: int, kind: StateKind
 ) -> Iterator[tuple[str, tuple[Tensor, WeightShard]]]:
     """What this rank holds of a part, live: by name a tensor, and which elements of the weight it is. `StageError`
     where the engine holds something else than the part says."""
@@ -128,7 +128,7 @@ def held_slices(
         yield name, (tensor.view(shard.shape), shard)
 
 
-def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, carried: Carried) -> None:
+def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, carried: RankState) -> None:
     """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
     engine = engine_of(worker)
     if engine is not None:

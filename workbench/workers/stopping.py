@@ -34,7 +34,7 @@ class StageStopped(BaseException):
 
 
 @dataclass(frozen=True)
-class Standing:
+class StopPoint:
     """Where a rank can leave a stage that is to stop. point: the first one. together: the ranks that pass the same
     points in step with it."""
 
@@ -100,7 +100,7 @@ class Stopping:
 
     # --- for the controller, while the stage computes -----------------------------------------------------------------
 
-    def standing(self, run: int, round: int) -> Standing:
+    def stop_point(self, run: int, round: int) -> StopPoint:
         """Wait at the next point of a run for word where to leave it. round: counts how often the controller asks anew;
         a word that belongs to an earlier one, or that nobody waits for any more, is passed by."""
         with self._changed:
@@ -109,7 +109,7 @@ class Stopping:
                 waiting = self._asked_of == self._run == run and self._leave_at is None and passed >= self._waits_at
                 self._asked_of, self._round, self._leave_at = run, round, None
                 self._waits_at = passed if waiting else passed + 1
-            return Standing(self._waits_at, self._together)
+            return StopPoint(self._waits_at, self._together)
 
     def leave_alone(self, run: int) -> None:
         """Leave a run at its next point: of a rank that no other one is in step with."""

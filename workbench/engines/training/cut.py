@@ -44,7 +44,7 @@ class Cut:
     partial: frozenset[str]
 
 
-class Elsewhere(nn.Module):
+class StagePlaceholder(nn.Module):
     """Stands for a layer that another pipeline stage has: hidden states pass it as they are."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -206,12 +206,12 @@ def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: Para
     each = weights.layers // groups.layout.p
     for number in range(weights.layers):
         if number // each != groups.pipeline.rank:
-            backbone.layers[number] = Elsewhere()
+            backbone.layers[number] = StagePlaceholder()
     if not groups.first:
-        backbone.embed_tokens = Elsewhere()
+        backbone.embed_tokens = StagePlaceholder()
     if not groups.last:
-        backbone.norm = Elsewhere()
+        backbone.norm = StagePlaceholder()
         if isinstance(module, TokenValues):
-            module.score = Elsewhere()  # type: ignore[assignment]
+            module.score = StagePlaceholder()  # type: ignore[assignment]
         else:
-            module.model.lm_head = Elsewhere()  # type: ignore[union-attr]
+            module.model.lm_head = StagePlaceholder()  # type: ignore[union-attr]

@@ -34,9 +34,9 @@ from workbench.errors import BadInput, MissingDependency, NotFound
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
-    from workbench.workers.role_state import Carried
+    from workbench.workers.role_state import RankState
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, CONTROLLER = "checkpoint.json", "controller.pkl"
 AUTOMATIC = "checkpoints"  # in a run folder
 STALE_S = 3600.0
@@ -73,7 +73,7 @@ class Checkpoint:
                         "restore from another checkpoint: what was in this one is damaged",
                     )
 
-    def controller(self) -> tuple[Description, dict[str, list[Carried]]]:
+    def controller(self) -> tuple[Description, dict[str, list[RankState]]]:
         """The description of the workbench, and by role what each rank carries. `MissingDependency` where code that it
         names cannot be imported."""
         self.verify(CONTROLLER)

@@ -17,7 +17,7 @@ from workbench.session.checkpoint.saving import saved_parts
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 from workbench.workers.role_files import RoleFiles
-from workbench.workers.role_state import Carried
+from workbench.workers.role_state import RankState
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
@@ -89,12 +89,12 @@ class Restoring:
             carried, model = self._carried[role], models[role]
             parts = () if model is None else tuple(state_of(model))
             for rank, host in enumerate(groups[role].hosts):
-                mine: Carried = carried[rank % len(carried)]
+                mine: RankState = carried[rank % len(carried)]
                 random.setdefault(host, mine.random)
                 pending = hosts.backend.work(host, "load_role", files, parts, rank, mine)
                 steps.append(Step(f"restoring {role}", infos[host], pending))
         if ROLLOUT in groups:
-            layout, none = hosts.description.layout_of(ROLLOUT), Carried(steps=0, moments=False, random={}, more={})
+            layout, none = hosts.description.layout_of(ROLLOUT), RankState(steps=0, moments=False, random={}, more={})
             nothing = RoleFiles(role=ROLLOUT, folder="", parts=(), layout=layout)
             for rank, host in enumerate(groups[ROLLOUT].hosts):
                 pending = hosts.backend.work(host, "load_role", nothing, (), rank, none)

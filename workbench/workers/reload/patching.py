@@ -27,7 +27,7 @@ from workbench.errors import BadInput
 from workbench.models.spec import Model
 from workbench.support.fingerprint import fingerprint
 from workbench.workers.reload.changed_statements import imports_from, rerun
-from workbench.workers.reload.sources import Source, loaded
+from workbench.workers.reload.sources import SourceFile, loaded
 from workbench.workers.worker import Worker
 
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__annotations__", "__dict__")
@@ -52,7 +52,7 @@ class Patched:
     traceback: str = ""
 
 
-def check_syntax(sources: Mapping[str, Source]) -> None:
+def check_syntax(sources: Mapping[str, SourceFile]) -> None:
     """Raise `BadInput`, naming file and line, where a text is no Python."""
     for source in sources.values():
         try:
@@ -73,13 +73,13 @@ class Patch:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._texts: dict[str, Source] = {}
+        self._texts: dict[str, SourceFile] = {}
         self._changed: dict[str, None] = {}
         self._classes: set[type] = set()
         self._roles: list[str] = []
         self._rebound: dict[str, set[str]] = {}  # by module: names that stand for other values than before
 
-    def apply(self, texts: Mapping[str, Source], workers: Mapping[str, Worker], models: bytes | Models) -> Patched:
+    def apply(self, texts: Mapping[str, SourceFile], workers: Mapping[str, Worker], models: bytes | Models) -> Patched:
         """Put texts into the modules that this process has, and other functions and classes into its workers. An error
         comes back in the report, with nothing changed.
 
@@ -90,7 +90,7 @@ class Patch:
             importlib.invalidate_caches()
             there = loaded.texts
             for name, source in texts.items():  # elsewhere the file may have another path
-                self._texts[name] = Source(there[name].path, source.text) if name in there else source
+                self._texts[name] = SourceFile(there[name].path, source.text) if name in there else source
             mine = {name: s for name, s in self._texts.items() if name in there and s.text != there[name].text}
             for name in loaded.in_order(mine):
                 self._module(name, mine.get(name))
@@ -128,7 +128,7 @@ class Patch:
 
     # --- modules ------------------------------------------------------------------------------------------------------
 
-    def _module(self, name: str, edited: Source | None) -> None:
+    def _module(self, name: str, edited: SourceFile | None) -> None:
         """Run what an edit changed in a module, and what reads values of other modules that are others now; edited:
         None where only the latter can be."""
         others = any(self._rebound.get(other) for other in loaded.imports(name))
@@ -273,7 +273,7 @@ class Patch:
 
     # --- afterwards ---------------------------------------------------------------------------------------------------
 
-    def _refresh(self, sources: Mapping[str, Source]) -> int:
+    def _refresh(self, sources: Mapping[str, SourceFile]) -> int:
         """Let functions that stayed as they were know their lines in the new text, for tracebacks; the number of living
         objects whose class has changed."""
         codes: dict[int, dict[str, list[types.CodeType]]] = {}

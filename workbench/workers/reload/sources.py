@@ -41,7 +41,7 @@ Stamp = tuple[int, int]  # when a file was last written, in nanoseconds, and its
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A module's file and the text in it."""
 
     path: str
@@ -52,7 +52,7 @@ class Sources:
     """Of one process. Modules count from when `note` first sees them: it is called wherever new ones may have come."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, Source] = {}  # what the process runs
+        self.texts: dict[str, SourceFile] = {}  # what the process runs
         self._stamps: dict[str, Stamp] = {}
         self._modules: dict[str, int] = {}
         self._newest: tuple[int, str] | None = None
@@ -81,10 +81,10 @@ class Sources:
                     stamp, text = stamp_of(path), read(path)
                 except (OSError, BadInput):
                     continue
-                self.texts[name], self._stamps[name], self._modules[name] = Source(path, text), stamp, id(module)
+                self.texts[name], self._stamps[name], self._modules[name] = SourceFile(path, text), stamp, id(module)
         self._known = set(sys.modules)
 
-    def stale(self) -> dict[str, Source]:
+    def stale(self) -> dict[str, SourceFile]:
         """The modules whose files say something else than what the process runs, and what they say; the cost is a look
         at the date of each file. Raises `BadInput` for a file that is no text."""
         found = {}
@@ -99,10 +99,10 @@ class Sources:
             if text == source.text:
                 self._stamps[name] = stamp
             else:
-                found[name] = Source(source.path, text)
+                found[name] = SourceFile(source.path, text)
         return found
 
-    def take(self, texts: Mapping[str, Source]) -> None:
+    def take(self, texts: Mapping[str, SourceFile]) -> None:
         """Note that the process runs these now."""
         for name, source in texts.items():
             if name in self.texts:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Column, Ragged
-from workbench.batches.references import NUMBER_COLUMNS, TOKEN_COLUMNS
+from workbench.batches.columns import ColumnValues, Ragged
+from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput, RewardError
@@ -268,7 +268,9 @@ class RewardWorker(ModelWorker):
             columns={column: scores}, metrics={f"{column}/mean": Mean(total=float(values.sum()), count=len(batch))}
         )
 
-    def _by_function(self, batch: Shard, function: RewardFunction, concurrency: int, call_timeout_s: float) -> Column:
+    def _by_function(
+        self, batch: Shard, function: RewardFunction, concurrency: int, call_timeout_s: float
+    ) -> ColumnValues:
         responses = batch.ragged("response_ids").rows()
         where = f"rank {self.context.host.rank} of pool {self.context.host.pool}"
         given = "environment_rewards" in batch.columns
@@ -336,7 +338,7 @@ class CostWorker(RewardWorker):
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
     ) -> Output:
-        """Column `costs`, as `compute_reward` makes `rewards`."""
+        """ColumnValues `costs`, as `compute_reward` makes `rewards`."""
         return self._score(batch, "costs", function, concurrency, call_timeout_s)
 
     @register(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Column, Ragged
+from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
@@ -187,7 +187,7 @@ class SupervisedWorker(TrainedWorker):
             columns={"pretrain_ids": ids, "pretrain_loss": losses}, metrics={"pretrain_loss/mean": token_mean}
         )
 
-    def _documents(self, texts: Column, name: str, max_tokens: int) -> Ragged:
+    def _documents(self, texts: ColumnValues, name: str, max_tokens: int) -> Ragged:
         rows = texts if isinstance(texts, list) else [texts]
         wrong = [row for row in rows if not isinstance(row, str)]
         # every rank raises, or none: one that went on would wait for the others
