@@ -3,7 +3,7 @@
     import workbench as wb
     lab = wb.open("first", models={...}, placement=wb.Placement.colocate(devices=1), prompts="arithmetic")
 
-What `lab` can do: `Workbench`, with the `stages` and `views` that it is made of, and the operations of its roles.
+What `lab` can do: `Workbench`, and the operations of its roles.
 """
 
 from __future__ import annotations

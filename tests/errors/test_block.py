@@ -73,14 +73,14 @@ def test_a_failed_stage_is_one_block(kernel: Kernel) -> None:
     assert "RewardError: reward.compute_reward failed on rank 0: reward function broken raised ZeroDiv" in shown
     assert re.search(r"on rank 0:\n  Cell In\[\d+\], line 2, in broken\n    share = len\(response\) / 0", shown)
     assert "lab.debug()" in shown
-    for noise in ("running.py", "run.py", "host.py", "scheduler.py", "user_calls.py", "direct cause"):
+    for noise in ("runner.py", "run.py", "host.py", "scheduler.py", "user_calls.py", "direct cause"):
         assert noise not in shown
     assert shown.count("Traceback") == 1
     _, shown = kernel.run("lab.reward.compute_reward(batch, concurrency=0)")
     assert "BadInput: concurrency=0" in shown and "group.py" not in shown and "lab.debug()" not in shown
     kernel.run("%xmode Verbose")
     _, shown = kernel.run("lab.reward.compute_reward(batch, function=broken)")
-    assert "stages.py" in shown
+    assert "runner.py" in shown
     kernel.run("%xmode Context")
 
 

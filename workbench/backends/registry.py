@@ -204,6 +204,14 @@ def owner(lab: str) -> Owner | None:
         return None
 
 
+def owner_stamp(lab: str) -> int | None:
+    """Another number whenever another kernel has taken the workbench with this id; None where none is known."""
+    try:
+        return (_folder(lab) / "owner.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def last_used_s(lab: str) -> float:
     """When a stage of it was last called, unix time; 0.0: nothing is known."""
     try:

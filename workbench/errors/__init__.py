@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.errors.frames import StageFailure
+    from workbench.errors import frames
 
 
 class WorkbenchError(Exception):
@@ -37,7 +37,7 @@ class WorkbenchError(Exception):
     failure: where a stage failed: role, stage, ranks, and the frames on them.
     """
 
-    failure: StageFailure | None = None
+    failure: frames.StageFailure | None = None
 
     def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
         super().__init__(value, rule, remedy)

@@ -21,14 +21,17 @@ class Ownership:
         self.closed = self.recorded = False
         self._name, self._id = description.name, description.id
         self._watches = False
+        self._stamp: int | None = None  # of the registry's word of the owner, when it was last read
 
     @property
     def drives(self) -> bool:
         """Whether this kernel drives the workbench; a kernel from which it was taken over never drives it again."""
         if self.recorded and not self._watches:
-            owner = registry.owner(self._id)
-            if owner is not None and owner.controller != self.controller:
-                self.watch()
+            stamp = registry.owner_stamp(self._id)
+            if stamp != self._stamp:
+                owner, self._stamp = registry.owner(self._id), stamp
+                if owner is not None and owner.controller != self.controller:
+                    self.watch()
         return not self._watches
 
     @property
