@@ -198,7 +198,7 @@ def test_a_script_does_not_take_up_what_another_has_opened(
     with tiny_lab("scripted", tmp_path, models={"actor": TINY}, backend="inline", seed=7) as living:
         assert run(laboratory) == 1
         assert "a workbench named 'scripted' lives" in capsys.readouterr().err
-        assert not living._closed
+        assert not living.ownership.closed
         assert run(laboratory, "--if-exists", "attach") == 0
         assert got["lab"] is living
     assert run(laboratory, "--keep") == 1

@@ -66,6 +66,12 @@ class StageCall:
         runs = [] if batch is None else batch.makers(self.operation.awaited(self.reads, batch))
         return [run for run in runs if isinstance(run, Run)]
 
+    def check_columns(self) -> None:
+        """Raise `UnknownColumn`, or `BadInput`, where its batch will not do."""
+        if self.batch is not None:
+            self.batch.need(self.operation.needed(self.arguments), f"{self.group.role}.{self.operation.name}")
+            self.group.operations[self.operation.name].check_columns(self.arguments, self.batch.names)
+
     @property
     def travelling(self) -> tuple[str, ...]:
         """The columns that go to the ranks; of a batch all of whose inputs are there."""
@@ -81,7 +87,8 @@ def check_call(
     source: RowProvider,
     name: str,
 ) -> StageCall:
-    """Check a call. source: the workbench's batches; name: the workbench's, for messages."""
+    """Check a call; `StageCall.check_columns` looks at its batch. source: the workbench's batches. name: the workbench's,
+    for messages."""
     where, called = f"{group.role}.{operation.name}", group.operations[operation.name]
     given = dict(kwargs)
     timeout_s = given.pop("timeout_s", None)
@@ -93,14 +100,10 @@ def check_call(
         given.pop("samples", None)
     code = called.code(arguments, samples)
     operation = operation.given(arguments)
-    call = StageCall(
+    return StageCall(
         group=group, operation=operation, batch=batch, args=args, kwargs=given, arguments=arguments, samples=samples,
         code=code, timeout_s=timeout_s,
     )  # fmt: skip
-    if batch is not None:
-        batch.need(operation.needed(arguments), where)
-        called.check_columns(arguments, batch.names)
-    return call
 
 
 def _batch_argument(

@@ -127,6 +127,7 @@ class StageRunner(StageNames):
         call = check_call(group, found, args, kwargs or {}, self.batches, self.hosts.description.name)
         if call.updates:
             self.require_nothing_to_skip(f"{group.role}.{operation}")
+        call.check_columns()
         before = first()
         updates = self._open_updates(group)
         run = self._run(call, [*before, *updates, *call.awaited], then, as_update)
