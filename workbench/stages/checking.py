@@ -87,8 +87,10 @@ def check_call(
     source: RowProvider,
     name: str,
 ) -> StageCall:
-    """Check a call; `StageCall.check_columns` looks at its batch. source: the workbench's batches. name: the workbench's,
-    for messages."""
+    """Check a call; `StageCall.check_columns` looks at its batch.
+
+    source: the workbench's batches. name: the workbench's, for messages.
+    """
     where, called = f"{group.role}.{operation.name}", group.operations[operation.name]
     given = dict(kwargs)
     timeout_s = given.pop("timeout_s", None)
