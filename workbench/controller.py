@@ -212,6 +212,10 @@ class Workbench:
         """The algorithm that took the last step, while somebody holds it."""
         return self.position.algorithm
 
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm | None) -> None:
+        self.position.algorithm = algorithm
+
     @property
     def calibration(self) -> Calibration | None:
         """What `calibrate` has found."""

@@ -16,14 +16,15 @@ from workbench.backends.base import Backend, Pending
 from workbench.batches.references import Settled
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
-from workbench.errors import HostDied, StageTimeout, UpstreamError, WorkbenchError
+from workbench.errors import StageTimeout, UpstreamError, WorkbenchError
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
-from workbench.messages.replies import Failure, Reply, UpdatePart
+from workbench.messages.replies import Reply, UpdatePart
 from workbench.placement.placement import Pool
 from workbench.settings.layout import Layout
 from workbench.stages import interruptions
 from workbench.stages.rank_errors import one_error
+from workbench.stages.rank_watch import RankWatch
 from workbench.stages.stopping import StopCoordinator
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 # after a failure, or when they are to stop, are taken to be stuck; those that get on are waited for.
 GRACE_S = 60.0
 SHOW_S = 0.2
-STATUS_S = 1.0  # how long an error waits for ranks to say what they are at
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -121,21 +121,12 @@ class Run:
         self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
         self._scheduler: Scheduler | None = None
         self._abandoned = ""
-        self._not_sent()
-        self.batch = None if makes is None else makes(self)
-
-    def _not_sent(self) -> None:
-        """What is known of its ranks before they have their calls."""
-        self._backend: Backend | None = None
+        self._backend: Backend | None = None  # from `send` on
         self._stopping: StopCoordinator | None = None
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
-        self._quiet_since = 0.0  # monotonic, from `send` on
-        self._pending: list[Pending] = []
-        self._waiting_ranks: list[int] = []
-        self._seen: dict[str, tuple[str, int, int, int]] = {}
-        self._asked: dict[str, Pending] = {}
-        self._asked_s: dict[str, float] = {}
-        self._counts = _Counts()
+        self._unit = "rows" if stage in COUNT_ROWS else "micro-batches"
+        self.ranks = RankWatch(group.hosts, self._unit)
+        self.batch = None if makes is None else makes(self)
 
     # --- for those who wait ----------------------------------------------------------------------------------------
 
@@ -166,8 +157,7 @@ class Run:
     @property
     def counted(self) -> tuple[int, int]:
         """Micro-batches, or rows, that the first rank has done, and of how many; (0, 0) where they are not counted."""
-        status = next(iter(self._seen.values()), None)
-        return self._counts.seen if status is None else (status[1], status[2])
+        return self.ranks.counted
 
     @property
     def error(self) -> str:
@@ -179,7 +169,7 @@ class Run:
 
     def start(self, scheduler: Scheduler, bar: Progress) -> Any:
         """Submit it and wait: the blocking form of a call."""
-        self._counts.report, self._scheduler = bar.update, scheduler
+        self.ranks.counts.report, self._scheduler = bar.update, scheduler
         with self._interruptible() as presses:
             with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
                 scheduler.submit(self)
@@ -206,7 +196,7 @@ class Run:
 
     def progress(self) -> Progress:
         """A progress line for who waits for it."""
-        return Progress(self.name, unit="rows" if self.stage in COUNT_ROWS else "micro-batches")
+        return Progress(self.name, unit=self._unit)
 
     def wait(self, bar: Progress) -> Any:
         """`result`, shown on a progress line that is there already."""
@@ -289,7 +279,7 @@ class Run:
         """Let its ranks leave it."""
         if self._stopping is None and self._backend is not None:
             self._stopping = StopCoordinator(self._backend, self.group.hosts, self.number)
-            self._quiet_since = time.monotonic()
+            self.ranks.heard()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()
@@ -345,21 +335,9 @@ class Run:
         bar.label = shown.name if shown is self else f"{self.name} waits for {shown.name}"
         if stopping:
             bar.label = f"{self.name}: stopping where nothing is half done (interrupt again to leave it behind)"
-        if failed := shown.failed_ranks:
+        if failed := shown.ranks.failed:
             bar.label = f"{shown.name}: rank {', '.join(map(str, failed))} failed, waiting for the others"
-        bar.update(*shown.progressed)
-
-    @property
-    def failed_ranks(self) -> list[int]:
-        """The ranks that have failed so far."""
-        return [rank for rank, pending in enumerate(self._pending) if _failed(pending)]
-
-    @property
-    def progressed(self) -> tuple[int, int, int]:
-        """Micro-batches (or rows) that the first rank has done, of how many, and its tokens; zeros: nothing is
-        known."""
-        status = next(iter(self._seen.values()), None)
-        return status[1:] if status else (0, 0, 0)
+        bar.update(*shown.ranks.progressed)
 
     # --- for the scheduler --------------------------------------------------------------------------------------------
 
@@ -397,14 +375,13 @@ class Run:
             self._backend = backend
             self.begin_clock()
             if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
-                self._counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
+                self.ranks.counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
             for host, call in zip(self.group.hosts, self.calls, strict=True):
-                self._pending.append(backend.execute(host, call, self._counts.hear))
-            self._waiting_ranks = list(range(len(self.calls)))
-            self._quiet_since = time.monotonic()
+                self.ranks.answers.append(backend.execute(host, call, self.ranks.counts.hear))
+            self.ranks.begin()
         except BaseException as error:
             # ranks that have their call would wait for those that have not
-            self.stuck = 0 < len(self._pending) < len(self.group.hosts)
+            self.stuck = 0 < len(self.ranks.answers) < len(self.group.hosts)
             if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
                 self.fail(interruptions.cut_short(self.name, updates=self.updates))
                 raise
@@ -444,56 +421,23 @@ class Run:
         """What each rank is at, in words."""
         if not self.calls:
             return f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up"
-        asked = {rank: backend.ask(self.group.hosts[rank], "status") for rank in self._waiting_ranks}
-        backend.wait(list(asked.values()), STATUS_S)
-        said = []
-        for rank in range(len(self.calls)):
-            text = "had finished"
-            if rank in asked:
-                text = f"did not answer in {STATUS_S:g} s"
-                with contextlib.suppress(Exception):  # of one rank: the others' answers stand
-                    if asked[rank].done():
-                        busy, done, total, _ = asked[rank].result()
-                        unit = "rows" if self.stage in COUNT_ROWS else "micro-batches"
-                        text = f"was at {busy or 'the end'}" + (f", {done} of {total} {unit} done" if total else "")
-            said.append(f"rank {rank} {text}")
-        return "; ".join(said)
+        return self.ranks.at(backend)
 
     def outstanding(self) -> list[Pending]:
         """Answers that are still to come."""
-        return [self._pending[rank] for rank in self._waiting_ranks]
+        return self.ranks.outstanding
 
     def poll(self, backend: Backend) -> None:
         """Look at what has come; ends the run when all is there, or when what is missing will never come."""
-        self._waiting_ranks = [rank for rank in self._waiting_ranks if not self._pending[rank].done()]
-        if not self._waiting_ranks:
+        if not self.ranks.look():
             self._end()
             return
         if self._stopping is not None:
-            self._stopping.poll(self._waiting_ranks)
-        failed = any(_failed(pending) for pending in self._pending) or self._stopping is not None
-        now = time.monotonic()
-        hosts = [self.group.hosts[rank] for rank in self._waiting_ranks]
-        if self._ask(backend, hosts if failed else hosts[:1]) or not failed:
-            self._quiet_since = now
-        elif now - self._quiet_since > GRACE_S:
+            self._stopping.poll(self.ranks.working)
+        ending = bool(self.ranks.failed) or self._stopping is not None
+        if self.ranks.quiet_s(backend, ending=ending) > GRACE_S:
             self.stuck = True
             self._end()
-
-    def _ask(self, backend: Backend, hosts: Sequence[str]) -> bool:
-        """Ask hosts how far they are, without waiting for the answer; whether one of them has got on."""
-        got_on = False
-        for host in hosts:
-            asked = self._asked.get(host)
-            if asked is not None and asked.done():
-                del self._asked[host]
-                with contextlib.suppress(WorkbenchError):
-                    status = asked.result()
-                    got_on |= status != self._seen.get(host)
-                    self._seen[host] = status
-            elif asked is None and time.monotonic() - self._asked_s.get(host, 0.0) > SHOW_S:
-                self._asked[host], self._asked_s[host] = backend.ask(host, "status"), time.monotonic()
-        return got_on
 
     def _end(self) -> None:
         try:
@@ -544,58 +488,19 @@ class Run:
             self._steps.failed(self, error)
 
     def _collect(self) -> None:
-        failures: dict[int, Failure] = {}
-        dead: HostDied | None = None
-        for rank, pending in enumerate(self._pending):
-            if not pending.done():
-                continue
-            try:
-                reply: Reply = pending.result()
-            except HostDied as error:
-                dead = dead or error
-                continue
-            self.replies.append(reply)
-            self.unrecorded.append(reply)
-            if reply.failure is not None:
-                failures[rank] = reply.failure
+        replies, failures, dead = self.ranks.collect()
+        self.replies += replies
+        self.unrecorded += replies
         if dead is not None:  # what other ranks ran into follows from it
             self.stuck = True
             raise dead
         if failures:
             raise one_error(self.group.role, self.group.pool.name, self.stage, self.number, failures, stuck=self.stuck)
         if self.stuck:
-            ranks = ", ".join(map(str, self._waiting_ranks))
+            ranks = ", ".join(map(str, self.ranks.working))
             raise interruptions.stuck(self.name, ranks, GRACE_S)
         parts = [reply.stopped for reply in self.replies if reply.stopped is not None]
         if parts:
             self.parts = tuple(parts)
             part = parts[0]
             raise interruptions.after(self.name, part) if self.updates else interruptions.as_before(self.name)
-
-
-class _Counts:
-    """What the ranks of the inline backend tell of themselves. No part of the run: hosts hold on to it."""
-
-    def __init__(self) -> None:
-        self.seen = (0, 0)
-        self.report: Callable[[int, int, int], None] = lambda done, total, tokens: None
-        self._until, self._timeout_s = float("inf"), 0.0
-
-    def limit(self, until: float, timeout_s: float) -> None:
-        self._until, self._timeout_s = until, timeout_s
-
-    def hear(self, done: int, total: int, tokens: int) -> None:
-        self.seen = (done, total)
-        self.report(done, total, tokens)
-        if time.monotonic() > self._until:  # here a stage can be left: between micro-batches, between rows
-            self._until = float("inf")
-            raise StageTimeout(f"it took longer than timeout_s={self._timeout_s:g}", f"it had done {done} of {total}")
-
-
-def _failed(pending: Pending) -> bool:
-    if not pending.done():
-        return False
-    try:
-        return pending.result().failure is not None
-    except Exception:  # a host that is gone, an answer that cannot be read
-        return True
