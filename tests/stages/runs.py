@@ -31,7 +31,7 @@ class NoOutcomes:
     def clean_up(self, run: Run) -> None:
         pass
 
-    def unheard(self, run: Run) -> None:
+    def not_received(self, run: Run) -> None:
         pass
 
     def over(self, run: Run) -> None:

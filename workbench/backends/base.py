@@ -23,7 +23,7 @@ class Pending(ABC):
 
 
 def answered(pending: Pending) -> bool:
-    """Whether a host has done what it was asked, by now."""
+    """Whether a host has done what it was asked."""
     with suppress(Exception):  # whatever the host raised
         if pending.done():
             pending.result()

@@ -38,7 +38,7 @@ INSTALL = {
 
 
 def check(description: Description) -> None:
-    """Raise `BadInput`, or one of its kin, where a workbench cannot be this."""
+    """Raise `BadInput`, or a subclass of it, where a workbench cannot be this."""
     if description.devices is not None:
         whole("devices", description.devices, 1)
     if description.devices is not None and description.placement.devices > description.devices:

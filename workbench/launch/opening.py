@@ -94,7 +94,7 @@ def open(
     A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
     `workbench.launch.overrides`.
 
-    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
+    Everything that can be checked is checked before a process starts; errors say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
@@ -156,7 +156,7 @@ def _open(
     if living is not None:
         stop(name)
     try:
-        _tracked(lab, trackers)  # a tracker that does not start is heard of before models load
+        _tracked(lab, trackers)  # a tracker that does not start is refused before models load
         lab.hosts.start(lab.ownership.controller, note)
         if restoring is not None:
             restoring.load(lab.runner, lab.position, lab.prompts, note)

@@ -5,7 +5,7 @@ Beside its record (see `workbench.backends.registry`):
     batches.log     one entry a batch that the store keeps: what it is, where its shards lie, where it came from
     position.json   where the algorithm of the last step stands, streams of examples, automatic saves, checkpoints
     updates.pkl     updates that were interrupted between two of their steps
-    open.pkl        stages that hosts are at: their kernel may never hear of them
+    open.pkl        stages that hosts are at: their kernel may end before they do
 
 Hosts keep shards and their last reply, so that nothing that was finished is done twice: not an update whose kernel was
 killed while it ran. Only the kernel that drives the workbench writes.

@@ -4,7 +4,7 @@ is whole.
     check │ start hosts, join pools, build roles │ publish │ take │ verify │ switch │ end old hosts
           └─ an error in here ends what is new, and the old placement goes on ─┘
 
-Weights and moments go from host to host, and the controller hears of sums of bits and bytes alone.
+Weights and moments go from host to host, and the controller is told only checksums and byte counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from workbench.config.description import Description
     from workbench.placement.change import PlacementChange
 
-# How long an error waits for hosts to forget what was built for a move that came to nothing; a healthy one may still be
+# How long an error waits for hosts to forget what was built for a move that failed; a healthy one may still be
 # loading it.
 ANSWER_S = 60.0
 

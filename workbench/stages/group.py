@@ -93,7 +93,7 @@ class GroupOperation:
 
     @property
     def now(self) -> GroupOperation:
-        """Who carries it out by now: rollout workers come and go."""
+        """The operation that carries it out now: rollout workers come and go."""
         return self._asked.operations.get(self.operation.name, self)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

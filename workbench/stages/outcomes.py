@@ -35,7 +35,7 @@ class Outcomes:
             self._telemetry.append_syncs(reply.syncs)
 
     def clean_up(self, run: Run) -> None:
-        """After a run that came to nothing: hosts forget its rows."""
+        """After a run that failed: hosts forget its rows."""
         self.record(run)
         role, weights = run.group.role, self._counters.weights
         if run.updates and role in weights and not (run.parts and not run.parts[0].steps):
@@ -52,8 +52,8 @@ class Outcomes:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._hosts.forget_shard(run.group.hosts, run.calls[0].key)
 
-    def unheard(self, run: Run) -> None:
-        """A run has ended well, and nobody has its result: the same call again is as if this had not been."""
+    def not_received(self, run: Run) -> None:
+        """A run has succeeded, and its caller did not get the result: the same call again must give it."""
         weights = self._counters.weights
         if run.updates and run.group.role in weights and not run.writes:
             self.updates.note(run, weights[run.group.role], run.collecting, run.given)

@@ -67,9 +67,9 @@ class RunOutcomes(Protocol):
     """What follows from runs."""
 
     def clean_up(self, run: Run) -> None:
-        """Let the hosts forget what a run left that came to nothing."""
+        """Let the hosts forget what a run that failed has left."""
 
-    def unheard(self, run: Run) -> None:
+    def not_received(self, run: Run) -> None:
         """Called when the waiter was interrupted and never gets the result."""
 
     def over(self, run: Run) -> None:
@@ -195,7 +195,7 @@ class Run:
             return self.wait(bar)
 
     def progress(self) -> Progress:
-        """A progress line for who waits for it."""
+        """A progress line for its waiters."""
         return Progress(self.name, unit=self._unit)
 
     def wait(self, bar: Progress) -> Any:
@@ -318,7 +318,7 @@ class Run:
         if self.state == "cancelled":
             return interruptions.before_it_began(self.name)
         if self.state == "done":
-            self._outcomes.unheard(self)
+            self._outcomes.not_received(self)
         if self.updates and self.state == "done":
             return interruptions.after_all_steps(self.name)
         error = None if self.state == "done" else self._future.exception()
@@ -454,7 +454,7 @@ class Run:
         """End the run with a result."""
         self._forget()
         self.ended_s = time.time()
-        with contextlib.suppress(InvalidStateError):  # late: who waited has been told
+        with contextlib.suppress(InvalidStateError):  # late: its waiters have been woken
             self._future.set_result(result)
         self._set_over()
         for dependent in self.dependents:

@@ -17,7 +17,7 @@ class Scheduler:
     """Holds the runs that have not ended. A pool has one stage under way at a time, so that what waits can still be
     given up, and an interrupt leaves no call queued behind. Runs of different pools overlap.
 
-    A run that can start is sent by whoever submits it; a thread, which lives while runs are open, hears of what ended
+    A run that can start is sent by whoever submits it; a thread, which lives while runs are open, polls what runs
     and sends what that makes ready.
     """
 
@@ -52,7 +52,7 @@ class Scheduler:
                 run.join()
 
     def close(self) -> None:
-        """Give up what has not ended: who waits for it is told."""
+        """Give up what has not ended, and wake its waiters."""
         with self._lock:
             for run in self._open:
                 run.cancel()
@@ -74,7 +74,7 @@ class Scheduler:
                     self._hosts.backend.wait(outstanding, POLL_S, count=1)
                 else:
                     time.sleep(POLL_S)
-            except Exception as error:  # nothing more is heard of any run: who waits is told
+            except Exception as error:  # the backend is gone: no run will get an answer
                 with self._lock:
                     for run in self._open:
                         run.fail(error)

@@ -89,7 +89,7 @@ class StageSteps:
         result = self._result(call, run)
         run.given = result if run.updates else None
         if run.given_up:
-            self._outcomes.unheard(run)
+            self._outcomes.not_received(run)
         self.report(run, reported_as, metrics)
         if then is not None:
             then()

@@ -1,4 +1,4 @@
-"""Bringing the ranks of a run to leave their stage, all at the same point: the controller's half of it."""
+"""The controller's half of stopping a stage: its ranks agree on one point, and leave it there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StopCoordinator:
         self._standing: dict[int, StopPoint] = {}
 
     def poll(self, working: Collection[int]) -> None:
-        """Ask ranks where they can leave, and tell those of whom it is known by now. working: the ranks that have not
+        """Ask ranks where they can leave, and notify those whose stop point is agreed. working: the ranks that have not
         answered their call."""
         left = [rank for rank in working if rank not in self._told]
         if left and time.monotonic() - self._began_s > PATIENCE_S / 2:  # some may soon go on by themselves

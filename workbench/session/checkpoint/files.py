@@ -183,7 +183,7 @@ def _beside(file: Path, folder: Path) -> bool:
 
 
 def _entry(path: Path, *, to_disk: bool = False) -> dict[str, Any] | None:
-    """Bytes and checksum of a file; None: it is gone. to_disk: see to it that it is there before who asks goes on."""
+    """Bytes and checksum of a file; None: it is gone. to_disk: flush it to the disk (fsync) before returning."""
     try:
         with path.open("rb") as file:
             if to_disk:
