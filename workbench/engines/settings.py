@@ -129,7 +129,8 @@ class Generation(NamedFields):
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
         its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
-    max_rows: most sequences decoded at the same time by one engine.
+    max_rows: most sequences decoded at the same time by one engine. None: 512 for vLLM on a GPU, the most that its CUDA
+        graphs cover by default; else 64.
     check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
         were sent and as they arrived; `SyncError` when they differ.
     """
@@ -140,7 +141,7 @@ class Generation(NamedFields):
     max_model_tokens: int = 1024
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.4
-    max_rows: int = 64
+    max_rows: int | None = None
     check_sync: bool = True
 
     def __post_init__(self) -> None:
@@ -155,11 +156,16 @@ class Generation(NamedFields):
             )
         whole("Generation.max_model_tokens", self.max_model_tokens, 2)
         at_least("Generation.kv_cache_gib", self.kv_cache_gib, 0, strictly=True)
-        whole("Generation.max_rows", self.max_rows, 1)
+        if self.max_rows is not None:
+            whole("Generation.max_rows", self.max_rows, 1)
         at_least("Generation.gpu_memory_fraction", self.gpu_memory_fraction, 0, strictly=True)
         if not self.gpu_memory_fraction < 1:
             raise BadInput(f"Generation.gpu_memory_fraction={self.gpu_memory_fraction}", "must lie between 0 and 1")
         true_or_false("Generation.check_sync", self.check_sync)
+
+    def rows_at_once(self, *, on_gpu: bool) -> int:
+        """`max_rows`, or its default."""
+        return self.max_rows or (512 if on_gpu and self.engine == "vllm" else 64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int
     generation_weights, generation_kv_cache = _generation(role, layout, stage, rank, device_bytes)
     passing = activation_bytes(role, layout, rank) + extra
     if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
-        rows = role.generation.max_rows * role.generation.max_model_tokens
+        rows = role.generation.rows_at_once(on_gpu=device_bytes is not None) * role.generation.max_model_tokens
         passing = max(passing, rows * kv_elements_per_token(role) * role.frozen_bytes)
     unmapped = total and not (stage or role.adapter)  # what is trained is written to; ZeRO copies what it shards
     return RankMemory(

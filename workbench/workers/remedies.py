@@ -65,7 +65,7 @@ def _knobs(host: Host, call: Call) -> Iterator[str]:
         cache = share if on_gpu else f"kv_cache_gib (now {generation.kv_cache_gib:g})"
         if generation.engine == "vllm":
             yield f"a smaller Generation.{cache}"
-        yield f"a smaller Generation.max_rows (now {generation.max_rows})"
+        yield f"a smaller Generation.max_rows (now {generation.rows_at_once(on_gpu=on_gpu)})"
     elif worker.spec.name is not None and training is not None:
         yield f"a smaller Training.micro_batch_tokens (now {training.micro_batch_tokens:,})"
         if operation is not None and operation.updates and not training.activation_checkpointing:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engines.generation.base import Ending, GenerationEngine, Progress, Rollout
+from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
 from workbench.engines.generation.endings import (
     Endings,
     check_model_length,
@@ -32,6 +32,7 @@ from workbench.engines.generation.endings import (
     end_token_ids,
     response_room,
 )
+from workbench.engines.generation.vllm_rows import decode, sampling_params
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
@@ -102,32 +103,10 @@ class VllmEngine(GenerationEngine):
         most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         self._wake("kv_cache")
         ends = Endings(self._tokenizer, sampling, self._end_ids)
-        total = len(prompt_ids)
-        responses: list[list[int]] = [[] for _ in range(total)]
-        log_probs: list[list[float]] = [[] for _ in range(total)]
-        endings: list[Ending] = ["length"] * total
-        running = set(range(total))
+        rows = zip(seeds, most, strict=True)
+        params = [sampling_params(sampling, ends.token_ids, seed, tokens) for seed, tokens in rows]
         with self._working(keep_prefixes=continued):
-            try:
-                for row, ids in enumerate(prompt_ids):
-                    self._add(row, ids, self._sampling_params(sampling, ends.token_ids, seeds[row], most[row]))
-                while running:
-                    for output in self._engine.step():
-                        row, new = int(output.request_id), output.outputs[0]
-                        responses[row] += new.token_ids
-                        log_probs[row] += _sampled(new.token_ids, new.logprobs)
-                        ending = ends.of(responses[row], len(responses[row]))
-                        endings[row] = ending or "length"
-                        if ending and not output.finished:
-                            self._engine.abort_request([output.request_id])
-                        if ending or output.finished:
-                            running.discard(row)
-                    if progress is not None:
-                        progress(total - len(running), total, sum(map(len, responses)))
-            except BaseException:
-                self._engine.abort_request([str(row) for row in running])
-                raise
-        return Rollout(response_ids=responses, log_probs=log_probs, endings=endings)
+            return decode(self._engine, prompt_ids, params, ends, progress)
 
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
@@ -221,30 +200,6 @@ class VllmEngine(GenerationEngine):
 
         self._engine.add_request(str(row), tokens_input(list(token_ids)), params)
 
-    def _sampling_params(self, sampling: Sampling, end_ids: frozenset[int], seed: int, room: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias) if sampling.logit_bias else None,
-            # torch's CPU generator reads 32 bits of a seed: spread all bits of ours over them.
-            seed=int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0]),
-            max_tokens=room,
-            logprobs=0,  # of the sampled token alone
-            min_tokens=min(sampling.min_new_tokens, room),
-            stop_token_ids=sorted(end_ids),
-            ignore_eos=True,  # the ids above are all there are, in both engines
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
     @contextmanager
     def _working(self, *, keep_prefixes: bool = False) -> Iterator[None]:
         """While vLLM computes. The prefix cache starts empty, as a result may not depend on what was asked before, but
@@ -275,12 +230,14 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # max_model_len below is one more than the model may have
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # it gives no log-probabilities of what it samples from
         RANK=str(dist.get_rank()),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
     from vllm import EngineArgs, LLMEngine
     from vllm.distributed import parallel_state
+    from vllm.usage.usage_lib import UsageContext
 
     if parallel_state.model_parallel_is_initialized():
         raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
@@ -292,9 +249,10 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         distributed_executor_backend="external_launcher",
         # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
         max_model_len=settings.max_model_tokens + 1,
-        max_num_seqs=settings.max_rows,
+        max_num_seqs=settings.rows_at_once(on_gpu=not on_cpu),
         # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
+        # None: as many as vLLM thinks best for batches of prompts on this GPU (LLM_CLASS), 8,192 or 16,384.
         max_num_batched_tokens=max(2048, settings.max_model_tokens + 1) if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_memory_fraction,
@@ -309,7 +267,7 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     )
     with _private_shared_memory(on_cpu):
         try:
-            engine = LLMEngine.from_engine_args(arguments)
+            engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
             with _default_group_spared():
                 parallel_state.cleanup_dist_env_and_memory()
