@@ -82,9 +82,9 @@ def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) ->
 class Endings:
     """Says what, if anything, has just ended a growing response.
 
-    token_ids: all tokens at which a response ends. strings: whether there are strings that end it, too. tail: how many of a response's newest tokens are looked at. Every
-    token carries a byte or more, so as many tokens as the longest stop string has bytes must hold it; a few more cover
-    decoders that treat their first token in a special way.
+    token_ids: all tokens at which a response ends. strings: whether strings end it, too. tail: how many of a response's
+    newest tokens are looked at. Every token carries a byte or more, so as many tokens as the longest stop string has
+    bytes must hold it; a few more cover decoders that treat their first token in a special way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
