@@ -254,6 +254,9 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         enable_chunked_prefill=False if on_cpu else None,
         # None: as many as vLLM thinks best for batches of prompts on this GPU (LLM_CLASS), 8,192 or 16,384.
         max_num_batched_tokens=max(2048, settings.max_model_tokens + 1) if on_cpu else None,
+        # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
+        # most prompts; its kernels want multiples of 32.
+        block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
