@@ -43,7 +43,9 @@ def decode(
             while running:
                 stopped = []
                 for output in client.get_output().outputs:
-                    row, new = running[output.request_id], output.new_token_ids
+                    row, new = running.get(output.request_id), output.new_token_ids
+                    if row is None:  # of a call that an exception has ended
+                        continue
                     response = responses[row]
                     response += new
                     made += len(new)
