@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS = 64
@@ -136,7 +136,7 @@ def vllm(case: Case) -> dict[str, list[float]]:
     on_gpu = case.device != "cpu"
     llm = LLM(
         model=str(folder(case.model)),
-        dtype=case.dtype,  # type: ignore[arg-type]
+        dtype=cast(Any, case.dtype),
         max_model_len=PROMPT_TOKENS + case.tokens + 1,
         gpu_memory_utilization=case.memory,
         kv_cache_memory_bytes=None if on_gpu else 2**30,

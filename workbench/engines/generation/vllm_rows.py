@@ -43,9 +43,9 @@ def decode(
             while running:
                 stopped = []
                 for output in client.get_output().outputs:
-                    row, new = running.get(output.request_id), output.new_token_ids
-                    if row is None:  # of a call that an exception has ended
+                    if output.request_id not in running:  # of a call that an exception has ended
                         continue
+                    row, new = running[output.request_id], output.new_token_ids
                     response = responses[row]
                     response += new
                     made += len(new)
