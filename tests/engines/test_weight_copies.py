@@ -21,7 +21,7 @@ from workbench.models import load_causal_lm, resolve
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
 SETTINGS = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, kv_cache_gib=0.1, gpu_memory_fraction=0.2)
 ON_GPU = torch.cuda.is_available()
@@ -77,7 +77,12 @@ def test_copies_give_what_a_reload_gives(engine: Any, name: str, monkeypatch: py
     assert engine._copies is not None
     model, reloads = trained(name, 1), []
     reload = engine._reload
-    monkeypatch.setattr(engine, "_reload", lambda weights: [reloads.append(1), reload(weights)])
+
+    def counted(weights: Any) -> None:
+        reloads.append(1)
+        reload(weights)
+
+    monkeypatch.setattr(engine, "_reload", counted)
     addresses = {key: tensor.data_ptr() for key, tensor in live(engine).items()}
     taken = engine.update_weights(model.named_parameters(), 1)
     assert taken == sum(p.numel() for p in model.parameters()) * engine._dtype.itemsize

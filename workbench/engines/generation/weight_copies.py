@@ -170,7 +170,7 @@ def _covers(model: nn.Module, slices: Mapping[str, list[_Slice]]) -> bool:
 def _region(source: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """Which part of its whole storage a view is; None: all of it, in order."""
     whole = source.is_contiguous() and source.numel() * source.element_size() == source.untyped_storage().nbytes()
-    return None if whole else (tuple(source.shape), source.stride(), source.storage_offset())
+    return None if whole else (tuple(source.shape), source.stride(), int(source.storage_offset()))
 
 
 def _storage(tensor: Tensor) -> int:
