@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import workbench as wb
-from workbench.workers.engine_weights import TrainerWeights, probe_gap, trainer_log_probs
+from workbench.workers.engine_weights import TrainerWeights, differing_weights, probe_gap, trainer_log_probs
 from workbench.workers.roles.sampling import sync_tolerance
 
 Weights = dict[str, Tensor]
@@ -105,7 +105,11 @@ def costs(worker: Any) -> Iterator[str]:
     engine_s = seconds(lambda: generator.log_probs(ids.tolist()), device)
     rate, plain = nbytes / sync_s / 1e9, nbytes / plain_s / 1e9
     yield f"  sync {sync_s * 1e3:.1f} ms, {rate:.1f} GB/s; plain copy {plain:.1f} GB/s"
+    trained = worker._trainer_weights()
+    read = differing_weights(trained, generator)[0]
+    bits_s = seconds(lambda: differing_weights(trained, generator), device)
     yield f"  probe: trainer {trainer_s * 1e3:.1f} ms, engine {engine_s * 1e3:.1f} ms"
+    yield f"  bits of {read} weights compared in {bits_s * 1e3:.1f} ms"
 
 
 def measure(model: str, dtype: str, steps: int, rate: float, device: Any, runs: Path) -> None:

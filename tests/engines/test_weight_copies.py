@@ -173,6 +173,17 @@ def test_what_loaders_ask_for_is_recorded_and_not_done(unpacked: None) -> None:
     assert not copies.holds({key: tensor.contiguous().view(torch.int32).sum() for key, tensor in sums.items()})
 
 
+def test_a_weight_of_another_shape_than_its_parameter(unpacked: None) -> None:
+    """As convolutions have it."""
+    copies = WeightCopies.recorded(
+        Loading(lambda model, weights: model.both.data.copy_(weights["a"].squeeze(1))), {"a": torch.Size([6, 1, 2])}
+    )
+    assert copies is not None
+    copies.run([("a", torch.ones(6, 1, 2))])
+    (place,) = copies.places().values()
+    assert torch.equal(place, torch.ones(6, 2))
+
+
 def fuse_half(model: Any, weights: dict[str, Tensor]) -> None:
     model.both.data[:4].copy_(weights["a"])
 

@@ -164,6 +164,8 @@ class VllmEngine(GenerationEngine):
                 self._load_again(counted())
             else:
                 self._copies.run(counted())
+                if not self._on_cpu:  # the span of a sync ends when the copies have ended, not when they were asked for
+                    torch.cuda.current_stream().synchronize()
             self._engine.reset_prefix_cache()
         self.weights_version = version
         return taken

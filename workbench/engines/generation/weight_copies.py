@@ -31,7 +31,7 @@ class _Slice:
 
     def of(self, weight: Tensor) -> Tensor:
         if self.region is None:
-            return weight
+            return weight.reshape(self.target.shape)
         whole, (size, stride, offset) = weight.contiguous(), self.region
         return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
