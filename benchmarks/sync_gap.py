@@ -124,10 +124,11 @@ def measure(model: str, dtype: str, steps: int, rate: float, device: Any, runs: 
         then = {name: weight.clone() for name, weight in worker.engine.named_weights()}
         grpo = wb.GRPO(lab, prompts=2, samples=4, sampling=wb.Sampling(max_new_tokens=12), reward=letters)
         found: dict[str, list[tuple[float, float]]] = {}
-        for _ in range(steps + 1):
+        for step in range(steps + 1):
+            if step:
+                grpo.run(1)
             for name, ids in probes(lab, worker).items():
                 found.setdefault(name, []).append(gap_on(worker, ids))
-            grpo.run(1)
         ids = worker._probe_ids()
         tolerance = sync_tolerance(
             dtype, worker.context.device, trainer_log_probs(worker.engine, ids, worker.context.device)
