@@ -62,7 +62,7 @@ class Description:
         prompts: Any,
         training: Training | None,
         generation: Generation | None,
-        dtype: str,
+        dtype: str | None,
         backend: str,
         device: str | None,
         devices: int | None,
@@ -94,6 +94,19 @@ class Description:
         whole("seed", seed, 0)
         check_settings("training", training, Training)
         check_settings("generation", generation, Generation)
+        if address is not None and device is None:
+            raise BadInput(
+                f"address={address!r} without device=",
+                "what devices another cluster has cannot be seen from here",
+                "add device='cuda' or device='cpu'",
+            )
+        device = device or _local_device()
+        one_of("device", device, ("cpu", "cuda"))
+        if device == "cuda" and address is None and not _device_count("cuda"):
+            raise BadInput(
+                "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
+            )
+        dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
         filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
         if placement is not None:
@@ -108,18 +121,6 @@ class Description:
             )
         # An inline workbench has one device; everything else may declare its slots.
         placement = (placement or Placement.colocate(1)).restrict(filled)
-        if address is not None and device is None:
-            raise BadInput(
-                f"address={address!r} without device=",
-                "what devices another cluster has cannot be seen from here",
-                "add device='cuda' or device='cpu'",
-            )
-        device = device or _local_device()
-        one_of("device", device, ("cpu", "cuda"))
-        if device == "cuda" and address is None and not _device_count("cuda"):
-            raise BadInput(
-                "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
-            )
         description = cls(
             id=f"{name}-{secrets.token_hex(4)}",
             name=name,

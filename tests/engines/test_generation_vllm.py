@@ -225,6 +225,7 @@ def test_new_weights_arrive_whole(engine, model):
     assert gap(engine, model) > 0.05
     taken = engine.update_weights(model.named_parameters(), 5)
     assert gap(engine, model) < 1e-4
+    assert engine._copies is None  # layers are packed, and have to be packed again
     assert (taken, engine.weights_version) == (sum(p.nbytes for p in model.parameters()), 5)
     perturb(model)
     engine.update_weights(model.state_dict().items(), 6)  # names the tied head as well

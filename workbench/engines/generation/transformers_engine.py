@@ -175,7 +175,7 @@ class TransformersEngine(GenerationEngine):
                     )
                 mine[name].copy_(weight)
                 missing.pop(id(mine[name]), None)
-                taken += weight.nbytes
+                taken += mine[name].nbytes
             if missing:
                 raise SyncError(
                     f"{len(missing)} weights did not arrive, {next(iter(missing.values()))!r} among them",
