@@ -97,7 +97,8 @@ class Whereabouts:
 
     def topology(self) -> pd.DataFrame:
         """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
-        machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
+        machine and device, how sequences run, tokens of a micro-batch (none yet: as many as fit are found out by the
+        role's first pass), and bytes by use, asked of the live processes. `lab.memory()` draws it.
         """
         import pandas as pd
 
@@ -111,6 +112,7 @@ class Whereabouts:
                     "role": role,
                     "model": held["model"],
                     "sequences": held.get("sequences"),
+                    "micro_batch_tokens": held.get("micro_batch_tokens"),
                     "pool": info.pool,
                     "rank": info.rank,
                     "replica": replica,
@@ -125,7 +127,7 @@ class Whereabouts:
                     "host_published_bytes": seen["published_bytes"],
                 }
                 named = {use.replace(" ", "_"): n for use, n in held.items()}
-                known = {"role", "model", "sequences"}
+                known = {"role", "model", "sequences", "micro_batch_tokens"}
                 uses = {f"{use}_bytes": n for use, n in named.items() if use not in known}
                 nothing = {f"{use}_bytes": 0 for use in USES}
                 rows.append({**row, **nothing, **uses})

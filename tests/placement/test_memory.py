@@ -148,7 +148,10 @@ def test_colocated_roles_share_a_device() -> None:
 
 def test_a_gpu_gives_vllm_its_fraction() -> None:
     role = role_of("torch", BF16, generation=Generation(engine="vllm", gpu_memory_fraction=0.25, max_model_tokens=64))
-    found = rank_memory(role, Layout(), 0, device_bytes=80 * 2**30)
+    estimate = estimate_memory(
+        Placement.colocate(1).restrict(["actor"]), {"actor": role}, device="cuda", device_bytes=80 * 2**30
+    )
+    (found,) = (tenant.memory for tenant in estimate.tenants)
     assert found.generation_weights + found.generation_kv_cache == 20 * 2**30
     assert found.generation_weights == (195_328 + (1664 - 1601) * 64) * 2  # the vocabulary padded to 26 x 64
 

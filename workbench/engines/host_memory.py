@@ -125,7 +125,8 @@ def overlapping() -> Iterator[None]:
     if _unfinished.moves is not None:
         yield
         return
-    _unfinished.moves = moves = []
+    moves: list[_Move] = []
+    _unfinished.moves = moves
     try:
         yield
     finally:
@@ -143,7 +144,10 @@ class _Move:
 
     def __init__(self, kind: str, device: torch.device, nbytes: int, note: str) -> None:
         self._end = begin_span(kind, bytes=nbytes, note=note)
-        self._device, self._stream, self._began, self._over = device, None, None, None
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._began: torch.cuda.Event | None = None
+        self._over: torch.cuda.Event | None = None
         if device.type == "cuda":
             key = kind, device
             self._stream = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)

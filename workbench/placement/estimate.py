@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
+from workbench.placement.generation_memory import row_bytes, useful_cache_bytes
 from workbench.placement.placement import Placement
 from workbench.placement.rank_memory import LASTING, PASSING, RankMemory, rank_memory
 from workbench.placement.role_model import RoleModel
+from workbench.placement.room import Room, fitting_tokens, placed, rooms, usable_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,23 +146,38 @@ def estimate_memory(
     """The estimate of a placement whose roles all have a model in `models`.
 
     numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
+    Where vLLM's cache and micro-batches are left open, they are as large as `Room` makes them on a GPU of
+    `device_bytes`.
     Raises `BadInput` where a layout does not cut its model.
     """
     numbers = device_numbers(placement) if numbers is None else numbers
-    tenants, unknown = [], []
-    for pool in placement.pools:
-        for role in pool.roles:
-            model = models[role]
-            if model is None:
-                unknown.append(role)
-                continue
-            layout = model.standing(placement.layout_of(role))
-            for rank in range(pool.devices):
-                memory = rank_memory(model, layout, rank, device_bytes=device_bytes if device == "cuda" else None)
-                where = {"pool": pool.name, "rank": rank, "device": numbers[pool.name][rank]}
-                tenants.append(Tenant(role=role, memory=memory, **where))  # type: ignore[arg-type]
+    caches: dict[str, int] = {}
+    if device == "cuda":
+        found = rooms(placement, models, numbers, take_turns=take_turns)
+        if device_bytes is not None:
+            models = {role: _fitted(role, model, placement, found, device_bytes) for role, model in models.items()}
+            caches = {role: room.cache_bytes(device_bytes) for role, room in found.items()}
+        else:
+            caches = {role: room.useful_cache for role, room in found.items()}
+    tenants = [
+        Tenant(role=role, pool=placement.pool_of(role).name, rank=rank, device=number,
+               memory=rank_memory(model, layout, rank, cache_bytes=caches.get(role)))
+        for role, model, layout, rank, number in placed(placement, models, numbers)
+    ]  # fmt: skip
+    unknown = tuple(role for pool in placement.pools for role in pool.roles if models[role] is None)
     return MemoryEstimate(placement=placement, tenants=tuple(tenants), device=device, device_bytes=device_bytes,
-                          unknown=tuple(unknown), take_turns=take_turns)  # fmt: skip
+                          unknown=unknown, take_turns=take_turns)  # fmt: skip
+
+
+def _fitted(
+    role: str, model: RoleModel | None, placement: Placement, found: Mapping[str, Room], device_bytes: int
+) -> RoleModel | None:
+    """The model with automatic micro-batches as large as fit on all ranks."""
+    if model is None or model.training.micro_batch_tokens is not None or role not in found:
+        return model
+    layout, left = model.standing(placement.layout_of(role)), found[role].pass_bytes(device_bytes)
+    ranks = range(placement.pool_of(role).devices)
+    return replace(model, automatic_tokens=min(fitting_tokens(model, layout, rank, left) for rank in ranks))
 
 
 def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:
@@ -178,6 +195,8 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
     has_bytes: of the memory of one GPU, or of what a CPU machine has left for all of its slots.
     """
     doubt = ""
+    for tenant in estimate.tenants if estimate.device == "cuda" else ():
+        _check_cache(estimate, tenant, models[tenant.role], has_bytes)
     for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
         certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
@@ -194,6 +213,34 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
                 f"of {bytes_text(has_bytes)}; {remedy(estimate, devices, models)}"
             )
     return doubt
+
+
+def _check_cache(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | None, has_bytes: int) -> None:
+    """Raise `BadInput` where vLLM's cache on a GPU has no room for one sequence."""
+    if model is None or not useful_cache_bytes(model):
+        return
+    assert model.generation is not None
+    memory, settings, row = tenant.memory, model.generation, row_bytes(model)
+    if memory.generation_kv_cache >= row:
+        return
+    fraction = settings.gpu_memory_fraction
+    where, needs = f"cuda:{tenant.device}", memory.generation_weights + row
+    if fraction is not None:
+        least = -(-100 * needs // has_bytes) / 100
+        raise BadInput(
+            f"Generation.gpu_memory_fraction={fraction:g}: {bytes_text(int(fraction * has_bytes))} of {where}",
+            f"vLLM needs {bytes_text(needs)}: {bytes_text(memory.generation_weights)} for weights, "
+            f"{bytes_text(row)} for one sequence of {settings.max_model_tokens} tokens",
+            f"use {least:g} or more, or leave gpu_memory_fraction out: what the placement leaves",
+        )
+    others = estimate.lasting(tenant.device) - memory.generation_kv_cache
+    raise BadInput(
+        f"the placement {estimate.placement} leaves vLLM no key-value cache on {where}: "
+        f"{bytes_text(others)} of {bytes_text(usable_bytes(has_bytes))} are taken: "
+        f"{largest(estimate, [tenant.device], certain=True)}",
+        f"one sequence of {settings.max_model_tokens} tokens needs {bytes_text(row)}, and computing more",
+        "use wb.open(share_memory=True), a smaller Generation.max_model_tokens, or more devices",
+    )
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:

@@ -37,9 +37,12 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
 from workbench.models.quiet import quiet_transformers
 from workbench.models.tokenizers import load_tokenizer
+from workbench.placement.generation_memory import STEP_TOKENS
 from workbench.telemetry import span
 
 GIB = 2**30
+# Of a GPU, for a model whose weights cannot be told from its configuration, so that what it leaves is not known.
+UNKNOWN_MODEL_SHARE = 0.4
 
 
 class VllmEngine(GenerationEngine):
@@ -52,6 +55,7 @@ class VllmEngine(GenerationEngine):
     settings.tensor_parallel_size: ranks of a tensor group; it must divide the ranks of the default group.
     threads: computing threads on a CPU host while the engine works (None: as the process has them).
     sleeps: whether it will be sent to `sleep`, for which vLLM allocates weights and cache in a pool of their own.
+    cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free of `settings.gpu_memory_fraction`.
     Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
     """
 
@@ -64,6 +68,7 @@ class VllmEngine(GenerationEngine):
         device: torch.device,
         threads: int | None = None,
         sleeps: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependency(
@@ -86,7 +91,9 @@ class VllmEngine(GenerationEngine):
         # idle: nothing was asked of it since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         with _threads(threads), _process_kept(device):
-            self._engine: Any = _start(Path(model_path), settings, dtype, device, sleeps=sleeps)
+            self._engine: Any = _start(
+                Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes
+            )
 
     def generate(
         self,
@@ -258,7 +265,10 @@ class VllmEngine(GenerationEngine):
             yield
 
 
-def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *, sleeps: bool) -> Any:
+def _start(
+    model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *,
+    sleeps: bool, cache_bytes: int | None,
+) -> Any:  # fmt: skip
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -295,9 +305,9 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         max_num_seqs=settings.max_rows,
         # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
-        max_num_batched_tokens=max(2048, settings.max_model_tokens + 1) if on_cpu else None,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
-        gpu_memory_utilization=settings.gpu_memory_fraction,
+        max_num_batched_tokens=max(2048 if on_cpu else STEP_TOKENS, settings.max_model_tokens + 1),
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
+        gpu_memory_utilization=_gpu_share(settings, cache_bytes),
         logprobs_mode="processed_logprobs",
         enforce_eager=on_cpu,
         enable_sleep_mode=sleeps,
@@ -323,6 +333,13 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
     cast(Any, engine.engine_core)._finalizer.detach()
     return engine
+
+
+def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
+    """The share of the whole GPU that vLLM insists on finding free; where the cache is not given, what it fills."""
+    if cache_bytes is None:
+        return settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE
+    return max(0.01, cache_bytes / torch.cuda.get_device_properties(0).total_memory)
 
 
 def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:
