@@ -180,11 +180,13 @@ class Whereabouts:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
         self._check_open()
         description = self.description if placement is None else self.description.placed(placement)
-        seen = self._backend.ask(self.lead.hosts[0], "describe").result()
+        seen = self._seen()
+        tokens = {role: held["micro_batch_tokens"] for of in seen for role, held in of["roles"].items()
+                  if held.get("micro_batch_tokens")}  # fmt: skip
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
-            device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
-            take_turns=description.takes_turns,
+            device_bytes=seen[0]["device_bytes"], numbers=self._numbers() if placement is None else None,
+            take_turns=description.takes_turns, tokens=tokens if placement is None else None,
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:

@@ -142,12 +142,13 @@ def estimate_memory(
     device_bytes: int | None = None,
     numbers: Mapping[str, Sequence[int]] | None = None,
     take_turns: bool = False,
+    tokens: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """The estimate of a placement whose roles all have a model in `models`.
 
     numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
     Where vLLM's cache and micro-batches are left open, they are as large as `Room` makes them on a GPU of
-    `device_bytes`.
+    `device_bytes`. tokens: of micro-batches of roles that have found out how many fit.
     Raises `BadInput` where a layout does not cut its model.
     """
     numbers = device_numbers(placement) if numbers is None else numbers
@@ -155,7 +156,10 @@ def estimate_memory(
     if device == "cuda":
         found = rooms(placement, models, numbers, take_turns=take_turns)
         if device_bytes is not None:
-            models = {role: _fitted(role, model, placement, found, device_bytes) for role, model in models.items()}
+            models = {
+                role: _fitted(role, model, placement, found, device_bytes, (tokens or {}).get(role))
+                for role, model in models.items()
+            }
             caches = {role: room.cache_bytes(device_bytes) for role, room in found.items()}
         else:
             caches = {role: room.useful_cache for role, room in found.items()}
@@ -170,11 +174,14 @@ def estimate_memory(
 
 
 def _fitted(
-    role: str, model: RoleModel | None, placement: Placement, found: Mapping[str, Room], device_bytes: int
-) -> RoleModel | None:
+    role: str, model: RoleModel | None, placement: Placement, found: Mapping[str, Room], device_bytes: int,
+    tokens: int | None,
+) -> RoleModel | None:  # fmt: skip
     """The model with automatic micro-batches as large as fit on all ranks."""
     if model is None or model.training.micro_batch_tokens is not None or role not in found:
         return model
+    if tokens is not None:
+        return replace(model, automatic_tokens=tokens)
     layout, left = model.standing(placement.layout_of(role)), found[role].pass_bytes(device_bytes)
     ranks = range(placement.pool_of(role).devices)
     return replace(model, automatic_tokens=min(fitting_tokens(model, layout, rank, left) for rank in ranks))

@@ -105,8 +105,7 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         if replicas > 1:
             gathered = sum(size for size, _ in live if size > PERSISTENT_ELEMENTS)
             extra = min(gathered, LIVE_ELEMENTS) * role.stored_bytes
-    if role.trained and (replicas > 1 or stage):
-        extra += min(total, BUCKET_ELEMENTS["zero" if role.engine.startswith("zero") else "torch"]) * 4
+    extra += _bucket_bytes(role, total, replicas)
     generation_weights, generation_kv_cache = engine_bytes(role, layout, stage, rank, cache_bytes)
     passing = activation_bytes(role, layout, rank) + extra
     if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
@@ -125,6 +124,19 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         activations=passing,
         may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
     )
+
+
+def _bucket_bytes(role: RoleModel, elements: int, replicas: int) -> int:
+    """What gradients are gathered in before they are summed over the ranks; ZeRO 2 and 3, and in fp32 ZeRO 1, have it
+    on a single rank too."""
+    if not role.trained:
+        return 0
+    if not role.engine.startswith("zero"):
+        return min(elements, BUCKET_ELEMENTS["torch"]) * 4 if replicas > 1 else 0
+    bucket = min(elements, BUCKET_ELEMENTS["zero"])
+    if role.engine in ("zero2", "zero3") or (role.engine == "zero1" and role.stored_bytes == 4):
+        return bucket * role.stored_bytes
+    return bucket * 4 if replicas > 1 else 0
 
 
 def _shards(held: Sequence[tuple[Weight, int]], replicas: int) -> int:
