@@ -166,7 +166,8 @@ def measured(case: Case) -> Row:
 def a_pass(module: PackedModule, tokens: int, device: torch.device) -> Pass:
     """A pass over packed rows of ROW_TOKENS tokens, read at all positions that have a next token."""
     rows = [ROW_TOKENS] * (tokens // ROW_TOKENS)
-    ids = torch.arange(sum(rows), device=device) % 1000
+    vocabulary = module.get_backbone().config.get_text_config().vocab_size
+    ids = torch.arange(sum(rows), device=device) % vocabulary
     positions = torch.arange(sum(rows), device=device).view(-1, ROW_TOKENS)[:, :-1].flatten()
     inputs: dict[str, Any] = {"input_ids": ids, "lengths": tuple(rows), "positions": positions}
     if isinstance(module, TokenLogProbs):
@@ -186,7 +187,7 @@ def peak_on_cpu(work: Callable[[], None]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     held = most = 0
-    found = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    found = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(found, key=lambda e: e.start_ns()):
         held += event.nbytes()
         most = max(most, held)
@@ -209,19 +210,24 @@ def against_estimate(lab: wb.Workbench) -> pd.DataFrame:
     import pandas as pd
 
     estimate, live, spans = lab.estimate(), lab.topology(), lab.spans()
-    rows = []
+    turns, rows = estimate.take_turns, list[dict[str, Any]]()
     for tenant in estimate.tenants:
         here = live[(live["role"] == tenant.role) & (live["rank"] == tenant.rank)].iloc[0]
         uses = [name for name in live.columns if name.endswith("_bytes") and not name.startswith("host_")]
-        held = int(here[uses].sum())  # what waits in host memory is the role's too
+        # what waits in host memory is the role's too; vLLM sleeps or not, and torch counts its memory either way
+        held = int(here[[use for use in uses if not (turns and use.startswith("generation"))]].sum())
+        memory = tenant.memory
+        lasting = memory.lasting - memory.generating * turns
+        if turns:
+            around = lasting + sum(other.memory.generating for other in estimate.on(tenant.device))
+        else:
+            around = estimate.lasting(tenant.device)
         mine = spans[(spans["role"] == tenant.role) & (spans["rank"] == tenant.rank) & (spans["kind"] == "compute")]
-        around = tenant.memory.lasting if estimate.take_turns else estimate.lasting(tenant.device)
+        peak, estimated = int(mine["peak_memory_bytes"].max()), around + memory.passing
         rows.append({
             "role": tenant.role, "rank": tenant.rank,
-            "lasting_estimated_bytes": tenant.memory.lasting, "lasting_bytes": held,
-            "lasting_ratio": tenant.memory.lasting / max(held, 1),
-            "peak_estimated_bytes": around + tenant.memory.passing, "peak_bytes": int(mine["peak_memory_bytes"].max()),
-            "peak_ratio": (around + tenant.memory.passing) / max(int(mine["peak_memory_bytes"].max()), 1),
+            "lasting_estimated_bytes": lasting, "lasting_bytes": held, "lasting_ratio": lasting / max(held, 1),
+            "peak_estimated_bytes": estimated, "peak_bytes": peak, "peak_ratio": estimated / max(peak, 1),
         })  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import workbench as wb
+from benchmarks.memory import Case
+from benchmarks.memory import measured as measured_passes
 from tests.cases import rollouts, tiny_lab, train_on
 from tests.engines.training_ranks import Alone, run_ranks
 from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_of
@@ -105,6 +109,23 @@ def test_activations_are_bounded_and_not_by_far(dtype: torch.dtype, recomputed: 
     if not recomputed:
         assert bound - logits < 2.5 * seen
     assert len(log_probs) == 511
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_pass_is_what_the_allocator_says() -> None:
+    """Two micro-batches of a step, so that the gradients of one are there while the other runs."""
+    more: dict[str, Any] = {"size": "tiny"}
+    cases = [
+        Case(role="actor", engine="torch", dtype="bfloat16", **more),
+        Case(role="actor", engine="torch", dtype="float32", recomputed=True, **more),
+        Case(role="actor", engine="zero1", dtype="bfloat16", **more),
+        Case(role="actor", engine="zero2", dtype="float32", **more),
+        Case(role="critic", engine="zero3", dtype="float32", **more),
+        Case(role="reference", engine="frozen", dtype="bfloat16", **more),
+    ]
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # engines and the profiler change their process
+        rows = list(pool.map(measured_passes, cases))
+    assert [row for row in rows if not row.within] == []
 
 
 def test_longer_rows_and_bigger_micro_batches_need_more() -> None:

@@ -54,8 +54,8 @@ def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
     step = tokens * (2 * inner / layout.t * item + 3 * hidden * stream)
     head += 3 * tokens * hidden * FP32  # the last norm, and the hidden states that are read
     if role.training.activation_checkpointing:
-        kept, step = layers * tokens * hidden * stream * in_flight, step + layer
+        kept, step = float(layers * tokens * hidden * stream * in_flight), step + layer
     else:
         kept = layers * layer * in_flight
-    copies = role.weights.nbytes / (layout.p * layout.t) if autocast else 0
+    copies = role.weights.nbytes / (layout.p * layout.t) if autocast else 0.0
     return int(kept + max(step, head) + copies)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
+from workbench.placement.activations import activation_bytes
 from workbench.placement.generation_memory import row_bytes, useful_cache_bytes
 from workbench.placement.placement import Placement
 from workbench.placement.rank_memory import LASTING, PASSING, RankMemory, rank_memory
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.display.devices import DeviceMap
+
+# Of an estimated pass, what it needs in any case.
+SURE = 0.8
 
 Models = Mapping[str, RoleModel | None]
 """Role -> what decides its bytes; None: a function, or a worker of which nothing is known."""
@@ -61,30 +65,32 @@ class MemoryEstimate:
 
     def lasting(self, device: int) -> int:
         """Bytes held on a device while nothing computes."""
-        return self._together(tenant.memory.lasting for tenant in self.on(device))
+        held = [tenant.memory for tenant in self.on(device)]
+        if self.take_turns:
+            return max((max(memory.lasting - memory.generating, memory.generating) for memory in held), default=0)
+        return sum(memory.lasting for memory in held)
 
     def peak(self, device: int) -> int:
         """A bound of the most that is held on a device: what lasts, and the role that needs most while it computes."""
         if self.take_turns:
-            return max((tenant.memory.lasting + tenant.memory.passing for tenant in self.on(device)), default=0)
+            return max((tenant.memory.turn for tenant in self.on(device)), default=0)
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
-
-    def _together(self, parts: Iterable[int]) -> int:
-        """What roles of a device hold there: all of them, or those of the largest where they take turns."""
-        return max(parts, default=0) if self.take_turns else sum(parts)
 
     def certain(self, *devices: int) -> int:
         """What devices together cannot do without: without caches and files that are mapped (on a CPU) and activations,
         with the gradients of the role that has most."""
         gradients: dict[str, int] = {}
         lasting: dict[str, int] = {}
+        generating: dict[str, int] = {}
         for tenant in self.tenants:
             if tenant.device in devices:
                 role, memory = tenant.role, tenant.memory
                 lasting[role] = lasting.get(role, 0) + memory.certain(on_cpu=self.device == "cpu")
                 gradients[role] = gradients.get(role, 0) + memory.gradients
+                generating[role] = generating.get(role, 0) + memory.generating
         if self.take_turns:
-            return max((lasting[role] + gradients[role] for role in lasting), default=0)
+            turns = (max(lasting[role] - generating[role] + gradients[role], generating[role]) for role in lasting)
+            return max(turns, default=0)
         return sum(lasting.values()) + max(gradients.values(), default=0)
 
     def frame(self) -> pd.DataFrame:
@@ -204,6 +210,7 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
     doubt = ""
     for tenant in estimate.tenants if estimate.device == "cuda" else ():
         _check_cache(estimate, tenant, models[tenant.role], has_bytes)
+        _check_micro_batch(estimate, tenant, models[tenant.role], has_bytes)
     for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
         certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
@@ -248,6 +255,22 @@ def _check_cache(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | No
         f"one sequence of {settings.max_model_tokens} tokens needs {bytes_text(row)}, and computing more",
         "use wb.open(share_memory=True), a smaller Generation.max_model_tokens, or more devices",
     )
+
+
+def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | None, has_bytes: int) -> None:
+    """Raise `BadInput` where a micro-batch that was asked for cannot go through a trained model on a GPU."""
+    if model is None or not model.trained or model.training.micro_batch_tokens is None:
+        return
+    memory, layout = tenant.memory, model.standing(estimate.placement.layout_of(tenant.role))
+    needs = int(SURE * activation_bytes(model, layout, tenant.rank))
+    beside = memory.lasting - memory.generating if estimate.take_turns else estimate.lasting(tenant.device)
+    if (most := beside + memory.gradients + needs) > has_bytes:
+        raise BadInput(
+            f"Training.micro_batch_tokens={model.training.micro_batch_tokens:,} for {tenant.role}: a pass needs "
+            f"{bytes_text(needs)} at least, beside {bytes_text(beside + memory.gradients)}",
+            f"cuda:{tenant.device} has {bytes_text(has_bytes)}, {bytes_text(most - has_bytes)} too little",
+            "use a smaller one, or leave it out: as many as fit; or Training(activation_checkpointing=True)",
+        )
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:

@@ -38,6 +38,7 @@ class RankMemory:
     cache at most.
     activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered weights, the
     buckets in which gradients are summed, and a cache that lives only while the engine decodes.
+    decoding: of them, what the generation engine needs beside its weights and cache.
     may_be_mapped: of the parameters, those that a CPU host may map from the file, which then costs no memory.
     """
 
@@ -48,12 +49,25 @@ class RankMemory:
     generation_weights: int = 0
     generation_kv_cache: int = 0
     activations: int = 0
+    decoding: int = 0
     may_be_mapped: int = 0
 
     @property
     def lasting(self) -> int:
         """Held while other roles of the device compute."""
         return sum(getattr(self, use) for use in LASTING)
+
+    @property
+    def generating(self) -> int:
+        """Held by the generation engine between rollouts."""
+        return self.generation_weights + self.generation_kv_cache
+
+    @property
+    def turn(self) -> int:
+        """The most that is held at once where roles of a device take turns: the generation engine sleeps while its role
+        is trained, and that leaves after a sync."""
+        trained, synced = self.lasting - self.generating + self.passing, self.parameters + self.generation_weights
+        return max(trained, synced, self.generating + self.decoding)
 
     def certain(self, *, on_cpu: bool) -> int:
         """Of what lasts, that which cannot be less: on a CPU memory is taken as it is written to, so that a cache may
@@ -107,12 +121,12 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
             extra = min(gathered, LIVE_ELEMENTS) * role.stored_bytes
     extra += _bucket_bytes(role, total, replicas)
     generation_weights, generation_kv_cache = engine_bytes(role, layout, stage, rank, cache_bytes)
-    passing = activation_bytes(role, layout, rank) + extra
+    decoding = 0
     if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
         rows = role.generation.max_rows * role.generation.max_model_tokens
-        passing = max(passing, rows * kv_elements_per_token(role) * role.frozen_bytes)
+        decoding = rows * kv_elements_per_token(role) * role.frozen_bytes
     elif role.generation is not None and cache_bytes is not None:
-        passing = max(passing, working_bytes(role))
+        decoding = working_bytes(role)
     unmapped = total and not (stage or role.adapter)  # what is trained is written to; ZeRO copies what it shards
     return RankMemory(
         parameters=parameters,
@@ -121,7 +135,8 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         gradients=gradients,
         generation_weights=generation_weights,
         generation_kv_cache=generation_kv_cache,
-        activations=passing,
+        activations=max(activation_bytes(role, layout, rank) + extra, decoding),
+        decoding=decoding,
         may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
     )
 
