@@ -66,7 +66,7 @@ def test_a_pass_of_as_many_tokens_as_fit_fits(trained: bool) -> None:
     assert 0.75 * left < peak_on_cpu(work) <= left, "and hardly more would"
     assert all(parameter.grad is None for parameter in worker.engine.module.parameters())
     assert budget.tokens == tokens
-    assert on_a_device(worker, reserved + 10 * MB + 2 * left).tokens > 1.7 * tokens
+    assert on_a_device(worker, reserved + 10 * MB + 2 * left).tokens >= min(1.7 * tokens, MOST_TOKENS)
     assert on_a_device(worker, 400 * 2**30).tokens == MOST_TOKENS
     assert on_a_device(worker, reserved).tokens == 512, "then a pass says that there is no memory"
 

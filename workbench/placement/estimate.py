@@ -210,7 +210,6 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
     doubt = ""
     for tenant in estimate.tenants if estimate.device == "cuda" else ():
         _check_cache(estimate, tenant, models[tenant.role], has_bytes)
-        _check_micro_batch(estimate, tenant, models[tenant.role], has_bytes)
     for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
         certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
@@ -221,6 +220,9 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
                 f"it has {bytes_text(has_bytes)}, {bytes_text(certain - has_bytes)} too little",
                 remedy(estimate, devices, models, certain=True),
             )
+        for tenant in estimate.tenants if estimate.device == "cuda" else ():
+            if tenant.device in devices:
+                _check_micro_batch(estimate, tenant, models[tenant.role], has_bytes)
         if peak > has_bytes and not doubt:
             doubt = (
                 f"{where} may run out of memory: up to {bytes_text(peak)} at the peak ({largest(estimate, devices)}), "
