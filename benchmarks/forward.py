@@ -22,13 +22,13 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from workbench.engines.settings import Training
 from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs, pad_right
+from workbench.placement.role_model import AUTOMATIC_TOKENS
 from workbench.workers.micro_batches import cut
 
 RESPONSES = {"short": (5, 64), "long": (20, 256)}
-BUDGET_TOKENS = Training().micro_batch_tokens
+BUDGET_TOKENS = AUTOMATIC_TOKENS["cpu"]
 
 
 def rollouts(rows: int, responses: str) -> list[tuple[Tensor, int]]:

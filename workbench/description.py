@@ -15,7 +15,9 @@ from workbench.machine import cores
 from workbench.models import load_config
 from workbench.models.spec import Model, check_settings
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
-from workbench.placement.role_model import RoleModel, head_of
+from workbench.placement.estimate import device_numbers
+from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
+from workbench.placement.room import Room, rooms
 from workbench.requirements import check
 from workbench.workers.calls import HostInfo
 from workbench.workers.roles import ROLE_WORKERS
@@ -235,8 +237,21 @@ class Description:
                 generation=model.generation if role in ("actor", ROLLOUT) else None,
                 adapter=model.adapter,
                 samples_only=role == ROLLOUT,
+                automatic_tokens=AUTOMATIC_TOKENS[self.device],
             )
         return found
+
+    def rooms(self) -> dict[str, Room]:
+        """What decides the automatic sizes of each role on its GPUs; empty on a CPU, and for roles of which nothing is
+        known."""
+        if self.device == "cpu":
+            return {}
+        try:
+            return rooms(
+                self.placement, self.role_models(), device_numbers(self.placement), take_turns=self.takes_turns
+            )
+        except BadInput:  # a model whose weights cannot be told from its configuration
+            return {}
 
     def hosts(self, run_folder: Path) -> list[HostInfo]:
         """One host a device, pool by pool."""

@@ -114,7 +114,7 @@ def _own_host(lab: Workbench, failed: FailedStage, call: Call, device: str | Non
             host = backend.host(info.name)
             host.build(
                 role, worker_class, spec, layout=Layout(), seed=lab.description.seed, tokenizer_name=str(lead.name),
-                folder=str(Path.cwd()),
+                folder=str(Path.cwd()), room=lab.description.rooms().get(role) if kind == "cuda" else None,
             )  # fmt: skip
             if role != "numeric" and spec.name is not None:
                 _take_state(lab, role, host)

@@ -62,7 +62,7 @@ def load_roles(
     """
     lead = description.models[description.lead]
     options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
-    loading = []
+    loading, rooms = [], description.rooms()
     for pool in description.placement.pools:
         # advantages are computed where the actor is, or who stands in for it
         here = {role: description.models[role] for role in pool.roles}
@@ -78,8 +78,9 @@ def load_roles(
                 note(f"loading {role}")
                 waits = pool.name in beside
                 pending = backend.work(
-                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, **options
-                )
+                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, room=rooms.get(role),
+                    **options,
+                )  # fmt: skip
                 loading.append(Step(f"loading {role}", info, pending))
                 if _failure(loading[-1]):  # inline, where a call is over when it returns
                     settle(backend, loading, note)

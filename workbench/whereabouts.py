@@ -97,7 +97,8 @@ class Whereabouts:
 
     def topology(self) -> pd.DataFrame:
         """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
-        machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
+        machine and device, how sequences run, tokens of a micro-batch (none yet: as many as fit are found out by the
+        role's first pass), and bytes by use, asked of the live processes. `lab.memory()` draws it.
         """
         import pandas as pd
 
@@ -111,6 +112,7 @@ class Whereabouts:
                     "role": role,
                     "model": held["model"],
                     "sequences": held.get("sequences"),
+                    "micro_batch_tokens": held.get("micro_batch_tokens"),
                     "pool": info.pool,
                     "rank": info.rank,
                     "replica": replica,
@@ -125,7 +127,7 @@ class Whereabouts:
                     "host_published_bytes": seen["published_bytes"],
                 }
                 named = {use.replace(" ", "_"): n for use, n in held.items()}
-                known = {"role", "model", "sequences"}
+                known = {"role", "model", "sequences", "micro_batch_tokens"}
                 uses = {f"{use}_bytes": n for use, n in named.items() if use not in known}
                 nothing = {f"{use}_bytes": 0 for use in USES}
                 rows.append({**row, **nothing, **uses})
@@ -178,11 +180,13 @@ class Whereabouts:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
         self._check_open()
         description = self.description if placement is None else self.description.placed(placement)
-        seen = self._backend.ask(self.lead.hosts[0], "describe").result()
+        seen = self._seen()
+        tokens = {role: held["micro_batch_tokens"] for of in seen for role, held in of["roles"].items()
+                  if held.get("micro_batch_tokens")}  # fmt: skip
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
-            device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
-            take_turns=description.takes_turns,
+            device_bytes=seen[0]["device_bytes"], numbers=self._numbers() if placement is None else None,
+            take_turns=description.takes_turns, tokens=tokens if placement is None else None,
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:

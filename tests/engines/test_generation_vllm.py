@@ -21,7 +21,7 @@ from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.engines.settings import Generation, Sampling, Training
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
-from workbench.placement.rank_memory import vllm_weight_bytes
+from workbench.placement.generation_memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
 from workbench.telemetry import Recorder
 

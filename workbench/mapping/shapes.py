@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.engines.settings import Training
 from workbench.errors import BadInput
 from workbench.mapping.workload import Workload
+from workbench.placement.generation_memory import kv_elements_per_token
 from workbench.placement.placement import TRAINED_ROLES
-from workbench.placement.rank_memory import kv_elements_per_token
 from workbench.placement.role_model import TABLES, RoleModel, head_of
 
 if TYPE_CHECKING:

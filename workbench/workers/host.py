@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.errors import BadInput
-from workbench.machine import available_bytes, total_bytes
+from workbench.machine import available_bytes, own_gpu_bytes, total_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.placement.room import Room
 from workbench.placement.state import Part
 from workbench.telemetry import Recorder, Transfer
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
@@ -105,8 +106,10 @@ class Host(Shards):
         tokenizer_name: str,
         folder: str,
         waits: bool = False,
+        room: Room | None = None,
     ) -> None:
-        """Load a role's model and engines. waits: beside what is here, to take its place at `replace_roles`."""
+        """Load a role's model and engines. waits: beside what is here, to take its place at `replace_roles`. room: see
+        `Context`."""
         context = Context(
             host=self.info,
             layout=layout,
@@ -118,6 +121,7 @@ class Host(Shards):
             folder=folder,
             exchange=self._exchange,
             waits=waits,
+            room=room,
             stopping=self._stopping,
         )
         self._busy = f"loading {role}"
@@ -194,6 +198,7 @@ class Host(Shards):
             # looked up by name at call time, so that reloaded code takes effect with state kept
             result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
         output = result if isinstance(result, Output) else Output(value=result)
+        output = replace(output, notes=(*output.notes, *self.workers[call.role].take_notes()))
         require_finite(output, call, shard, self.workers[call.role])
         return output
 
@@ -401,7 +406,7 @@ class Host(Shards):
             "machine": socket.gethostname(),
             "available_bytes": available_bytes(),
             "machine_bytes": total_bytes(),
-            "device_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+            "device_bytes": own_gpu_bytes() if on_gpu else None,
             "device_used_bytes": _used_on_gpu() if on_gpu else None,
             "threads": self.info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,

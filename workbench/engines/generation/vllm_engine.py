@@ -39,9 +39,12 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
 from workbench.models.quiet import quiet_transformers
 from workbench.models.tokenizers import load_tokenizer
+from workbench.placement.generation_memory import STEP_TOKENS
 from workbench.telemetry import span
 
 GIB = 2**30
+# Of a GPU, for a model whose weights cannot be told from its configuration, so that what it leaves is not known.
+UNKNOWN_MODEL_SHARE = 0.4
 
 
 class VllmEngine(GenerationEngine):
@@ -54,6 +57,7 @@ class VllmEngine(GenerationEngine):
     settings.tensor_parallel_size: ranks of a tensor group; it must divide the ranks of the default group.
     threads: computing threads on a CPU host while the engine works (None: as the process has them).
     sleeps: whether it will be sent to `sleep`, for which vLLM allocates weights and cache in a pool of their own.
+    cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free of `settings.gpu_memory_fraction`.
     Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
     """
 
@@ -66,6 +70,7 @@ class VllmEngine(GenerationEngine):
         device: torch.device,
         threads: int | None = None,
         sleeps: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependency(
@@ -89,7 +94,9 @@ class VllmEngine(GenerationEngine):
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
         with _threads(threads), _process_kept(device), _exact_products(self._exact):
-            self._engine: Any = _start(Path(model_path), settings, dtype, device, sleeps=sleeps)
+            self._engine: Any = _start(
+                Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes
+            )
         self._dtype = dtype
         self._copies: WeightCopies | None = None
         self._may_copy = settings.tensor_parallel_size == 1 and self._engine.apply_model(keeps_weights_as_loaded)[0]
@@ -241,7 +248,10 @@ class VllmEngine(GenerationEngine):
             yield
 
 
-def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *, sleeps: bool) -> Any:
+def _start(
+    model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *,
+    sleeps: bool, cache_bytes: int | None,
+) -> Any:  # fmt: skip
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -280,13 +290,12 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         max_num_seqs=settings.rows_at_once(on_gpu=not on_cpu),
         # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
-        # None: as many as vLLM thinks best for batches of prompts on this GPU (LLM_CLASS), 8,192 or 16,384.
-        max_num_batched_tokens=max(2048, settings.max_model_tokens + 1) if on_cpu else None,
+        max_num_batched_tokens=max(2048 if on_cpu else STEP_TOKENS, settings.max_model_tokens + 1),
         # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
         # most prompts; its kernels want multiples of 32.
         block_size=32 if on_cpu else None,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
-        gpu_memory_utilization=settings.gpu_memory_fraction,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
+        gpu_memory_utilization=_gpu_share(settings, cache_bytes),
         logprobs_mode="processed_logprobs",
         enforce_eager=on_cpu,
         enable_sleep_mode=sleeps,
@@ -312,6 +321,13 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
     cast(Any, engine.engine_core)._finalizer.detach()
     return engine
+
+
+def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
+    """The share of the whole GPU that vLLM insists on finding free; where the cache is not given, what it fills."""
+    if cache_bytes is None:
+        return settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE
+    return max(0.01, cache_bytes / torch.cuda.get_device_properties(0).total_memory)
 
 
 def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:

@@ -112,6 +112,9 @@ class DeepSpeedEngine(TrainingEngine):
         """Where DeepSpeed is given the module."""
         return self._device
 
+    def _trained_elements(self) -> int:
+        return max(1, sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad))
+
     def _config(self) -> dict[str, Any]:
         return {
             # `step` sets the boundaries of accumulation itself, so that their number may differ from step to step.
@@ -125,7 +128,7 @@ class DeepSpeedEngine(TrainingEngine):
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": self._stage,
-                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "reduce_bucket_size": min(BUCKET_ELEMENTS, self._trained_elements()),
                 "allgather_bucket_size": BUCKET_ELEMENTS,
             },
         }

@@ -80,6 +80,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             device=context.device,
             threads=context.host.threads,
             sleeps=context.host.offloads and context.device.type == "cuda",
+            cache_bytes=context.cache_bytes,
         )
         if self._moved:
             self.generator.weights_version = -1

@@ -77,6 +77,7 @@ class RolloutWorker(SamplingWorker):
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
+            cache_bytes=context.cache_bytes,
         )
         if self._moved:
             self.generator.weights_version = -1
