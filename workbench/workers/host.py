@@ -233,13 +233,9 @@ class Host(Shards):
         assert contents is not None
         return contents
 
-    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[dict[str, Any], list[int]]:
+    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
         """Cut slices of published weights for another process; with the checksum of each where asked for."""
         return self._exchange.served(key, wanted, checksums)
-
-    def weight_bit_sums(self, key: str, wanted: Sequence[Slice]) -> list[int]:
-        """Sums of the bits of such slices, for who has taken them."""
-        return self._exchange.snapshot(key).bit_sums(wanted)
 
     # --- a change of placement ---------------------------------------------------------------------------------------
 

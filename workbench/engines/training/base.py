@@ -167,15 +167,12 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def begin_state(self, moments: bool) -> None:
-        """Before `load_part`, of a new engine. moments: whether there are any, for which to make room."""
-
-    @abstractmethod
-    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
-        """Put in place what `held_state` gives of one weight, on whichever ranks of whichever layout held it."""
+        """Before other state is written into what `held_state` gives, of a new engine. moments: whether there are any,
+        for which to make room."""
 
     @abstractmethod
     def end_state(self, steps: int) -> None:
-        """After the last `load_part`: from here on as the engine that was left after `steps` optimizer steps. Every
+        """When all of it is written: from here on as the engine that was left after `steps` optimizer steps. Every
         rank calls it."""
 
     @property

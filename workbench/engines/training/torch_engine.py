@@ -191,15 +191,6 @@ class TorchEngine(TrainingEngine):
             assert self._optimizer is not None
             make_moments(self._optimizer, (p for p in self.module.parameters() if p.requires_grad))
 
-    @torch.no_grad()
-    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
-        parameter = self._parameters()[name]
-        if kind in MOMENTS:
-            assert self._optimizer is not None
-            self._optimizer.state[parameter][kind].copy_(part)
-        else:
-            parameter.copy_(part)
-
     def end_state(self, steps: int) -> None:
         self.steps = steps
         if self._optimizer is not None:
