@@ -93,6 +93,10 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
     held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)
     before: Any = held.fetch(["old_log_prob"])["old_log_prob"]
     metrics = [update_on(lab, table)]
+    said = lab.diff(wb.Placement.split(2))
+    assert said.seconds == said.total_bytes / (said.bandwidth_bytes_s or 0) > 0
+    assert said.measured == "a probe of 67.1 MB from a host to this process"
+    assert not any(host["published_bytes"] for host in lab._seen())
     steps = [
         wb.Placement.split(2),
         wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1),
@@ -129,6 +133,18 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
     assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2 * len(metrics)
     assert lab.actor.check_sync()[0] < 1e-3
     assert lab.telemetry.events()["event"].to_list().count("move") == len(steps)
+
+
+def test_how_long_starting_takes_is_what_it_took(lab: Workbench) -> None:
+    for host in hosts(lab).values():
+        host._start_s, host._load_s = 5.0, {"actor": 2.0, "critic": 1.0, "reference": 0.5, "numeric": 0.1}
+    # the pools of actor and reference, and of critic and reward, start at the same time
+    assert lab.diff(wb.Placement.split(2)).start_s == 7.5
+    assert lab.diff(lab.placement.with_role("critic", "own", devices=1)).start_s == 6.0
+    assert lab.diff(lab.placement).start_s == 0.0
+    lab.critic.move("own", devices=1)
+    (built,) = (host._load_s for name, host in hosts(lab).items() if name == "own-0")
+    assert 0 < built["critic"] < 60
 
 
 def test_before_the_first_step_there_are_no_moments(lab: Workbench) -> None:
@@ -192,14 +208,15 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
 def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     update_on(lab, stored())
     here, names, placement = state(lab), set(hosts(lab)), lab.placement
+    lab.diff(wb.Placement.split(2))  # which takes something from a host to see how fast that is
     with monkeypatch.context() as patched:
         if where == "cut":  # a flipped bit on the way
             cut = Snapshot.cut
 
-            def flipped(self: Snapshot, wanted: Any) -> torch.Tensor:
-                flat = cut(self, wanted)
-                flat[0] += 1
-                return flat
+            def flipped(self: Snapshot, wanted: Any) -> list[torch.Tensor]:
+                parts = [part.clone() for part in cut(self, wanted)]
+                parts[0][0] += 1
+                return parts
 
             patched.setattr(Snapshot, "cut", flipped)
             error, message = StageError, "parameters of actor: .* is not what was sent.*goes on as it was"
@@ -208,7 +225,7 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
             def full(self: Any, *args: Any) -> None:
                 raise MemoryError("no room")
 
-            patched.setattr("workbench.engines.training.torch_engine.TorchEngine.load_part", full)
+            patched.setattr("workbench.workers.weight_exchange.WeightIntake.place", full)
             error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
         with pytest.raises(error, match=message):
             lab.move(wb.Placement.split(2))

@@ -6,8 +6,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ from workbench.machine import available_bytes, total_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.state import Part
-from workbench.telemetry import Recorder, Transfer
+from workbench.telemetry import Recorder
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
@@ -28,11 +27,12 @@ from workbench.workers.model_worker import set_random_state
 from workbench.workers.patching import Models, Patch, Patched
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
-from workbench.workers.role_state import Carried, RoleMove, publish_state, take_state
+from workbench.workers.role_state import Carried, RoleMove, Taken, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.sources import Source, loaded
 from workbench.workers.stopping import StageStopped, Standing, Stopping
+from workbench.workers.transfer_probe import probe
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -55,6 +55,8 @@ class Host(Shards):
         self._last: tuple[int, Reply] | None = None
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
         self._patch = Patch()
+        self.began_s = time.time()  # where the process is this host's alone: when that was created
+        self._start_s, self._load_s = 0.0, dict[str, float]()
         loaded.note()
         torch.set_num_threads(info.threads)
 
@@ -91,6 +93,7 @@ class Host(Shards):
         backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
         store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        self._start_s = time.time() - self.began_s
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -120,13 +123,14 @@ class Host(Shards):
             waits=waits,
             stopping=self._stopping,
         )
-        self._busy = f"loading {role}"
+        self._busy, began = f"loading {role}", time.monotonic()
         loaded.note()
         try:
             self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
             with torch.random.fork_rng(enabled=waits):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
+            self._load_s[role] = time.monotonic() - began
         finally:
             self._busy = ""
             loaded.note()
@@ -237,6 +241,10 @@ class Host(Shards):
         """Cut slices of published weights for another process; with the checksum of each where asked for."""
         return self._exchange.served(key, wanted, checksums)
 
+    def publish_probe(self, key: str) -> None:
+        """Publish something, so that taking it can be timed."""
+        self._exchange.publish(key, probe()[0])
+
     # --- a change of placement ---------------------------------------------------------------------------------------
 
     def publish_role(self, move: RoleMove, rank: int) -> Carried:
@@ -244,30 +252,30 @@ class Host(Shards):
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int) -> list[Transfer]:
+    def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int) -> Taken:
         """Take the state of a role that was built here for it; what that moved."""
         worker = self._incoming.get(move.role) or self.workers[move.role]
-        with self._moving(f"taking {move.role}", run, move.role):
+
+        def take() -> None:
             take_state(worker, move, rank, self._exchange, carried)
-        return self.recorder.drain()[1]
 
-    def take_shards(self, host: str, run: int) -> list[Transfer]:
+        return self._taken(take, f"taking {move.role}", run, move.role)
+
+    def take_shards(self, host: str, run: int) -> Taken:
         """Take over the shards of a host that is about to end; what that moved."""
-        with self._moving(f"taking the batches of {host}", run, ""):
-            self.inherit(host)
-        return self.recorder.drain()[1]
+        return self._taken(lambda: self.inherit(host), f"taking the batches of {host}", run, "")
 
-    @contextmanager
-    def _moving(self, what: str, run: int, role: str) -> Iterator[None]:
-        info = self.info
+    def _taken(self, take: Callable[[], None], what: str, run: int, role: str) -> Taken:
+        info, start_s = self.info, time.time()
         self.recorder.drain()
         self._busy, self._progress = what, (0, 0, 0)
         try:
             with self.recorder.bind(stage="move", run=run, role=role, pool=info.pool, rank=info.rank,
                                     device=info.device):  # fmt: skip
-                yield
+                take()
         finally:
             self._busy = ""
+        return Taken(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -400,6 +408,8 @@ class Host(Shards):
             "device_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
             "device_used_bytes": _used_on_gpu() if on_gpu else None,
             "threads": self.info.threads,
+            "start_s": self._start_s,
+            "load_s": self._load_s,
             "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),

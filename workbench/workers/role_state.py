@@ -20,6 +20,7 @@ from workbench.placement.state import Part
 from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
+from workbench.telemetry import Transfer
 from workbench.workers.model_worker import random_state
 from workbench.workers.weight_exchange import (
     Published,
@@ -78,6 +79,15 @@ class Carried:
     moments: bool
     random: dict[str, Any] = field(repr=False)
     more: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a host took over, and from when to when: unix times, until it was verified."""
+
+    transfers: list[Transfer]
+    start_s: float
+    end_s: float
 
 
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> Carried:

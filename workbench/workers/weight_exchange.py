@@ -105,11 +105,10 @@ class Snapshot:
 
 
 def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
-    """Flat tensors, those on a GPU copied to pinned memory: together, with one wait for all."""
+    """Flat tensors, those on a GPU copied to pinned memory with one wait for all."""
     if not flat or not flat[0].is_cuda:
         return flat
-    pinned = torch.empty(sum(part.numel() for part in flat), dtype=flat[0].dtype, pin_memory=True)
-    copies = list(pinned.split([part.numel() for part in flat]))
+    copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in flat]
     for copy, part in zip(copies, flat, strict=True):
         copy.copy_(part, non_blocking=True)
     torch.cuda.current_stream(flat[0].device).synchronize()
@@ -365,9 +364,7 @@ class WeightIntake:
 
 
 class _Bucket(NamedTuple):
-    """Slices that came from a rank of the publisher."""
-
-    rank: int
+    rank: int  # of the publisher
     wanted: Sequence[Slice]
     pulled: Pulled
 

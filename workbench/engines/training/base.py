@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -261,11 +261,14 @@ def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
     )
 
 
-def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """What AdamW makes at its first step, made before it: moments of zero."""
+def make_moments(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], make: Callable[..., Tensor] = torch.zeros_like
+) -> None:
+    """What AdamW makes at its first step, made before it: moments of zero. make: `torch.empty_like` where all of them
+    are about to be written, so that their memory is touched once."""
     for parameter in parameters:
-        zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+        moments = {name: make(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:

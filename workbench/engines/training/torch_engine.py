@@ -189,7 +189,8 @@ class TorchEngine(TrainingEngine):
     def begin_state(self, moments: bool) -> None:
         if moments:
             assert self._optimizer is not None
-            make_moments(self._optimizer, (p for p in self.module.parameters() if p.requires_grad))
+            trained = (p for p in self.module.parameters() if p.requires_grad)
+            make_moments(self._optimizer, trained, torch.empty_like)
 
     def end_state(self, steps: int) -> None:
         self.steps = steps
