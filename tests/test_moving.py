@@ -21,6 +21,7 @@ from workbench.placement import ROLES
 from workbench.starting import load_roles
 from workbench.workers.backends import Pending
 from workbench.workers.model_worker import digest
+from workbench.workers.role_state import RoleMove
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import Snapshot
 
@@ -204,7 +205,7 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
     assert not lab._late
 
 
-@pytest.mark.parametrize("where", ["load", "cut"])
+@pytest.mark.parametrize("where", ["build", "load", "cut"])
 def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     update_on(lab, stored())
     here, names, placement = state(lab), set(hosts(lab)), lab.placement
@@ -220,6 +221,9 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
 
             patched.setattr(Snapshot, "cut", flipped)
             error, message = StageError, "parameters of actor: .* is not what was sent.*goes on as it was"
+        elif where == "build":
+            patched.setattr("workbench.workers.roles.critic.CriticWorker.__init__", _not_built)
+            error, message = StageError, "loading critic failed on pool scorers, rank 0: ValueError.*goes on as it was"
         else:
 
             def full(self: Any, *args: Any) -> None:
@@ -234,6 +238,23 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
     assert state(lab) == here
     assert not any(host["published_bytes"] for host in lab._seen())
     lab.move(wb.Placement.split(2))
+    assert state(lab) == here
+
+
+def _not_built(self: Any, *args: Any) -> None:
+    raise ValueError("no critic")
+
+
+def test_a_role_that_was_not_built_leaves_the_one_that_lives_alone(lab: Workbench) -> None:
+    update_on(lab, stored())
+    here, host = state(lab), hosts(lab)["shared-0"]
+    parts = lab.diff(wb.Placement.split(2)).parts("critic")
+    both = wb.Layout(), (0,)
+    move = RoleMove(role="critic", key="m", hosts=("shared-0",), parts=parts, source=both, destination=both)
+    carried = host.publish_role(move, 0)
+    with pytest.raises(StageError, match="critic was not built"):
+        host.take_role(move, 0, carried, 1, beside=True)
+    host.release(move.published)
     assert state(lab) == here
 
 

@@ -240,48 +240,44 @@ class Move:
         """Start what is new, and let the hosts of after build and take, and verify, what they are to have. For how
         many seconds any of them took."""
         backend, new = self._lab._backend, set(self.new)
-        steps, taking = self._fill([info for info in self._after if info not in new], carried)
+        steps = self._fill([info for info in self._after if info not in new], carried)
         if self.new:
             self._started = True
             self._note("starting hosts")
             backend.start(self.new)
             join_pools(backend, self.new, self._note)
-            for mine, more in zip((steps, taking), self._fill(self.new, carried), strict=True):
-                mine += more
-        settle(backend, [*steps, *taking], self._note)
-        taken: list[Taken] = [step.pending.result() for step in taking]
+            steps += self._fill(self.new, carried)
+        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Taken)]
         for part in taken:
             self._lab.telemetry.append_transfers(part.transfers)
         return union_s((part.start_s, part.end_s) for part in taken)
 
-    def _fill(self, hosts: Sequence[HostInfo], carried: dict[str, list[Carried]]) -> tuple[list[Step], list[Step]]:
+    def _fill(self, hosts: Sequence[HostInfo], carried: dict[str, list[Carried]]) -> list[Step]:
         """Ask hosts to build roles, and to take these and the batches of hosts that end: one after the other, in the
-        same order on all ranks of a pool. Those steps that take are apart."""
+        same order on all ranks of a pool."""
         steps = begin_loading(
             self._lab._backend, hosts, self._description, self._note, roles=self._built, beside=self._change.kept
         )
-        taking, random = list[Step](), dict[int, Any]()
+        random: dict[int, Any] = {}
         for move in self._moves:
             given = carried[move.role]
             for rank, place in enumerate(move.destination[1]):
-                mine = given[rank % len(given)]
                 if self.infos[place] in hosts:
-                    taking.append(self._work(f"taking {move.role}", place, "take_role", move, rank, mine, self._run))
-                if self._change.places[place].new:
-                    random.setdefault(place, mine.random)
+                    mine = given[rank % len(given)]
+                    new = self._change.places[place].new
+                    asked = "take_role", move, rank, mine, self._run
+                    steps.append(self._work(f"taking {move.role}", place, *asked, beside=not new))
+                    if new:
+                        random.setdefault(place, mine.random)
         for place, heir in self._change.heirs.items():
             host = self.infos[place].name
             if self.infos[heir] in hosts:
-                taking.append(self._work(f"taking the batches of {host}", heir, "take_shards", host, self._run))
-        steps += [
-            self._work("going on", place, "continue_random", state)
-            for place, state in random.items() if self.infos[place] in hosts
-        ]  # fmt: skip
-        return steps, taking
+                steps.append(self._work(f"taking the batches of {host}", heir, "take_shards", host, self._run))
+        return steps + [self._work("going on", place, "continue_random", state) for place, state in random.items()]
 
-    def _work(self, what: str, place: int, method: str, *args: Any) -> Step:
+    def _work(self, what: str, place: int, method: str, *args: Any, **kwargs: Any) -> Step:
         info = self.infos[place]
-        return Step(what, info, self._lab._backend.work(info.name, method, *args))
+        return Step(what, info, self._lab._backend.work(info.name, method, *args, **kwargs))
 
     @uninterrupted()
     def _abandon(self, error: BaseException) -> None:

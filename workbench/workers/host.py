@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
 from workbench.machine import available_bytes, total_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
@@ -252,12 +252,14 @@ class Host(Shards):
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int) -> Taken:
-        """Take the state of a role that was built here for it; what that moved."""
-        worker = self._incoming.get(move.role) or self.workers[move.role]
+    def take_role(self, move: RoleMove, rank: int, carried: Carried, run: int, *, beside: bool) -> Taken:
+        """Take the state of a role that was built here for it, beside others or not; what that moved."""
+        built = self._incoming if beside else self.workers
+        if move.role not in built:  # and one that goes on living may have its name
+            raise StageError(f"{move.role} was not built", "loading it failed before")
 
         def take() -> None:
-            take_state(worker, move, rank, self._exchange, carried)
+            take_state(built[move.role], move, rank, self._exchange, carried)
 
         return self._taken(take, f"taking {move.role}", run, move.role)
 
