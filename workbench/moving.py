@@ -1,9 +1,10 @@
 """Carrying out a change of placement or of roles: what is new is made beside what is there, and takes its place when it
 is whole.
 
-    check │ start hosts, join pools, build roles │ publish │ take │ verify │ switch │ end old hosts
-          └─ an error in here ends what is new, and the old placement goes on ─┘
+    check │ publish │ start hosts, join pools │ build roles, take and verify their state │ switch │ end old hosts
+          └─ an error in here ends what is new, and the old placement goes on ──────────┘
 
+A host that stays builds and takes while others start, and each takes as soon as it has built.
 Weights and moments go from host to host, and the controller hears of sums of bits and bytes alone.
 """
 
@@ -24,11 +25,12 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG
-from workbench.starting import Note, Step, join_pools, load_roles, settle
+from workbench.starting import Note, Step, begin_loading, join_pools, settle
+from workbench.telemetry.spans import union_s
 from workbench.workers.backends import Pending
 from workbench.workers.backends.base import answered
 from workbench.workers.calls import HostInfo
-from workbench.workers.role_state import Carried, RoleMove
+from workbench.workers.role_state import Carried, RoleMove, Taken
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -146,11 +148,7 @@ class Move:
         """Do it, and say what it took. An error leaves everything as before, but for one in the very last step."""
         began = time.monotonic()
         try:
-            self._build()
-            carried = self._publish()
-            taking = time.monotonic()
-            self._take(carried)
-            taken = time.monotonic()
+            transfer_s = self._bring_up(self._publish())
         except BaseException as error:
             self._abandon(error)
             raise
@@ -162,9 +160,9 @@ class Move:
         self._lab.telemetry.append_event(
             "move", placement=repr(self._change.new), before=repr(self._change.old),
             moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
-            transfer_seconds=taken - taking,
+            transfer_seconds=transfer_s,
         )  # fmt: skip
-        return replace(self._change, took_s=took_s, transfer_s=taken - taking)
+        return replace(self._change, took_s=took_s, transfer_s=transfer_s)
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 
@@ -226,15 +224,6 @@ class Move:
 
     # --- before the switch --------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        backend = self._lab._backend
-        if self.new:
-            self._started = True
-            self._note("starting hosts")
-            backend.start(self.new)
-            join_pools(backend, self.new, self._note)
-        load_roles(backend, self._after, self._description, self._note, roles=self._built, beside=self._change.kept)
-
     def _publish(self) -> dict[str, list[Carried]]:
         """Let the hosts of before say what goes along of each role, by rank; what is large they hold ready."""
         steps, roles = [], []
@@ -247,27 +236,48 @@ class Move:
             found.setdefault(role, []).append(carried)
         return found
 
-    def _take(self, carried: dict[str, list[Carried]]) -> None:
-        """Let the hosts of after take, and verify, what they need; and the batches of hosts that end."""
-        steps, random = [], dict[int, Any]()
+    def _bring_up(self, carried: dict[str, list[Carried]]) -> float:
+        """Start what is new, and let the hosts of after build and take, and verify, what they are to have. For how
+        many seconds any of them took."""
+        backend, new = self._lab._backend, set(self.new)
+        steps = self._fill([info for info in self._after if info not in new], carried)
+        if self.new:
+            self._started = True
+            self._note("starting hosts")
+            backend.start(self.new)
+            join_pools(backend, self.new, self._note)
+            steps += self._fill(self.new, carried)
+        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Taken)]
+        for part in taken:
+            self._lab.telemetry.append_transfers(part.transfers)
+        return union_s((part.start_s, part.end_s) for part in taken)
+
+    def _fill(self, hosts: Sequence[HostInfo], carried: dict[str, list[Carried]]) -> list[Step]:
+        """Ask hosts to build roles, and to take these and the batches of hosts that end: one after the other, in the
+        same order on all ranks of a pool."""
+        steps = begin_loading(
+            self._lab._backend, hosts, self._description, self._note, roles=self._built, beside=self._change.kept
+        )
+        random: dict[int, Any] = {}
         for move in self._moves:
             given = carried[move.role]
             for rank, place in enumerate(move.destination[1]):
-                mine = given[rank % len(given)]
-                steps.append(self._work(f"taking {move.role}", place, "take_role", move, rank, mine, self._run))
-                if self._change.places[place].new:
-                    random.setdefault(place, mine.random)
+                if self.infos[place] in hosts:
+                    mine = given[rank % len(given)]
+                    new = self._change.places[place].new
+                    asked = "take_role", move, rank, mine, self._run
+                    steps.append(self._work(f"taking {move.role}", place, *asked, beside=not new))
+                    if new:
+                        random.setdefault(place, mine.random)
         for place, heir in self._change.heirs.items():
             host = self.infos[place].name
-            steps.append(self._work(f"taking the batches of {host}", heir, "take_shards", host, self._run))
-        for transfers in settle(self._lab._backend, steps, self._note):
-            self._lab.telemetry.append_transfers(transfers)
-        last = [self._work("going on", place, "continue_random", state) for place, state in random.items()]
-        settle(self._lab._backend, last, self._note)
+            if self.infos[heir] in hosts:
+                steps.append(self._work(f"taking the batches of {host}", heir, "take_shards", host, self._run))
+        return steps + [self._work("going on", place, "continue_random", state) for place, state in random.items()]
 
-    def _work(self, what: str, place: int, method: str, *args: Any) -> Step:
+    def _work(self, what: str, place: int, method: str, *args: Any, **kwargs: Any) -> Step:
         info = self.infos[place]
-        return Step(what, info, self._lab._backend.work(info.name, method, *args))
+        return Step(what, info, self._lab._backend.work(info.name, method, *args, **kwargs))
 
     @uninterrupted()
     def _abandon(self, error: BaseException) -> None:

@@ -8,22 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from workbench import registry
-from workbench.dataflow.carrier import carry, from_wire, to_wire
 from workbench.dataflow.store import Weights
 from workbench.description import Description
+from workbench.display.html import bytes_text
 from workbench.errors import BadInput, NotDriving, NotFound
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
+from workbench.placement.moves import TAKEN_ALONG
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.backends import Backend, Pending
 from workbench.workers.calls import HostInfo
 from workbench.workers.group import WorkerGroup
+from workbench.workers.transfer_probe import PROBE_BYTES, timed_bytes_s
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
-PROBE_BYTES = 32 * 2**20  # are moved to see how fast the machine is, where no earlier transfer says so
-
 ANSWER_S = 2.0  # for how long a picture of memory waits for a host
 
 
@@ -220,7 +217,7 @@ class Whereabouts:
             bandwidth_bytes_s=bandwidth,
             measured=measured,
         )
-        return replace(change, refusal=self._refusal(change))
+        return replace(change, refusal=self._refusal(change), start_s=_start_s(change, seen))
 
     def _given_up(self, description: Description) -> set[str]:
         """The pools that were lost, where another description has none of their roles: they may go as they are."""
@@ -261,21 +258,36 @@ class Whereabouts:
 
     def _bandwidth(self) -> tuple[float | None, str]:
         """Bytes a second from process to process, and where that figure is from."""
-        count, moved_bytes, seconds = self.telemetry.transfer_sums.large()
+        count, moved_bytes, seconds = self.telemetry.transfer_sums.moves()
         if seconds > 0:
-            return moved_bytes / seconds, f"from {count} earlier transfers"
-        if self.description.backend == "inline":
+            return moved_bytes / seconds, "as in the last move" if count == 1 else f"as in the last {count} moves"
+        if self.description.backend == "inline" or not self._drives():
             return None, ""
         if self._bandwidth_bytes_s is None:
-            self._bandwidth_bytes_s = self._timed_transfer(self.lead.hosts[0])
-        return self._bandwidth_bytes_s, "measured once, from a host to this process"
+            self._bandwidth_bytes_s = self._probed(self.lead.hosts[0])
+        return self._bandwidth_bytes_s, f"a probe of {bytes_text(PROBE_BYTES)} from a host to this process"
 
-    def _timed_transfer(self, host: str) -> float:
-        key, table = f"{self._id}-probe", {"probe": torch.zeros(PROBE_BYTES // 4096, 1024)}
-        self._backend.ask(host, "put", key, to_wire(carry(table))).result()
+    def _probed(self, host: str) -> float:
+        key = f"{self._id}-probe"
+
+        def ask(host: str, method: str, *args: Any) -> Any:
+            return self._backend.ask(host, method, *args).result()
+
+        ask(host, "publish_probe", key)
         try:
-            start = time.monotonic()
-            from_wire(self._backend.ask(host, "fetch", key, ("probe",), np.arange(len(table["probe"]))).result())
-            return PROBE_BYTES / (time.monotonic() - start)
+            return timed_bytes_s(key, host, ask)
         finally:
-            self._backend.ask(host, "release", [key]).result()
+            ask(host, "release", [key])
+
+
+def _start_s(change: PlacementChange, seen: Sequence[dict[str, Any]]) -> float:
+    """`PlacementChange.start_s`: pools start and load at the same time, the roles of one after each other."""
+    starting, loading = max((s["start_s"] for s in seen), default=0.0), dict[str, float]()
+    for said in seen:
+        for role, seconds in said["load_s"].items():
+            loading[role] = max(seconds, loading.get(role, 0.0))
+    found = dict.fromkeys((place.pool for place in change.places if place.new), starting)
+    for role in change.roles:
+        if role.action in (*TAKEN_ALONG, "added"):
+            found[role.new_pool] = found.get(role.new_pool, 0.0) + loading.get(role.role, 0.0)
+    return max(found.values(), default=0.0)
