@@ -24,11 +24,11 @@ from torch import Tensor
 
 from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs, pad_right
-from workbench.settings.engines import Training
+from workbench.placement.role_model import AUTOMATIC_TOKENS
 from workbench.workers.micro_batches import cut
 
 RESPONSES = {"short": (5, 64), "long": (20, 256)}
-BUDGET_TOKENS = Training().micro_batch_tokens
+BUDGET_TOKENS = AUTOMATIC_TOKENS["cpu"]
 
 
 def rollouts(rows: int, responses: str) -> list[tuple[Tensor, int]]:

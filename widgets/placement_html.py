@@ -84,9 +84,8 @@ def change_html(change: PlacementChange) -> str:
     told = f"{bytes_text(change.total_bytes)} between processes, {_time(change)}"
     if change.total_bytes and change.bandwidth_bytes_s:
         told += f" at {bytes_text(change.bandwidth_bytes_s)}/s ({change.measured})"
-    new = list(dict.fromkeys(place.pool for place in change.places if place.new))
-    if new:
-        told += f", and as long as the new processes of {', '.join(new)} take to start"
+    if change.start_s:
+        told += f"; new processes and models {seconds_text(change.start_s)}, as those that are there took"
     ends = [pool.name for pool in change.old.pools if pool.name not in change.kept]
     told += f"; ends the processes of {', '.join(ends)}" if ends else "; no process ends"
     traffic = ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import cast
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from workbench.engines.generation.endings import Endings, response_room
 from workbench.engines.generation.penalties import Penalties
@@ -57,6 +60,33 @@ def test_a_stop_string_is_found_where_tokens_cut_through_it():
     late = Endings(tokenizer, Sampling(stop=("END",), min_new_tokens=5), frozenset((2,)))
     ids = tokenizer("END END", add_special_tokens=False).input_ids
     assert [late.of(ids[:n], n) for n in range(1, len(ids) + 1)] == [None] * 6 + ["stop"]
+
+
+def fused(*, metaspace: bool):
+    """A tokenizer of pieces that begin words, parts of characters as bytes, and a decoder that strips the first space
+    (or none does)."""
+    pieces = ["\u2581a", "a", "\u2581", "b", "END", "E", "ND", "<0xE2>", "<0x82>", "<0xAC>", ".", "\u2581END", "<s>"]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    own = [decoders.Metaspace()] if metaspace else [decoders.Replace("\u2581", " ")]
+    tokenizer.decoder = decoders.Sequence([*own, decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", [load_tokenizer("tiny-llama"), fused(metaspace=True), fused(metaspace=False)])
+def test_tokens_that_close_no_stop_string_are_not_looked_at(tokenizer, monkeypatch):
+    """Random streams end where they end when the text behind every token is searched; few are searched."""
+    stop = ("END", " a", "b \u20ac", "a.", "\u20ac")
+    ids = [i for text in stop for i in tokenizer(text, add_special_tokens=False).input_ids] + list(range(12))
+    draws, searched, ended = random.Random(0), 0, 0
+    for _ in range(300):
+        stream = draws.choices(ids, k=20)
+        quick, thorough = (Endings(tokenizer, Sampling(stop=stop), frozenset()) for _ in range(2))
+        monkeypatch.setattr(thorough, "_may_close", lambda token: True)
+        found = [quick.of(stream[:n][-quick.tail :], n) for n in range(1, 21)]
+        assert found == [thorough.of(stream[:n][-quick.tail :], n) for n in range(1, 21)]
+        ended += found.count("stop")
+        searched += sum(quick._may_close(token) for token in stream)
+    assert 30 < ended <= searched < 300 * 20
 
 
 @pytest.mark.parametrize(
@@ -112,3 +142,11 @@ def test_bad_prompts_are_named(prompts, seeds, words):
 def test_room_is_what_the_prompt_leaves():
     room = response_room([[1] * 4, [1] * 19], Sampling(max_new_tokens=8), [0, 1], Generation(max_model_tokens=20), 50)
     assert room == [8, 1]
+
+
+def test_rows_at_once():
+    assert Generation(max_rows=7).rows_at_once(on_gpu=True) == 7
+    assert [Generation().rows_at_once(on_gpu=on_gpu) for on_gpu in (False, True)] == [64, 512]
+    assert Generation(engine="transformers").rows_at_once(on_gpu=True) == 64
+    with pytest.raises(BadInput, match="max_rows=0"):
+        Generation(max_rows=0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
 import threading
+import weakref
+from collections import deque
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from workbench.engines.generation import vllm_engine
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
-from workbench.placement.rank_memory import vllm_weight_bytes
+from workbench.placement.generation_memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
 from workbench.settings.engines import Generation, Sampling, Training
 from workbench.telemetry import Recorder
@@ -42,6 +45,7 @@ def process_state():
         torch.set_num_threads,
         torch.get_default_dtype(),
         torch.get_rng_state().tolist(),
+        gc.get_freeze_count(),
         str(np.random.get_state()),  # noqa: NPY002
         random.getstate(),
     )
@@ -142,6 +146,63 @@ def test_eos(engine, tokenizer):
     cases.assert_eos_ends_responses_and_is_kept(engine, tokenizer.eos_token_id)
 
 
+def test_samples_of_a_prompt_compute_its_blocks_once(engine, monkeypatch):
+    """Four samples of a prompt of 40 tokens, whose first block has 32: and each draws what it draws alone."""
+    prompt, sampling, passes = [1 + i % 90 for i in range(40)], Sampling(max_new_tokens=4), list[int]()
+    execute = engine._engine.model_executor.execute_model
+
+    def counted(scheduled, **arguments):
+        passes.append(scheduled.total_num_scheduled_tokens)
+        return execute(scheduled, **arguments)
+
+    monkeypatch.setattr(engine._engine.model_executor, "execute_model", counted)
+    together = engine.generate([prompt] * 4, sampling, [0, 1, 2, 3])
+    assert passes[0] == 40 + 3 * 8
+    for row in range(4):
+        assert engine.generate([prompt], sampling, [row]).response_ids == together.response_ids[row : row + 1]
+
+
+def test_a_step_that_was_launched_ahead_belongs_to_nobody(engine, monkeypatch):
+    """As on a GPU: tokens come a call after their step was launched, and one is under way where a call is left."""
+    sampling = Sampling(max_new_tokens=6)
+    expected = engine.generate(cases.PROMPTS, sampling, cases.SEEDS)
+    core = engine._engine.engine_core.engine_core
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    assert engine.generate(cases.PROMPTS, sampling, cases.SEEDS) == expected
+    assert not core.batch_queue
+    ahead = list[int]()
+
+    def leave(done, total, tokens):
+        if core.batch_queue:
+            ahead.append(len(core.batch_queue))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(cases.PROMPTS, sampling, cases.SEEDS, leave)
+    assert ahead == [1]
+    assert not core.batch_queue
+    assert engine._engine.reset_prefix_cache()  # refused while a row holds blocks
+    assert engine.generate(cases.PROMPTS, sampling, cases.SEEDS) == expected
+
+
+def test_garbage_is_collected_while_rows_are_decoded(engine):
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    dead = list[bool]()
+
+    def progress(*_):
+        gone = weakref.ref(Node())
+        gc.collect()
+        dead.append(gone() is None)
+
+    engine.generate([[1, 40]], Sampling(max_new_tokens=2), [0], progress)
+    assert dead == [True, True]
+
+
 def test_progress(engine):
     cases.assert_progress_is_reported(engine)
     cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
@@ -164,6 +225,7 @@ def test_new_weights_arrive_whole(engine, model):
     assert gap(engine, model) > 0.05
     taken = engine.update_weights(model.named_parameters(), 5)
     assert gap(engine, model) < 1e-4
+    assert engine._copies is None  # layers are packed, and have to be packed again
     assert (taken, engine.weights_version) == (sum(p.nbytes for p in model.parameters()), 5)
     perturb(model)
     engine.update_weights(model.state_dict().items(), 6)  # names the tied head as well

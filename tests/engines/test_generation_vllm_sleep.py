@@ -15,7 +15,7 @@ from workbench.settings.engines import Generation, Sampling
 
 if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():
     pytest.skip("needs vllm and a CUDA device", allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from tests.engines.training_ranks import (
     train,
     weights,
 )
-from workbench.engines.host_memory import HostMemory, distinct_storages
+from workbench.engines import host_memory
+from workbench.engines.host_memory import HostMemory, distinct_storages, overlapping
 from workbench.engines.training import TrainingEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import TokenLogProbs
@@ -33,7 +35,7 @@ from workbench.placement import Layout
 from workbench.telemetry import Recorder
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.gpu])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,6 +66,23 @@ def test_what_shares_memory_shares_it_again(device: str) -> None:
         ("load", flat.nbytes, "weights"),
         ("load", apart.nbytes, "numbers"),
     ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_lie_end_to_end_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages that are smaller and larger than a piece of host memory, and none of them a multiple of one."""
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1024)
+    sizes = (1, 255, 256, 257, 3000, 7, 0, 1024)
+    going, coming = ([torch.randn(n, device=device) for n in sizes] for _ in range(2))
+    before = [tensor.clone() for tensor in (*going, *coming)]
+    memory = HostMemory()
+    memory.take({"coming": coming}, ["coming"])
+    with overlapping():
+        assert memory.take({"going": going}, ["going"]) == sum(sizes) * 4
+        assert memory.give_back(["coming"]) == sum(sizes) * 4
+        with overlapping():  # is the same one
+            memory.give_back(["going"])
+    assert all(torch.equal(t, kept) for t, kept in zip((*going, *coming), before, strict=True))
 
 
 def test_what_is_not_kept_has_room_again() -> None:
@@ -168,6 +187,7 @@ def test_without_optimizer_state_or_gradients_nothing_else_moves() -> None:
     assert engine.offloaded_bytes == 0
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_a_gpu_has_its_memory_back() -> None:
     device = torch.device("cuda")
@@ -191,3 +211,95 @@ def test_a_gpu_has_its_memory_back() -> None:
         assert sum(moving.memory_bytes().values()) == 0
     moving.load("parameters")
     assert same(weights(plain), weights(moving))
+
+
+def a_model(nbytes: int) -> list[Tensor]:
+    """Tensors of a transformer's sizes, 50 MB and 4 kB in turn."""
+    one, device = 50 * 2**20, torch.device("cuda")
+    return [torch.empty(n, dtype=torch.uint8, device=device) for _ in range(nbytes // one) for n in (one, 4096)]
+
+
+def plain_copy_s(nbytes: int, *, back: bool) -> float:
+    """Seconds of one copy of as many bytes from page-locked memory, or to it."""
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    (there if back else here).copy_(here if back else there)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def moves_s() -> dict[str, list[float]]:
+    """Seconds of a plain copy, of an offload and a load of 4 GB, and of both of two models at the same time."""
+    nbytes, memory, other = 2**32, HostMemory(), HostMemory()
+    first, second = a_model(nbytes), a_model(nbytes)
+    other.take({"weights": second}, ["weights"])
+    found: dict[str, list[float]] = {"out": [], "in": [], "offload": [], "load": [], "change": []}
+
+    def timed(what: str, work: Any) -> None:
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        found[what].append(time.perf_counter() - start_s)
+
+    def change(leaving: HostMemory, tensors: list[Tensor], arriving: HostMemory) -> None:
+        with overlapping():
+            leaving.take({"weights": tensors}, ["weights"])
+            arriving.give_back(["weights"])
+
+    for _ in range(5):
+        found["out"].append(plain_copy_s(nbytes, back=False))
+        found["in"].append(plain_copy_s(nbytes, back=True))
+        timed("offload", lambda: memory.take({"weights": first}, ["weights"]))
+        timed("load", lambda: memory.give_back(["weights"]))
+        timed("change", lambda: change(memory, first, other))
+        change(other, second, memory)
+    return found
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_offload_and_load_run_at_the_speed_of_the_bus() -> None:
+    found = {what: sorted(seconds)[len(seconds) // 2] for what, seconds in moves_s().items()}
+    assert found["out"] / found["offload"] > 0.8, found
+    assert found["in"] / found["load"] > 0.8, found
+    # one leaves while the other comes: less than one after the other, where the bus carries both directions
+    assert found["change"] < 0.85 * (found["out"] + found["in"]), found
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_spans_say_how_long_the_bytes_were_under_way() -> None:
+    memory, recorder, tensors = HostMemory(), Recorder(), a_model(2**31)
+    with recorder.bind(stage="update", role="actor", device="cuda:0"):
+        memory.take({"weights": tensors}, ["weights"])  # page-locks its pieces
+        memory.give_back(["weights"])
+        memory.take({"weights": tensors}, ["weights"])
+        memory.give_back(["weights"])
+    plain = min(plain_copy_s(2**31, back=back) for back in (False, True))
+    for span in recorder.drain()[0][2:]:
+        assert 0.3 < plain / (span.end_s - span.start_s) < 3, span
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_bits_survive_while_the_device_goes_on_computing() -> None:
+    """What leaves is overwritten at once by others, and what comes is read at once."""
+    going = [torch.randn(2**20, device="cuda") for _ in range(64)]
+    coming = [torch.randn(2**20, device="cuda") for _ in range(64)]
+    sums = [tensor.double().sum().item() for tensor in (*going, *coming)]
+    memory, other = HostMemory(), HostMemory()
+    other.take({"weights": coming}, ["weights"])
+    for _ in range(10):
+        with overlapping():
+            memory.take({"weights": going}, ["weights"])
+            trash = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
+            other.give_back(["weights"])
+            assert [tensor.double().sum().item() for tensor in coming] == sums[64:]
+        del trash
+        with overlapping():
+            other.take({"weights": coming}, ["weights"])
+            memory.give_back(["weights"])
+            assert [tensor.double().sum().item() for tensor in going] == sums[:64]

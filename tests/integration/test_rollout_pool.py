@@ -131,7 +131,7 @@ def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     batch = cut.actor.generate_sequences(cut.prompts.next(8), samples=2, max_new_tokens=16)
     batch = cut.reward.compute_reward(cut.actor.compute_log_prob(batch))
     batch = cut.compute_advantages(batch, estimator="rloo")
-    before, version = cut._run_number, batch.meta["weights_version"]
+    before, version = cut.runner.counters.run, batch.meta["weights_version"]
     with cut.overlap():
         # seconds of work each, so that a late start is still beside the other
         ahead = cut.rollout.generate_sequences(cut.prompts.next(8), samples=96, max_new_tokens=64, ignore_eos=True)

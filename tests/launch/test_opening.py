@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.backends import registry
+from workbench.config.description import Description
 from workbench.errors import BadInput, StageError
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
@@ -60,6 +61,24 @@ def test_prompts_that_leave_no_room_are_refused_before_anything_is_loaded_or_rep
 def test_a_cluster_elsewhere_needs_to_be_told_the_device(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"address='10.1.2.3:6379' without device=.*device='cuda'"):
         tiny_lab("far", tmp_path, address="10.1.2.3:6379")
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_the_device_decides_the_dtype(device: str, dtype: str) -> None:
+    """And the description says which, as what is saved or attached goes by that."""
+
+    def described(**given: Any) -> Description:
+        return Description.of(
+            "far", models={"actor": wb.Model(TINY), "reference": wb.Model(TINY, dtype="float32")}, device=device,
+            address="10.1.2.3:6379", backend="ray", placement=None, prompts="arithmetic", training=None,
+            generation=None, devices=None, seed=0, **given,
+        )  # fmt: skip
+
+    description = described(dtype=None)
+    assert description.defaults["dtype"] == description.models["actor"].dtype == dtype
+    assert description.models["reference"].dtype == "float32"
+    assert description.digest == described(dtype=dtype).digest
+    assert described(dtype="float32").models["actor"].dtype == "float32"
 
 
 def test_closing_removes_only_its_own_name(tmp_path: Path) -> None:

@@ -212,10 +212,15 @@ def test_memory_while_things_move() -> None:
 
 def test_how_long_it_takes_and_how_it_shows() -> None:
     found = change(
-        Placement.colocate(2), Placement.split(4), bandwidth_bytes_s=1e9, measured="assumed", has_bytes=10**9
+        Placement.colocate(2),
+        Placement.split(4),
+        bandwidth_bytes_s=1e9,
+        measured="assumed",
+        has_bytes=10**9,
+        start_s=8.0,
     )
     assert found.seconds == pytest.approx(found.total_bytes / 1e9)
-    assert "at 1.0 GB/s (assumed); untouched: none; pools kept: none; fits" in str(found)
+    assert "at 1.0 GB/s (assumed); new processes and models 8.0 s; untouched: none; pools kept: none" in str(found)
     assert found.frame().set_index("role").loc["critic", ["action", "pool", "new_pool"]].tolist() == [
         "moves", "shared", "scorers",
     ]  # fmt: skip

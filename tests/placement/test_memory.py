@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import workbench as wb
+from benchmarks.memory import Case
+from benchmarks.memory import measured as measured_passes
 from tests.cases import rollouts, tiny_lab, train_on
 from tests.engines.training_ranks import Alone, run_ranks
 from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_of
@@ -107,6 +111,23 @@ def test_activations_are_bounded_and_not_by_far(dtype: torch.dtype, recomputed: 
     assert len(log_probs) == 511
 
 
+@pytest.mark.slow
+def test_the_peak_of_a_pass_is_what_the_allocator_says() -> None:
+    """Two micro-batches of a step, so that the gradients of one are there while the other runs."""
+    more: dict[str, Any] = {"size": "tiny", "tokens": 1024}
+    cases = [
+        Case(role="actor", engine="torch", dtype="bfloat16", **more),
+        Case(role="actor", engine="torch", dtype="float32", recomputed=True, **more),
+        Case(role="actor", engine="zero1", dtype="bfloat16", **more),
+        Case(role="actor", engine="zero2", dtype="float32", **more),
+        Case(role="critic", engine="zero3", dtype="float32", **more),
+        Case(role="reference", engine="frozen", dtype="bfloat16", **more),
+    ]
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # engines and the profiler change their process
+        rows = list(pool.map(measured_passes, cases))
+    assert [row for row in rows if not row.within] == []
+
+
 def test_longer_rows_and_bigger_micro_batches_need_more() -> None:
     def activations(**more: Any) -> int:
         return rank_memory(role_of("torch", F32, **more), Layout(), 0).activations
@@ -148,7 +169,10 @@ def test_colocated_roles_share_a_device() -> None:
 
 def test_a_gpu_gives_vllm_its_fraction() -> None:
     role = role_of("torch", BF16, generation=Generation(engine="vllm", gpu_memory_fraction=0.25, max_model_tokens=64))
-    found = rank_memory(role, Layout(), 0, device_bytes=80 * 2**30)
+    estimate = estimate_memory(
+        Placement.colocate(1).restrict(["actor"]), {"actor": role}, device="cuda", device_bytes=80 * 2**30
+    )
+    (found,) = (tenant.memory for tenant in estimate.tenants)
     assert found.generation_weights + found.generation_kv_cache == 20 * 2**30
     assert found.generation_weights == (195_328 + (1664 - 1601) * 64) * 2  # the vocabulary padded to 26 x 64
 

@@ -21,6 +21,7 @@ from workbench.controller import Workbench
 from workbench.errors import BadInput, NotFound, StageError
 from workbench.placement import ROLES
 from workbench.workers.model_worker import digest
+from workbench.workers.role_state import RoleMove
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import Snapshot
 
@@ -93,6 +94,10 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
     held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)
     before: Any = held.fetch(["old_log_prob"])["old_log_prob"]
     metrics = [update_on(lab, table)]
+    said = lab.diff(wb.Placement.split(2))
+    assert said.seconds == said.total_bytes / (said.bandwidth_bytes_s or 0) > 0
+    assert said.measured == "a probe of 67.1 MB from a host to this process"
+    assert not any(host["published_bytes"] for host in lab.hosts.describe())
     steps = [
         wb.Placement.split(2),
         wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1),
@@ -129,6 +134,18 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
     assert drawn.meta["weights_version"] == lab.weights["actor"].steps == 2 * len(metrics)
     assert lab.actor.check_sync()[0] < 1e-3
     assert lab.telemetry.events()["event"].to_list().count("move") == len(steps)
+
+
+def test_how_long_starting_takes_is_what_it_took(lab: Workbench) -> None:
+    for host in hosts(lab).values():
+        host._start_s, host._load_s = 5.0, {"actor": 2.0, "critic": 1.0, "reference": 0.5, "numeric": 0.1}
+    # the pools of actor and reference, and of critic and reward, start at the same time
+    assert lab.diff(wb.Placement.split(2)).start_s == 7.5
+    assert lab.diff(lab.placement.with_role("critic", "own", devices=1)).start_s == 6.0
+    assert lab.diff(lab.placement).start_s == 0.0
+    lab.critic.move("own", devices=1)
+    (built,) = (host._load_s for name, host in hosts(lab).items() if name == "own-0")
+    assert 0 < built["critic"] < 60
 
 
 def test_before_the_first_step_there_are_no_moments(lab: Workbench) -> None:
@@ -188,27 +205,31 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
     assert not lab.hosts.pending_cleanup
 
 
-@pytest.mark.parametrize("where", ["load", "cut"])
+@pytest.mark.parametrize("where", ["build", "load", "cut"])
 def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     update_on(lab, stored())
     here, names, placement = state(lab), set(hosts(lab)), lab.placement
+    lab.diff(wb.Placement.split(2))  # which takes something from a host to see how fast that is
     with monkeypatch.context() as patched:
         if where == "cut":  # a flipped bit on the way
             cut = Snapshot.cut
 
-            def flipped(self: Snapshot, wanted: Any) -> torch.Tensor:
-                flat = cut(self, wanted)
-                flat[0] += 1
-                return flat
+            def flipped(self: Snapshot, wanted: Any) -> list[torch.Tensor]:
+                parts = [part.clone() for part in cut(self, wanted)]
+                parts[0][0] += 1
+                return parts
 
             patched.setattr(Snapshot, "cut", flipped)
             error, message = StageError, "parameters of actor: .* is not what was sent.*goes on as it was"
+        elif where == "build":
+            patched.setattr("workbench.workers.roles.critic.CriticWorker.__init__", _not_built)
+            error, message = StageError, "loading critic failed on pool scorers, rank 0: ValueError.*goes on as it was"
         else:
 
             def full(self: Any, *args: Any) -> None:
                 raise MemoryError("no room")
 
-            patched.setattr("workbench.engines.training.torch_engine.TorchEngine.load_part", full)
+            patched.setattr("workbench.workers.weight_exchange.WeightIntake.place", full)
             error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
         with pytest.raises(error, match=message):
             lab.move(wb.Placement.split(2))
@@ -217,6 +238,23 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
     assert state(lab) == here
     assert not any(host["published_bytes"] for host in lab.hosts.describe())
     lab.move(wb.Placement.split(2))
+    assert state(lab) == here
+
+
+def _not_built(self: Any, *args: Any) -> None:
+    raise ValueError("no critic")
+
+
+def test_a_role_that_was_not_built_leaves_the_one_that_lives_alone(lab: Workbench) -> None:
+    update_on(lab, stored())
+    here, host = state(lab), hosts(lab)["shared-0"]
+    parts = lab.diff(wb.Placement.split(2)).parts("critic")
+    both = wb.Layout(), (0,)
+    move = RoleMove(role="critic", key="m", hosts=("shared-0",), parts=parts, source=both, destination=both)
+    carried = host.publish_role(move, 0)
+    with pytest.raises(StageError, match="critic was not built"):
+        host.take_role(move, 0, carried, 1, beside=True)
+    host.release(move.published)
     assert state(lab) == here
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from workbench.batches.carrier import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.models import load_causal_lm, load_config
 from workbench.placement import Layout
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill
+from workbench.resharding.weights import ModelWeights, Weight
 from workbench.telemetry import Recorder
 from workbench.workers.weight_exchange import (
+    AHEAD,
     Contents,
     Published,
+    Snapshot,
     WeightExchange,
     WeightIntake,
     plan_of_taking,
@@ -152,13 +159,112 @@ def test_a_layer_is_pulled_when_it_is_asked_for() -> None:
     layers = {weight.group for weight in hosts.plan().weights}
     pulled = hosts.intake(0).weights(hosts.published, torch.device("cpu"))
     name, tensor = next(pulled)
-    assert len(hosts.asked) in (2, 3)  # one message a host and layer, and the next one on its way
+    assert len(hosts.asked) <= 2 + AHEAD  # one message a host and layer, and the next ones on their way
     module = dict(load_causal_lm(MODELS[0], dtype=torch.float32).named_parameters())
     assert torch.equal(tensor, module[name].to(torch.bfloat16))
     for name, tensor in pulled:
         assert torch.equal(tensor, module[name].to(torch.bfloat16))
     assert sorted(set(hosts.asked)) == ["train-0", "train-1"]
     assert len(hosts.asked) <= 2 * len(layers)
+
+
+@pytest.mark.parametrize("publisher", [Layout(), Layout(2, 2, 2)], ids=str)
+def test_what_is_on_its_way_is_bounded(publisher: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.workers.weight_exchange.BUCKET_BYTES", 4096)
+    hosts = Hosts(MODELS[0], publisher, Layout())
+    exchange, plan = hosts.exchanges["rollout-0"], hosts.plan()
+    pull, lock, cut, bytes_cut = exchange.pull, threading.Lock(), 0, list[int]()
+
+    def counted(published: Published, rank: int, wanted: Any, checksums: bool) -> Any:
+        nonlocal cut
+        with lock:
+            cut += 1
+        pulled = pull(published, rank, wanted, checksums)
+        bytes_cut.append(pulled.nbytes)
+        return pulled
+
+    monkeypatch.setattr(exchange, "pull", counted)
+    intake, me = WeightIntake(plan, 0, exchange, checksums=True), plan.destination.ranks[0]
+    used, record = 0, exchange.record
+
+    def in_turn(*args: Any) -> int:
+        nonlocal used
+        time.sleep(0.001)  # those ahead would go on
+        used += 1
+        assert cut <= used + AHEAD
+        return record(*args)
+
+    monkeypatch.setattr(exchange, "record", in_turn)
+    held = {}
+    for weight in plan.weights:
+        shard = plan.destination.shard(weight, me)
+        assert shard is not None
+        held[weight.name] = torch.full(shard.shape, torch.nan), shard
+    intake.place(hosts.published, held)
+    module = dict(load_causal_lm(MODELS[0], dtype=torch.float32).named_parameters())
+    for weight in plan.weights:
+        expected = torch.empty(held[weight.name][1].shape)
+        fill(expected, held[weight.name][1], module[weight.name].detach(), _whole(weight))
+        assert torch.equal(held[weight.name][0], expected)
+    assert used > 50
+    assert max(bytes_cut) <= 4096
+    assert sum(bytes_cut) == intake.received_bytes == sum(tensor.nbytes for tensor, _ in held.values())
+    assert not intake.arrival.differ
+    assert intake.arrival.sent == intake.arrival.received
+
+
+def test_what_was_written_elsewhere_than_it_belongs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are of what lies in place in the end."""
+    hosts = Hosts(MODELS[0], Layout(), Layout())
+    exchange, plan = hosts.exchanges["rollout-0"], hosts.plan()
+    name = next(weight.name for weight in plan.weights if len(weight.shape) == 2)
+    held = {weight.name: (torch.empty(weight.shape), _whole(weight)) for weight in plan.weights}
+    copy = torch.Tensor.copy_
+
+    def upside_down(self: Tensor, source: Tensor, **more: Any) -> Tensor:
+        mine = self.data_ptr() == held[name][0].data_ptr()
+        return copy(self, source.flip(0) if mine else source, **more)
+
+    monkeypatch.setattr(Tensor, "copy_", upside_down)
+    intake = WeightIntake(plan, 0, exchange, checksums=True)
+    intake.place(hosts.published, held)
+    assert intake.arrival.differ == ((name, 0),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_what_goes_to_another_process_is_copied_there_alone(dtype: torch.dtype) -> None:
+    tensor = torch.arange(600).to(dtype).view(20, 30)
+    snapshot = Snapshot(contents=None, slices={"w": (tensor, WeightShard(((0, 20, 0, 30),), (20, 30)))})
+    rows, columns = ("w", (5, 11, 0, 30)), ("w", (0, 20, 2, 7))
+    cut = snapshot.cut([rows, columns])
+    assert cut[0].data_ptr() == tensor[5].data_ptr()
+    buffers = list[Any]()
+    message = pickle.dumps([array_of(part) for part in cut], protocol=5, buffer_callback=buffers.append)
+    assert len(message) < 1000  # the elements are not in it
+    assert buffers[0].raw().nbytes == tensor[5:11].nbytes
+    read_only = [bytes(buffer.raw()) for buffer in buffers]
+    arrived = [tensor_over(array) for array in pickle.loads(message, buffers=read_only)]
+    assert torch.equal(arrived[0].view(6, 30), tensor[5:11])
+    assert torch.equal(arrived[1].view(20, 5), tensor[:, 2:7])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("here", "there"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_between_gpus_it_goes_by_host_memory(here: str, there: str) -> None:
+    weights = ModelWeights((Weight(name="w", shape=(9000, 1024), item_bytes=4),), 1)
+    plan = Reshard(*(Distribution(weights, Layout(), (rank,)) for rank in (0, 1)))
+    source, target = torch.randn(9000, 1024, device=here), torch.empty(9000, 1024, device=there)
+    publisher = WeightExchange("a", Recorder(), lambda *asked: None)
+    publisher.publish("k", Snapshot(contents=None, slices={"w": (source, _whole(weights.weights[0]))}))
+    taker = WeightExchange("b", Recorder(), lambda host, method, *args: publisher.served(*args))
+    intake = WeightIntake(plan, 0, taker, checksums=True)
+    intake.place(Published(key="k", hosts=("a", "b"), layout=Layout()), {"w": (target, _whole(weights.weights[0]))})
+    assert torch.equal(target.cpu(), source.cpu())
+    assert not intake.arrival.differ
+    cut = publisher.snapshot("k").cut([("w", (0, 10, 0, 1024))])[0]
+    assert not cut.is_cuda
+    assert cut.is_pinned() == (here == "cuda")
 
 
 def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:

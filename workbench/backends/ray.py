@@ -119,6 +119,7 @@ def _actor_class(ray: Any) -> Any:
             if info.log_path:
                 send_output_to(info.log_path)
             self._host = Host(info, _Peers(info.lab))
+            self._host.began_s = Process.current().created_s
             self._driver = ""
             self._watch = Idle(info)
 

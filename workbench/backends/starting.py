@@ -54,15 +54,27 @@ def load_roles(
     note: Note,
     *,
     roles: Mapping[str, Collection[str]] | None = None,
-    beside: Collection[str] = (),
 ) -> None:
     """Load the models of roles; those of different pools at the same time. Raises as `settle` does.
 
-    roles: which, by pool; None: all. beside: the pools whose hosts have roles already, which these are to replace.
+    roles: which, by pool; None: all.
     """
+    settle(backend, begin_loading(backend, infos, description, note, roles=roles), note)
+
+
+def begin_loading(
+    backend: Backend,
+    infos: Sequence[HostInfo],
+    description: Description,
+    note: Note,
+    *,
+    roles: Mapping[str, Collection[str]] | None = None,
+    beside: Collection[str] = (),
+) -> list[Step]:
+    """`load_roles` without waiting. beside: the pools whose hosts have roles already, which these are to replace."""
     lead = description.models[description.lead]
     options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
-    loading = []
+    loading, rooms = [], description.rooms()
     for pool in description.placement.pools:
         # advantages are computed where the actor is, or who stands in for it
         here = {role: description.models[role] for role in pool.roles}
@@ -78,12 +90,13 @@ def load_roles(
                 note(f"loading {role}")
                 waits = pool.name in beside
                 pending = backend.work(
-                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, **options
-                )
+                    info.name, "build", role, worker_class, model, layout=layout, waits=waits, room=rooms.get(role),
+                    **options,
+                )  # fmt: skip
                 loading.append(Step(f"loading {role}", info, pending))
                 if _failure(loading[-1]):  # inline, where a call is over when it returns
                     settle(backend, loading, note)
-    settle(backend, loading, note)
+    return loading
 
 
 def settle(backend: Backend, steps: Sequence[Step], note: Note) -> list[Any]:

@@ -96,20 +96,36 @@ def carried_bytes(carried: TensorDict) -> int:
     return sum(map(nbytes, columns_of(carried).values()))
 
 
+def array_of(tensor: Tensor) -> tuple[str, np.ndarray]:
+    """A tensor as the name of its dtype and a numpy array, which pickle protocol 5 moves without a copy."""
+    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def tensor_over(plain: tuple[str, np.ndarray]) -> Tensor:
+    """The inverse of `array_of`, over the same memory. What came through shared memory is only to be read."""
+    name, array = plain
+    out = torch.from_numpy(np.asarray(_Lent(array)))
+    return out.view(torch.bfloat16) if name == "bfloat16" else out
+
+
+class _Lent:
+    """An array's memory without its mark that it is read-only, of which torch would warn."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = array.__array_interface__
+        self._array, self.__array_interface__ = array, {**interface, "data": (interface["data"][0], False)}
+
+
 def to_wire(carried: TensorDict) -> dict[str, Any]:
-    """numpy arrays in place of tensors: pickle protocol 5 then moves the bytes without a copy."""
-
-    def plain(tensor: Tensor) -> tuple[str, np.ndarray]:
-        tensor = tensor.detach().cpu().contiguous()
-        name = str(tensor.dtype).removeprefix("torch.")
-        return name, (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
+    """numpy arrays in place of tensors, see `array_of`."""
     wire: dict[str, Any] = {}
     for name, column in columns_of(carried).items():
         if isinstance(column, Ragged):
-            wire[name] = ("ragged", plain(column.values), plain(column.lengths))
+            wire[name] = ("ragged", array_of(column.values), array_of(column.lengths))
         elif isinstance(column, Tensor):
-            wire[name] = ("tensor", plain(column))
+            wire[name] = ("tensor", array_of(column))
         else:
             wire[name] = ("list", column)
     return wire
@@ -117,16 +133,10 @@ def to_wire(carried: TensorDict) -> dict[str, Any]:
 
 def from_wire(wire: Mapping[str, Any]) -> TensorDict:
     """The inverse of `to_wire`. What came through shared memory is read-only, so tensors are copied out of it."""
-
-    def tensor(plain: tuple[str, np.ndarray]) -> Tensor:
-        name, array = plain
-        out = torch.from_numpy(array.copy())
-        return out.view(torch.bfloat16) if name == "bfloat16" else out
-
     columns: Table = {}
     for name, (kind, *parts) in wire.items():
         if kind == "ragged":
-            columns[name] = Ragged(tensor(parts[0]), tensor(parts[1]))
+            columns[name] = Ragged(tensor_over(parts[0]).clone(), tensor_over(parts[1]).clone())
         else:
-            columns[name] = tensor(parts[0]) if kind == "tensor" else parts[0]
+            columns[name] = tensor_over(parts[0]).clone() if kind == "tensor" else parts[0]
     return carry(columns)

@@ -14,7 +14,9 @@ from workbench.messages.calls import HostInfo
 from workbench.models import load_config
 from workbench.models.spec import Model, check_settings
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
-from workbench.placement.role_model import RoleModel, head_of
+from workbench.placement.estimate import device_numbers
+from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
+from workbench.placement.room import Room, rooms
 from workbench.settings.engines import SHARE_MEMORY, Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import cores
@@ -63,7 +65,7 @@ class Description:
         prompts: Any,
         training: Training | None,
         generation: Generation | None,
-        dtype: str,
+        dtype: str | None,
         backend: str,
         device: str | None,
         devices: int | None,
@@ -95,6 +97,19 @@ class Description:
         whole("seed", seed, 0)
         check_settings("training", training, Training)
         check_settings("generation", generation, Generation)
+        if address is not None and device is None:
+            raise BadInput(
+                f"address={address!r} without device=",
+                "what devices another cluster has cannot be seen from here",
+                "add device='cuda' or device='cpu'",
+            )
+        device = device or _local_device()
+        one_of("device", device, ("cpu", "cuda"))
+        if device == "cuda" and address is None and not _device_count("cuda"):
+            raise BadInput(
+                "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
+            )
+        dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
         filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
         if placement is not None:
@@ -109,18 +124,6 @@ class Description:
             )
         # An inline workbench has one device; everything else may declare its slots.
         placement = (placement or Placement.colocate(1)).restrict(filled)
-        if address is not None and device is None:
-            raise BadInput(
-                f"address={address!r} without device=",
-                "what devices another cluster has cannot be seen from here",
-                "add device='cuda' or device='cpu'",
-            )
-        device = device or _local_device()
-        one_of("device", device, ("cpu", "cuda"))
-        if device == "cuda" and address is None and not _device_count("cuda"):
-            raise BadInput(
-                "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
-            )
         description = cls(
             id=f"{name}-{secrets.token_hex(4)}",
             name=name,
@@ -235,8 +238,21 @@ class Description:
                 generation=model.generation if role in ("actor", ROLLOUT) else None,
                 adapter=model.adapter,
                 samples_only=role == ROLLOUT,
+                automatic_tokens=AUTOMATIC_TOKENS[self.device],
             )
         return found
+
+    def rooms(self) -> dict[str, Room]:
+        """What decides the automatic sizes of each role on its GPUs; empty on a CPU, and for roles of which nothing is
+        known."""
+        if self.device == "cpu":
+            return {}
+        try:
+            return rooms(
+                self.placement, self.role_models(), device_numbers(self.placement), take_turns=self.takes_turns
+            )
+        except BadInput:  # a model whose weights cannot be told from its configuration
+            return {}
 
     def hosts(self, run_folder: Path) -> list[HostInfo]:
         """One host a device, pool by pool."""

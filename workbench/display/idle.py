@@ -8,12 +8,14 @@ pool rollout, cpu:2 | p p p p p p p p p p p p p p p p p p p p p p p p p p  | c c
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from workbench.telemetry.spans import union_s
 
 Row = Mapping[str, Any]
 Lane = tuple[str, str]  # pool, device
@@ -61,7 +63,7 @@ def device_times(spans: Sequence[Row], device: str, pool: str, start_s: float, e
         within = (
             (max(row["start_s"], start_s), min(row["end_s"], end_s)) for row in here if row["kind"] not in without
         )
-        return _union_s(within)
+        return union_s(within)
 
     busy = covered(without=("queue", "transfer"))
     working = covered(without=("queue",))
@@ -76,16 +78,6 @@ def device_times(spans: Sequence[Row], device: str, pool: str, start_s: float, e
         "queued_s": covered(without=()) - working,
         "idle_share": (window - working) / window if window > 0 else 0.0,
     }
-
-
-def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > max(start, reached):
-            total += end - max(start, reached)
-            reached = end
-    return total
 
 
 @dataclass(frozen=True)

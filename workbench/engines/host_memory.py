@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workbench.telemetry import span
+from workbench.telemetry import begin_span
+
+# Host memory is taken in pieces of this size: a power of two, to which torch rounds page-locked memory up.
+PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class _Emptied:
-    """A storage that is empty now, of how many bytes it was, and these in host memory (None: they were not kept)."""
+    """A storage that is empty now, of how many bytes it was, and these end to end in host memory (None: they were not
+    kept)."""
 
     storage: torch.UntypedStorage
     nbytes: int
-    kept: Tensor | None
+    kept: tuple[Tensor, ...] | None
+
+
+@dataclass
+class _Away:
+    """A part that is away. arrived: when its bytes are all in host memory; None: at once, as on a CPU."""
+
+    emptied: list[_Emptied]
+    arrived: torch.cuda.Event | None = None
 
 
 class HostMemory:
@@ -28,17 +42,20 @@ class HostMemory:
     without being told. Until then these tensors must not be touched: there is nothing behind them. (What torch cannot
     empty, the memory of a mapped file, gives way to a copy first. A GPU has no such memory.)
 
-    For tensors of a GPU host memory is page-locked; torch keeps it for the next time. Spans are "offload" and "load".
+    For tensors of a GPU host memory is page-locked, in pieces that torch keeps for the next time. All copies of a call
+    are queued on a stream of their own and waited for once; inside `overlapping()`, at its end. Spans are "offload" and
+    "load". What torch's allocator keeps for the next tensors stays with it: vLLM empties its cache before it takes
+    memory of its own.
     """
 
     def __init__(self) -> None:
-        self._away: dict[str, list[_Emptied]] = {}
+        self._away: dict[str, _Away] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes that wait in host memory."""
         parts = list(self._away.values())  # others ask while something moves
-        return sum(emptied.nbytes for part in parts for emptied in list(part) if emptied.kept is not None)
+        return sum(emptied.nbytes for part in parts for emptied in list(part.emptied) if emptied.kept is not None)
 
     def take(self, parts: Mapping[str, Sequence[Tensor]], names: Iterable[str], *, keep: bool = True) -> int:
         """Free the device of those of the parts that are named, but for what is away already; bytes freed.
@@ -49,35 +66,40 @@ class HostMemory:
         _leave_mapped_files([tensor for name in new for tensor in parts[name]])
         storages_of = distinct_storages(parts)
         going = {name: storages_of[name] for name in new}
-        self._away |= {name: [] for name in going}
+        self._away |= {name: _Away([]) for name in going}
         freed = sum(storage.nbytes() for storages in going.values() for storage in storages)
         if not freed:
             return 0
         what = ", ".join(name for name, storages in going.items() if storages)
-        with span("offload", bytes=freed, note=what if keep else f"{what}, freed"):
-            _wait_for_gpu(going)  # for other streams than this one: from here on, its order is enough
+        device = next(storage.device for storages in going.values() for storage in storages)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # for other streams than this one: from here on, its order is enough
+        with _Move("offload", device, freed, what if keep else f"{what}, freed") as move:
             for name, storages in going.items():
+                away, room = self._away[name], _Room(pinned=device.type == "cuda")
                 for storage in storages:
-                    kept = _copy(storage) if keep else None
-                    self._away[name].append(_Emptied(storage, storage.nbytes(), kept))
+                    kept = room.take(storage.nbytes()) if keep else None
+                    move.leave(storage, kept or ())
+                    away.emptied.append(_Emptied(storage, storage.nbytes(), kept))
                     storage.resize_(0)
-            _wait_for_gpu(going)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what torch keeps for itself, neither vLLM nor another process gets
+                away.arrived = move.event()
         return freed
 
     def give_back(self, names: Iterable[str]) -> int:
         """Bring these parts back to their device, as far as they are away; bytes that have their place again."""
         coming = {name: self._away[name] for name in names if name in self._away}
-        taken = sum(emptied.nbytes for part in coming.values() for emptied in part)
+        taken = sum(emptied.nbytes for part in coming.values() for emptied in part.emptied)
         if taken:
-            with span("load", bytes=taken, note=", ".join(name for name, part in coming.items() if part)):
+            device = next(emptied.storage.device for part in coming.values() for emptied in part.emptied)
+            for part in coming.values():
+                for emptied in part.emptied:
+                    emptied.storage.resize_(emptied.nbytes)
+            what = ", ".join(name for name, part in coming.items() if part.emptied)
+            with _Move("load", device, taken, what) as move:  # after the room was made, in the order of the stream
                 for part in coming.values():
-                    for emptied in part:
-                        emptied.storage.resize_(emptied.nbytes)
-                        if emptied.kept is not None:
-                            emptied.storage.copy_(emptied.kept.untyped_storage(), non_blocking=True)
-                _wait_for_gpu({name: [emptied.storage for emptied in part] for name, part in coming.items()})
+                    move.wait_for(part.arrived)
+                    for emptied in part.emptied:
+                        move.come(emptied.storage, emptied.kept or ())
         for name in coming:
             del self._away[name]
         return taken
@@ -85,6 +107,119 @@ class HostMemory:
     def __contains__(self, name: str) -> bool:
         """Whether a part is away."""
         return name in self._away
+
+
+class _Unfinished(threading.local):
+    """The moves that are waited for at the end of `overlapping()`; None outside it."""
+
+    moves: list[_Move] | None = None
+
+
+_unfinished = _Unfinished()
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Inside, what leaves a GPU and what comes to it move at the same time, as far as its memory has room for both;
+    afterwards all of it has arrived."""
+    if _unfinished.moves is not None:
+        yield
+        return
+    moves: list[_Move] = []
+    _unfinished.moves = moves
+    try:
+        yield
+    finally:
+        _unfinished.moves = None
+        for move in moves:
+            move.finish()
+
+
+_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+
+
+class _Move:
+    """Copies between a device and host memory, in the order in which they are asked for, on a stream for each
+    direction; on a CPU there is none, and they are over at once."""
+
+    def __init__(self, kind: str, device: torch.device, nbytes: int, note: str) -> None:
+        self._end = begin_span(kind, bytes=nbytes, note=note)
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._began: torch.cuda.Event | None = None
+        self._over: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            key = kind, device
+            self._stream = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._began = self.event()
+
+    def event(self) -> torch.cuda.Event | None:
+        """Of the copies that were asked for until now; None: they are over."""
+        return None if self._stream is None else self._stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        """Let later copies begin after an event."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def leave(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
+        """All bytes of a storage to these stretches of host memory. It may be emptied at once: torch lends its memory
+        to others only when the copies are over, or has them wait."""
+        there = self._copy(storage, kept, back=False)
+        if self._stream is not None:
+            there.record_stream(self._stream)
+
+    def come(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
+        """All bytes of a storage from these stretches; what is computed later on the present stream sees them."""
+        self._copy(storage, kept, back=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _copy(self, storage: torch.UntypedStorage, kept: Iterable[Tensor], *, back: bool) -> Tensor:
+        there, start = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), 0
+        with torch.cuda.stream(self._stream):  # None: the present one
+            for here in kept:
+                part = there[start : start + len(here)]
+                (part if back else here).copy_(here if back else part, non_blocking=True)
+                start += len(here)
+        return there
+
+    def finish(self) -> None:
+        """Wait until everything has arrived, and end the span."""
+        if self._over is None or self._began is None:
+            self._end(None)
+        else:
+            self._over.synchronize()
+            self._end(self._began.elapsed_time(self._over) / 1e3)
+
+    def __enter__(self) -> _Move:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over = self.event()
+        if self._stream is None or _unfinished.moves is None:
+            self.finish()
+        else:
+            _unfinished.moves.append(self)
+
+
+class _Room:
+    """Host memory for the bytes of many storages end to end, page-locked or not."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned, self._free = pinned, torch.empty(0)
+
+    def take(self, nbytes: int) -> tuple[Tensor, ...]:
+        """So many bytes, in stretches."""
+        found: list[Tensor] = []
+        while nbytes:
+            if not len(self._free):
+                self._free = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+            found.append(self._free[:nbytes])
+            self._free = self._free[nbytes:]
+            nbytes -= len(found[-1])
+        return tuple(found)
 
 
 def distinct_storages(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, list[torch.UntypedStorage]]:
@@ -108,15 +243,3 @@ def _leave_mapped_files(tensors: Iterable[Tensor]) -> None:
             copies[address] = copies.get(address) or storage.clone()
             view = (tensor.storage_offset(), tensor.shape, tensor.stride())
             tensor.data = tensor.new_empty(0).set_(copies[address], *view)
-
-
-def _copy(storage: torch.UntypedStorage) -> Tensor:
-    kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    kept.untyped_storage().copy_(storage, non_blocking=True)
-    return kept
-
-
-def _wait_for_gpu(parts: Mapping[str, Iterable[torch.UntypedStorage]]) -> None:
-    for device in {storage.device for storages in parts.values() for storage in storages}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -49,7 +49,7 @@ def open(
     prompts: Any = None,
     training: Training | None = None,
     generation: Generation | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     backend: Literal["ray", "inline"] = "ray",
     device: Literal["cpu", "cuda"] | None = None,
     devices: int | None = None,
@@ -68,7 +68,9 @@ def open(
     models: role -> hub id, local folder, bundled or tiny name, function (reward, cost), or `wb.Model`.
     placement: which roles share which devices; default: all on one device.
     prompts: a data set name, a .jsonl file, a list, or a dict of `Prompts` options with "source".
-    training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role.
+    training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role. dtype: "float32" or
+        "bfloat16", in which models compute; what is trained has fp32 master weights in both. None: float32 on a CPU,
+        where the same seed gives the same bits, and bfloat16 on a GPU.
     backend: "ray", or "inline": everything in this process on one device, no Ray.
     device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
     address: a Ray cluster to join, "host:port" (then say device= as well); default: this user's own, started if need

@@ -113,7 +113,7 @@ class CostModel:
     def _passes(self, shape: Shape, layout: Layout, rows: float) -> tuple[float, float, float]:
         """(tokens of a replica, micro-batches, pipeline slots) of rows that are dealt out; none is cut."""
         dealt = math.ceil(rows / layout.d)
-        together = max(1, int(shape.training.micro_batch_tokens // self.workload.row_tokens))
+        together = max(1, int(shape.role.micro_batch_tokens // self.workload.row_tokens))
         micro = math.ceil(dealt / together)
         return dealt * self.workload.row_tokens, micro, micro + layout.p - 1
 

@@ -58,7 +58,7 @@ class RoleOptions:
         # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
         longest = model.workload.prompt_tokens + max(model.workload.lengths)
         training = shape.training
-        training = replace(training, micro_batch_tokens=max(training.micro_batch_tokens, longest))
+        training = replace(training, micro_batch_tokens=max(shape.role.micro_batch_tokens, longest))
         self._alone = replace(shape.role, generation=None, training=training)
         self._found: dict[int, tuple[Option, ...]] = {}
         self._bytes: dict[tuple[int, int, int], tuple[int, int] | None] = {}
@@ -211,10 +211,9 @@ class RoleOptions:
         key = layout.p, layout.t, replicas
         if key not in self._bytes:
             role, one = self._alone, Layout(layout.p, layout.t, replicas)
-            gpu = self.model.hardware.memory_bytes
             try:
                 role.weights.check(one.p, one.t)
-                ends = [rank_memory(role, one, rank, device_bytes=gpu) for rank in {0, (one.p - 1) * one.t}]
+                ends = [rank_memory(role, one, rank) for rank in {0, (one.p - 1) * one.t}]
             except BadInput:
                 self._bytes[key] = None
             else:

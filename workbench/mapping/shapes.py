@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.mapping.workload import Workload
-from workbench.placement.rank_memory import kv_elements_per_token
+from workbench.placement.generation_memory import kv_elements_per_token
 from workbench.placement.role_model import TABLES, RoleModel, head_of
 from workbench.settings.engines import Training
 from workbench.settings.roles import TRAINED_ROLES

@@ -77,6 +77,9 @@ class PackedModule(nn.Module):
         """Zeros in the shape of what `read` gives, for ranks that have no head."""
         raise NotImplementedError
 
+    def expect(self, micro_batch_tokens: int) -> None:
+        """From now on `forward` is given at most so many tokens, on any rank."""
+
     def describe(self) -> str:
         """How sequences go through it: "packed", or "padded: " and why."""
         return "packed" if self.padded_because is None else f"padded: {self.padded_because}"
@@ -85,7 +88,8 @@ class PackedModule(nn.Module):
 class TokenLogProbs(PackedModule):
     """log softmax(logits / temperature) at given tokens, from a causal language model.
 
-    micro_batch_tokens: the largest T that `forward` is given on any rank (larger still works, with more memory).
+    micro_batch_tokens: the largest T that `forward` is given on any rank (larger still works, with more memory), until
+    `expect` says another; None: 2048.
     The head runs in ceil(micro_batch_tokens / 512) calls whatever N is: where its weight is sharded over ranks each
     call gathers it, so every rank must make equally many. Never more than the logits of one call live in memory, in the
     backward pass either, which computes them anew. Cutting rows, and not the vocabulary with a running log-sum-exp,
@@ -97,11 +101,11 @@ class TokenLogProbs(PackedModule):
     Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
     """
 
-    def __init__(self, model: PreTrainedModel, *, micro_batch_tokens: int = 2048) -> None:
+    def __init__(self, model: PreTrainedModel, *, micro_batch_tokens: int | None = None) -> None:
         super().__init__()
         self.model = model.eval()
         self.aliases, self.vocabulary = _aliases(model), _vocabulary(model)
-        self.head_calls = max(1, -(-micro_batch_tokens // ROWS_PER_CALL))
+        self.expect(micro_batch_tokens or 2048)
         _require_plain_head(model)
         self.padded_because = use_packing(model)
 
@@ -124,6 +128,9 @@ class TokenLogProbs(PackedModule):
 
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
+
+    def expect(self, micro_batch_tokens: int) -> None:
+        self.head_calls = max(1, -(-micro_batch_tokens // ROWS_PER_CALL))
 
     def read(  # type: ignore[override]
         self,

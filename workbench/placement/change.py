@@ -29,14 +29,16 @@ class PlacementChange(Moves):
     device: "cpu" or "cuda". has_bytes: of the memory of one GPU, or of what the slots of a CPU machine can have
     together, what they hold now among it; None: unknown.
     refusal: why it cannot be done now, whatever room there is; None: it can.
-    took_s, transfer_s: of a change that was carried out, how long that took, and the bytes alone, with the sums of bits
+    took_s, transfer_s: of a change that was carried out, how long that took, and the bytes alone, with the checksums
     that verify them, to be held against `seconds`.
     bandwidth_bytes_s, measured: what `seconds` assumes, and where that figure is from.
+    start_s: how long new processes take to start and models to load, as those that are there took.
     """
 
     has_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     measured: str = ""
+    start_s: float = 0.0
     refusal: BadInput | None = None
     took_s: float | None = None
     transfer_s: float | None = None
@@ -192,6 +194,8 @@ class PlacementChange(Moves):
         if self.total_bytes:
             told += f", {seconds_text(self.seconds)} at {bytes_text(self.bandwidth_bytes_s or 0)}/s ({self.measured})" \
                 if self.seconds is not None else ", time unknown"  # fmt: skip
+        if self.start_s:
+            told += f"; new processes and models {seconds_text(self.start_s)}"
         if self.took_s is not None and self.transfer_s is not None:
             told += f"; took {seconds_text(self.took_s)}, the bytes {seconds_text(self.transfer_s)} of it"
         rest = [change.role for change in self.roles if change.action == "stays"]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
+from workbench.placement.activations import activation_bytes
+from workbench.placement.generation_memory import row_bytes, useful_cache_bytes
 from workbench.placement.placement import Placement
 from workbench.placement.rank_memory import LASTING, PASSING, RankMemory, rank_memory
 from workbench.placement.role_model import RoleModel
+from workbench.placement.room import Room, fitting_tokens, placed, rooms, usable_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.display.devices import DeviceMap
+
+# Of an estimated pass, what it needs in any case.
+SURE = 0.8
 
 Models = Mapping[str, RoleModel | None]
 """Role -> what decides its bytes; None: a function, or a worker of which nothing is known."""
@@ -59,30 +65,32 @@ class MemoryEstimate:
 
     def lasting(self, device: int) -> int:
         """Bytes held on a device while nothing computes."""
-        return self._together(tenant.memory.lasting for tenant in self.on(device))
+        held = [tenant.memory for tenant in self.on(device)]
+        if self.take_turns:
+            return max((max(memory.lasting - memory.generating, memory.generating) for memory in held), default=0)
+        return sum(memory.lasting for memory in held)
 
     def peak(self, device: int) -> int:
         """A bound of the most that is held on a device: what lasts, and the role that needs most while it computes."""
         if self.take_turns:
-            return max((tenant.memory.lasting + tenant.memory.passing for tenant in self.on(device)), default=0)
+            return max((tenant.memory.turn for tenant in self.on(device)), default=0)
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
-
-    def _together(self, parts: Iterable[int]) -> int:
-        """What roles of a device hold there: all of them, or those of the largest where they take turns."""
-        return max(parts, default=0) if self.take_turns else sum(parts)
 
     def certain(self, *devices: int) -> int:
         """What devices together cannot do without: without caches and files that are mapped (on a CPU) and activations,
         with the gradients of the role that has most."""
         gradients: dict[str, int] = {}
         lasting: dict[str, int] = {}
+        generating: dict[str, int] = {}
         for tenant in self.tenants:
             if tenant.device in devices:
                 role, memory = tenant.role, tenant.memory
                 lasting[role] = lasting.get(role, 0) + memory.certain(on_cpu=self.device == "cpu")
                 gradients[role] = gradients.get(role, 0) + memory.gradients
+                generating[role] = generating.get(role, 0) + memory.generating
         if self.take_turns:
-            return max((lasting[role] + gradients[role] for role in lasting), default=0)
+            turns = (max(lasting[role] - generating[role] + gradients[role], generating[role]) for role in lasting)
+            return max(turns, default=0)
         return sum(lasting.values()) + max(gradients.values(), default=0)
 
     def frame(self) -> pd.DataFrame:
@@ -140,27 +148,49 @@ def estimate_memory(
     device_bytes: int | None = None,
     numbers: Mapping[str, Sequence[int]] | None = None,
     take_turns: bool = False,
+    tokens: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """The estimate of a placement whose roles all have a model in `models`.
 
     numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
+    Where vLLM's cache and micro-batches are left open, they are as large as `Room` makes them on a GPU of
+    `device_bytes`. tokens: of micro-batches of roles that have found out how many fit.
     Raises `BadInput` where a layout does not cut its model.
     """
     numbers = device_numbers(placement) if numbers is None else numbers
-    tenants, unknown = [], []
-    for pool in placement.pools:
-        for role in pool.roles:
-            model = models[role]
-            if model is None:
-                unknown.append(role)
-                continue
-            layout = model.standing(placement.layout_of(role))
-            for rank in range(pool.devices):
-                memory = rank_memory(model, layout, rank, device_bytes=device_bytes if device == "cuda" else None)
-                where = {"pool": pool.name, "rank": rank, "device": numbers[pool.name][rank]}
-                tenants.append(Tenant(role=role, memory=memory, **where))  # type: ignore[arg-type]
+    caches: dict[str, int] = {}
+    if device == "cuda":
+        found = rooms(placement, models, numbers, take_turns=take_turns)
+        if device_bytes is not None:
+            models = {
+                role: _fitted(role, model, placement, found, device_bytes, (tokens or {}).get(role))
+                for role, model in models.items()
+            }
+            caches = {role: room.cache_bytes(device_bytes) for role, room in found.items()}
+        else:
+            caches = {role: room.useful_cache for role, room in found.items()}
+    tenants = [
+        Tenant(role=role, pool=placement.pool_of(role).name, rank=rank, device=number,
+               memory=rank_memory(model, layout, rank, cache_bytes=caches.get(role)))
+        for role, model, layout, rank, number in placed(placement, models, numbers)
+    ]  # fmt: skip
+    unknown = tuple(role for pool in placement.pools for role in pool.roles if models[role] is None)
     return MemoryEstimate(placement=placement, tenants=tuple(tenants), device=device, device_bytes=device_bytes,
-                          unknown=tuple(unknown), take_turns=take_turns)  # fmt: skip
+                          unknown=unknown, take_turns=take_turns)  # fmt: skip
+
+
+def _fitted(
+    role: str, model: RoleModel | None, placement: Placement, found: Mapping[str, Room], device_bytes: int,
+    tokens: int | None,
+) -> RoleModel | None:  # fmt: skip
+    """The model with automatic micro-batches as large as fit on all ranks."""
+    if model is None or model.training.micro_batch_tokens is not None or role not in found:
+        return model
+    if tokens is not None:
+        return replace(model, automatic_tokens=tokens)
+    layout, left = model.standing(placement.layout_of(role)), found[role].pass_bytes(device_bytes)
+    ranks = range(placement.pool_of(role).devices)
+    return replace(model, automatic_tokens=min(fitting_tokens(model, layout, rank, left) for rank in ranks))
 
 
 def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:
@@ -178,6 +208,8 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
     has_bytes: of the memory of one GPU, or of what a CPU machine has left for all of its slots.
     """
     doubt = ""
+    for tenant in estimate.tenants if estimate.device == "cuda" else ():
+        _check_cache(estimate, tenant, models[tenant.role], has_bytes)
     for devices in [estimate.devices] if estimate.device == "cpu" else [(n,) for n in estimate.devices]:
         certain, peak = estimate.certain(*devices), sum(map(estimate.peak, devices))
         where = f"{estimate.device}:{devices[0]}" if estimate.device != "cpu" else "this machine"
@@ -188,12 +220,59 @@ def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> st
                 f"it has {bytes_text(has_bytes)}, {bytes_text(certain - has_bytes)} too little",
                 remedy(estimate, devices, models, certain=True),
             )
+        for tenant in estimate.tenants if estimate.device == "cuda" else ():
+            if tenant.device in devices:
+                _check_micro_batch(estimate, tenant, models[tenant.role], has_bytes)
         if peak > has_bytes and not doubt:
             doubt = (
                 f"{where} may run out of memory: up to {bytes_text(peak)} at the peak ({largest(estimate, devices)}), "
                 f"of {bytes_text(has_bytes)}; {remedy(estimate, devices, models)}"
             )
     return doubt
+
+
+def _check_cache(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | None, has_bytes: int) -> None:
+    """Raise `BadInput` where vLLM's cache on a GPU has no room for one sequence."""
+    if model is None or not useful_cache_bytes(model):
+        return
+    assert model.generation is not None
+    memory, settings, row = tenant.memory, model.generation, row_bytes(model)
+    if memory.generation_kv_cache >= row:
+        return
+    fraction = settings.gpu_memory_fraction
+    where, needs = f"cuda:{tenant.device}", memory.generation_weights + row
+    if fraction is not None:
+        least = -(-100 * needs // has_bytes) / 100
+        raise BadInput(
+            f"Generation.gpu_memory_fraction={fraction:g}: {bytes_text(int(fraction * has_bytes))} of {where}",
+            f"vLLM needs {bytes_text(needs)}: {bytes_text(memory.generation_weights)} for weights, "
+            f"{bytes_text(row)} for one sequence of {settings.max_model_tokens} tokens",
+            f"use {least:g} or more, or leave gpu_memory_fraction out: what the placement leaves",
+        )
+    others = estimate.lasting(tenant.device) - memory.generation_kv_cache
+    raise BadInput(
+        f"the placement {estimate.placement} leaves vLLM no key-value cache on {where}: "
+        f"{bytes_text(others)} of {bytes_text(usable_bytes(has_bytes))} are taken: "
+        f"{largest(estimate, [tenant.device], certain=True)}",
+        f"one sequence of {settings.max_model_tokens} tokens needs {bytes_text(row)}, and computing more",
+        "use wb.open(share_memory=True), a smaller Generation.max_model_tokens, or more devices",
+    )
+
+
+def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleModel | None, has_bytes: int) -> None:
+    """Raise `BadInput` where a micro-batch that was asked for cannot go through a trained model on a GPU."""
+    if model is None or not model.trained or model.training.micro_batch_tokens is None:
+        return
+    memory, layout = tenant.memory, model.standing(estimate.placement.layout_of(tenant.role))
+    needs = int(SURE * activation_bytes(model, layout, tenant.rank))
+    beside = memory.lasting - memory.generating if estimate.take_turns else estimate.lasting(tenant.device)
+    if (most := beside + memory.gradients + needs) > has_bytes:
+        raise BadInput(
+            f"Training.micro_batch_tokens={model.training.micro_batch_tokens:,} for {tenant.role}: a pass needs "
+            f"{bytes_text(needs)} at least, beside {bytes_text(beside + memory.gradients)}",
+            f"cuda:{tenant.device} has {bytes_text(has_bytes)}, {bytes_text(most - has_bytes)} too little",
+            "use a smaller one, or leave it out: as many as fit; or Training(activation_checkpointing=True)",
+        )
 
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:

@@ -5,16 +5,15 @@ Held against live engines by `tests/placement/test_memory.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.placement.activations import activation_bytes
+from workbench.placement.generation_memory import engine_bytes, kv_elements_per_token, padded, working_bytes
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding.weights import Weight
 from workbench.settings.layout import Layout
 
-GIB = 2**30
 # DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.
 ALIGNMENT = 2
 # ZeRO-3 keeps a weight of at most so many elements whole on every rank, once it has run.
@@ -25,8 +24,6 @@ LIVE_ELEMENTS = 1_000_000_000
 BUCKET_ELEMENTS = {"torch": 25_000_000, "zero": 50_000_000}
 # An Adam optimizer keeps its step count as an fp32 number for each tensor that it is given.
 STEP_BYTES = 4
-# What generation engines round the vocabulary up to a multiple of.
-VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
 
 LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache")
 PASSING = ("gradients", "activations")
@@ -41,6 +38,7 @@ class RankMemory:
     cache at most.
     activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered weights, the
     buckets in which gradients are summed, and a cache that lives only while the engine decodes.
+    decoding: of them, what the generation engine needs beside its weights and cache.
     may_be_mapped: of the parameters, those that a CPU host may map from the file, which then costs no memory.
     """
 
@@ -51,12 +49,25 @@ class RankMemory:
     generation_weights: int = 0
     generation_kv_cache: int = 0
     activations: int = 0
+    decoding: int = 0
     may_be_mapped: int = 0
 
     @property
     def lasting(self) -> int:
         """Held while other roles of the device compute."""
         return sum(getattr(self, use) for use in LASTING)
+
+    @property
+    def generating(self) -> int:
+        """Held by the generation engine between rollouts."""
+        return self.generation_weights + self.generation_kv_cache
+
+    @property
+    def turn(self) -> int:
+        """The most that is held at once where roles of a device take turns: the generation engine sleeps while its role
+        is trained, and that leaves after a sync."""
+        trained, synced = self.lasting - self.generating + self.passing, self.parameters + self.generation_weights
+        return max(trained, synced, self.generating + self.decoding)
 
     def certain(self, *, on_cpu: bool) -> int:
         """Of what lasts, that which cannot be less: on a CPU memory is taken as it is written to, so that a cache may
@@ -69,8 +80,8 @@ class RankMemory:
         return self.gradients + self.activations
 
 
-def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int | None = None) -> RankMemory:
-    """What rank `rank` of a role holds. device_bytes: memory of the GPU; None: a CPU host.
+def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int | None = None) -> RankMemory:
+    """What rank `rank` of a role holds. cache_bytes: of vLLM's key-value cache on a GPU, see `Room`; None: a CPU host.
 
     Raises `BadInput` where the layout does not cut the model.
     """
@@ -108,13 +119,14 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int
         if replicas > 1:
             gathered = sum(size for size, _ in live if size > PERSISTENT_ELEMENTS)
             extra = min(gathered, LIVE_ELEMENTS) * role.stored_bytes
-    if role.trained and (replicas > 1 or stage):
-        extra += min(total, BUCKET_ELEMENTS["zero" if role.engine.startswith("zero") else "torch"]) * 4
-    generation_weights, generation_kv_cache = _generation(role, layout, stage, rank, device_bytes)
-    passing = activation_bytes(role, layout, rank) + extra
+    extra += _bucket_bytes(role, total, replicas)
+    generation_weights, generation_kv_cache = engine_bytes(role, layout, stage, rank, cache_bytes)
+    decoding = 0
     if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
-        rows = role.generation.max_rows * role.generation.max_model_tokens
-        passing = max(passing, rows * kv_elements_per_token(role) * role.frozen_bytes)
+        rows = role.generation.rows_at_once(on_gpu=False) * role.generation.max_model_tokens
+        decoding = rows * kv_elements_per_token(role) * role.frozen_bytes
+    elif role.generation is not None and cache_bytes is not None:
+        decoding = working_bytes(role)
     unmapped = total and not (stage or role.adapter)  # what is trained is written to; ZeRO copies what it shards
     return RankMemory(
         parameters=parameters,
@@ -123,14 +135,23 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, device_bytes: int
         gradients=gradients,
         generation_weights=generation_weights,
         generation_kv_cache=generation_kv_cache,
-        activations=passing,
+        activations=max(activation_bytes(role, layout, rank) + extra, decoding),
+        decoding=decoding,
         may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
     )
 
 
-def padded(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
-    return -(-n // multiple) * multiple
+def _bucket_bytes(role: RoleModel, elements: int, replicas: int) -> int:
+    """What gradients are gathered in before they are summed over the ranks; ZeRO 2 and 3, and in fp32 ZeRO 1, have it
+    on a single rank too."""
+    if not role.trained:
+        return 0
+    if not role.engine.startswith("zero"):
+        return min(elements, BUCKET_ELEMENTS["torch"]) * 4 if replicas > 1 else 0
+    bucket = min(elements, BUCKET_ELEMENTS["zero"])
+    if role.engine in ("zero2", "zero3") or (role.engine == "zero1" and role.stored_bytes == 4):
+        return bucket * role.stored_bytes
+    return bucket * 4 if replicas > 1 else 0
 
 
 def _shards(held: Sequence[tuple[Weight, int]], replicas: int) -> int:
@@ -149,42 +170,3 @@ def _overlapping(sizes: Sequence[int], k: int, replicas: int) -> int:
             found += size
         start += size
     return found
-
-
-def _generation(role: RoleModel, layout: Layout, stage: int, rank: int, device_bytes: int | None) -> tuple[int, int]:
-    """(weights, key-value cache) of the generation engine of a rank."""
-    settings = role.generation
-    if settings is None:
-        return 0, 0
-    if settings.engine == "transformers":
-        # with whole weights it samples from the trainer's module
-        own = role.samples_only or stage == 3 or layout.p * layout.t > 1
-        return (role.weights.nbytes if own else 0), 0
-    weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=device_bytes is None)
-    if device_bytes is None:
-        return weights, int(settings.kv_cache_gib * GIB)
-    return weights, max(0, int(settings.gpu_memory_fraction * device_bytes) - weights)
-
-
-def kv_elements_per_token(role: RoleModel) -> int:
-    """Elements of keys and values of one token, all layers together."""
-    text = role.config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", None) or 1)
-    head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
-    return 2 * int(text.num_hidden_layers) * int(getattr(text, "num_key_value_heads", None) or heads) * int(head_dim)
-
-
-def vllm_weight_bytes(role: RoleModel, j: int, *, on_cpu: bool) -> int:
-    """Weights of tensor rank j of vLLM: slices, the vocabulary padded to equal ones. On a CPU embedding and head are
-    there as they are and packed for products, each of them where they are one."""
-    assert role.generation is not None
-    t, multiple, total = role.generation.tensor_parallel_size, VOCABULARY_MULTIPLE["vllm"], 0
-    tied = not any(weight.name.startswith("lm_head.") for weight in role.weights)
-    for weight in role.weights:
-        if weight.name.rpartition(".")[0].rpartition(".")[2] in ("embed_tokens", "lm_head"):
-            rows = padded(padded(weight.shape[0], multiple), t) // t
-            copies = (3 if tied else 2) if on_cpu else 1
-            total += rows * (weight.numel // weight.shape[0]) * copies
-        else:
-            total += math.prod(weight.local_shape(j, t))
-    return total * role.frozen_bytes

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from workbench.models.lora import LoRA
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# Tokens of a micro-batch where Training.micro_batch_tokens is None, by device: on a CPU so many, on a GPU so many in a
+# plan of what fits beside them, from which as many are taken as there is room for.
+AUTOMATIC_TOKENS = {"cpu": 2048, "cuda": 8192}
 # Matrices that are no linear layers below the head, so have no adapter.
 TABLES = ("embed_tokens", "lm_head", "wte", "wpe")
 
@@ -30,7 +33,8 @@ class RoleModel:
 
     head: as of `model_weights`. dtype: in which it computes. training: also of a role that is only run, for its
     micro-batches. trained: whether its weights, or its adapter's, move. generation: of who generates.
-    samples_only: of rollout workers, which hold the engine and nothing beside it.
+    samples_only: of rollout workers, which hold the engine and nothing beside it. automatic_tokens: of a micro-batch,
+    where `training` leaves that open.
     """
 
     config: PreTrainedConfig
@@ -41,6 +45,12 @@ class RoleModel:
     generation: Generation | None = None
     adapter: LoRA | None = None
     samples_only: bool = False
+    automatic_tokens: int = AUTOMATIC_TOKENS["cpu"]
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens in a micro-batch of several rows."""
+        return self.training.micro_batch_tokens or self.automatic_tokens
 
     @property
     def engine(self) -> str:
@@ -107,7 +117,7 @@ class RoleModel:
     def tokens_bound(self) -> int:
         """Most tokens in one pass: a micro-batch, or a row that is longer than one."""
         longest = self.generation.max_model_tokens if self.generation else 0
-        return max(self.training.micro_batch_tokens, longest)
+        return max(self.micro_batch_tokens, longest)
 
 
 def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[Weight, int]]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from workbench.placement.rank_memory import ALIGNMENT, padded
+from workbench.placement.generation_memory import padded
+from workbench.placement.rank_memory import ALIGNMENT
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution, WeightShard

@@ -24,6 +24,12 @@ def checksum(view: Tensor, first_row: int) -> Tensor:
     return (rows * torch.arange(first_row + 1, first_row + 1 + len(rows), device=rows.device)).sum()
 
 
+def checksums_of(views: Sequence[Tensor], slices: Sequence[tuple[str, Box]]) -> list[int]:
+    """The checksum of each of these slices. views: of them, [rows, columns]."""
+    sums = [checksum(view, box[0]) for (_, box), view in zip(slices, views, strict=True)]
+    return torch.stack(sums).tolist() if sums else []  # one wait for a GPU
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
     """What this rank received in a transition, against what was sent to it.

@@ -1,9 +1,10 @@
 """Carrying out a change of placement or of roles: what is new is made beside what is there, and takes its place when it
 is whole.
 
-    check │ start hosts, join pools, build roles │ publish │ take │ verify │ switch │ end old hosts
-          └─ an error in here ends what is new, and the old placement goes on ─┘
+    check │ publish │ start hosts, join pools │ build roles, take and verify their state │ switch │ end old hosts
+          └─ an error in here ends what is new, and the old placement goes on ──────────┘
 
+A host that stays builds and takes while others start, and each takes as soon as it has built.
 Weights and moments go from host to host, and the controller is told only checksums and byte counts.
 """
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.backends import Pending
 from workbench.backends.base import answered
-from workbench.backends.starting import Note, Step, join_pools, load_roles, settle
+from workbench.backends.starting import Note, Step, begin_loading, join_pools, settle
 from workbench.batches.store import Weights
 from workbench.display.interrupts import uninterrupted
 from workbench.display.progress import Progress
@@ -30,7 +31,8 @@ from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
-from workbench.workers.role_state import RankState, RoleMove
+from workbench.telemetry.spans import union_s
+from workbench.workers.role_state import RankState, RoleMove, Taken
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
@@ -147,11 +149,7 @@ class Move:
         """Do it, and say what it took. An error leaves everything as before, but for one in the very last step."""
         began = time.monotonic()
         try:
-            self._build()
-            carried = self._publish()
-            taking = time.monotonic()
-            self._take(carried)
-            taken = time.monotonic()
+            transfer_s = self._bring_up(self._publish())
         except BaseException as error:
             self._abandon(error)
             raise
@@ -163,9 +161,9 @@ class Move:
         self._runner.telemetry.append_event(
             "move", placement=repr(self._change.new), before=repr(self._change.old),
             moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
-            transfer_seconds=taken - taking,
+            transfer_seconds=transfer_s,
         )  # fmt: skip
-        return replace(self._change, took_s=took_s, transfer_s=taken - taking)
+        return replace(self._change, took_s=took_s, transfer_s=transfer_s)
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 
@@ -227,15 +225,6 @@ class Move:
 
     # --- before the switch --------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        backend = self._hosts.backend
-        if self.new:
-            self._started = True
-            self._note("starting hosts")
-            backend.start(self.new)
-            join_pools(backend, self.new, self._note)
-        load_roles(backend, self._after, self._description, self._note, roles=self._built, beside=self._change.kept)
-
     def _publish(self) -> dict[str, list[RankState]]:
         """Let the hosts of before say what goes along of each role, by rank; what is large they hold ready."""
         steps, roles = [], []
@@ -248,27 +237,48 @@ class Move:
             found.setdefault(role, []).append(carried)
         return found
 
-    def _take(self, carried: dict[str, list[RankState]]) -> None:
-        """Let the hosts of after take, and verify, what they need; and the batches of hosts that end."""
-        steps, random = [], dict[int, Any]()
+    def _bring_up(self, carried: dict[str, list[RankState]]) -> float:
+        """Start what is new, and let the hosts of after build and take, and verify, what they are to have. For how
+        many seconds any of them took."""
+        backend, new = self._hosts.backend, set(self.new)
+        steps = self._fill([info for info in self._after if info not in new], carried)
+        if self.new:
+            self._started = True
+            self._note("starting hosts")
+            backend.start(self.new)
+            join_pools(backend, self.new, self._note)
+            steps += self._fill(self.new, carried)
+        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Taken)]
+        for part in taken:
+            self._runner.telemetry.append_transfers(part.transfers)
+        return union_s((part.start_s, part.end_s) for part in taken)
+
+    def _fill(self, hosts: Sequence[HostInfo], carried: dict[str, list[RankState]]) -> list[Step]:
+        """Ask hosts to build roles, and to take these and the batches of hosts that end: one after the other, in the
+        same order on all ranks of a pool."""
+        steps = begin_loading(
+            self._hosts.backend, hosts, self._description, self._note, roles=self._built, beside=self._change.kept
+        )
+        random: dict[int, Any] = {}
         for move in self._moves:
             given = carried[move.role]
             for rank, place in enumerate(move.destination[1]):
-                mine = given[rank % len(given)]
-                steps.append(self._work(f"taking {move.role}", place, "take_role", move, rank, mine, self._run))
-                if self._change.places[place].new:
-                    random.setdefault(place, mine.random)
+                if self.infos[place] in hosts:
+                    mine = given[rank % len(given)]
+                    new = self._change.places[place].new
+                    asked = "take_role", move, rank, mine, self._run
+                    steps.append(self._work(f"taking {move.role}", place, *asked, beside=not new))
+                    if new:
+                        random.setdefault(place, mine.random)
         for place, successor in self._change.shard_successors.items():
             host = self.infos[place].name
-            steps.append(self._work(f"taking the batches of {host}", successor, "take_shards", host, self._run))
-        for transfers in settle(self._hosts.backend, steps, self._note):
-            self._runner.telemetry.append_transfers(transfers)
-        last = [self._work("going on", place, "continue_random", state) for place, state in random.items()]
-        settle(self._hosts.backend, last, self._note)
+            if self.infos[successor] in hosts:
+                steps.append(self._work(f"taking the batches of {host}", successor, "take_shards", host, self._run))
+        return steps + [self._work("going on", place, "continue_random", state) for place, state in random.items()]
 
-    def _work(self, what: str, place: int, method: str, *args: Any) -> Step:
+    def _work(self, what: str, place: int, method: str, *args: Any, **kwargs: Any) -> Step:
         info = self.infos[place]
-        return Step(what, info, self._hosts.backend.work(info.name, method, *args))
+        return Step(what, info, self._hosts.backend.work(info.name, method, *args, **kwargs))
 
     @uninterrupted()
     def _abandon(self, error: BaseException) -> None:

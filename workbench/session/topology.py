@@ -7,22 +7,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from workbench.backends import Pending
 from workbench.backends.hosts import Hosts
-from workbench.batches.carrier import carry, from_wire, to_wire
 from workbench.config.description import Description
+from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
+from workbench.placement.moves import TAKEN_ALONG
 from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
 from workbench.stages.ownership import Ownership
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.store import TelemetryStore
+from workbench.workers.transfer_probe import PROBE_BYTES, timed_bytes_s
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
-PROBE_BYTES = 32 * 2**20  # are moved to see how fast the machine is, where no earlier transfer says so
-
 ANSWER_S = 2.0  # for how long a picture of memory waits for a host
 
 
@@ -53,7 +50,8 @@ class Topology:
 
     def frame(self) -> pd.DataFrame:
         """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
-        machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
+        machine and device, how sequences run, tokens of a micro-batch (none yet: as many as fit are found out by the
+        role's first pass), and bytes by use, asked of the live processes. `lab.memory()` draws it.
         """
         import pandas as pd
 
@@ -67,6 +65,7 @@ class Topology:
                     "role": role,
                     "model": held["model"],
                     "sequences": held.get("sequences"),
+                    "micro_batch_tokens": held.get("micro_batch_tokens"),
                     "pool": info.pool,
                     "rank": info.rank,
                     "replica": replica,
@@ -81,7 +80,7 @@ class Topology:
                     "host_published_bytes": seen["published_bytes"],
                 }
                 named = {use.replace(" ", "_"): n for use, n in held.items()}
-                known = {"role", "model", "sequences"}
+                known = {"role", "model", "sequences", "micro_batch_tokens"}
                 uses = {f"{use}_bytes": n for use, n in named.items() if use not in known}
                 nothing = {f"{use}_bytes": 0 for use in USES}
                 rows.append({**row, **nothing, **uses})
@@ -134,11 +133,13 @@ class Topology:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
         self._ownership.check_open()
         description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
-        seen = self._hosts.backend.ask(self._groups.lead.hosts[0], "describe").result()
+        seen = self._seen()
+        tokens = {role: held["micro_batch_tokens"] for of in seen for role, held in of["roles"].items()
+                  if held.get("micro_batch_tokens")}  # fmt: skip
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
-            device_bytes=seen["device_bytes"], numbers=self._numbers() if placement is None else None,
-            take_turns=description.takes_turns,
+            device_bytes=seen[0]["device_bytes"], numbers=self._numbers() if placement is None else None,
+            take_turns=description.takes_turns, tokens=tokens if placement is None else None,
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:
@@ -172,7 +173,7 @@ class Topology:
             bandwidth_bytes_s=bandwidth,
             measured=measured,
         )
-        return replace(change, refusal=self._refusal(change))
+        return replace(change, refusal=self._refusal(change), start_s=_start_s(change, seen))
 
     def given_up(self, description: Description) -> set[str]:
         """The pools that were lost, where another description has none of their roles: they may go as they are."""
@@ -217,21 +218,36 @@ class Topology:
 
     def _bandwidth(self) -> tuple[float | None, str]:
         """Bytes a second from process to process, and where that figure is from."""
-        count, moved_bytes, seconds = self._telemetry.transfer_sums.large()
+        count, moved_bytes, seconds = self._telemetry.transfer_sums.moves()
         if seconds > 0:
-            return moved_bytes / seconds, f"from {count} earlier transfers"
-        if self._hosts.description.backend == "inline":
+            return moved_bytes / seconds, "as in the last move" if count == 1 else f"as in the last {count} moves"
+        if self._hosts.description.backend == "inline" or not self._ownership.drives:
             return None, ""
         if self._bandwidth_bytes_s is None:
-            self._bandwidth_bytes_s = self._timed_transfer(self._groups.lead.hosts[0])
-        return self._bandwidth_bytes_s, "measured once, from a host to this process"
+            self._bandwidth_bytes_s = self._probed(self._groups.lead.hosts[0])
+        return self._bandwidth_bytes_s, f"a probe of {bytes_text(PROBE_BYTES)} from a host to this process"
 
-    def _timed_transfer(self, host: str) -> float:
-        key, table = f"{self._ownership.controller}-probe", {"probe": torch.zeros(PROBE_BYTES // 4096, 1024)}
-        self._hosts.backend.ask(host, "put", key, to_wire(carry(table))).result()
+    def _probed(self, host: str) -> float:
+        key = f"{self._ownership.controller}-probe"
+
+        def ask(host: str, method: str, *args: Any) -> Any:
+            return self._hosts.backend.ask(host, method, *args).result()
+
+        ask(host, "publish_probe", key)
         try:
-            start = time.monotonic()
-            from_wire(self._hosts.backend.ask(host, "fetch", key, ("probe",), np.arange(len(table["probe"]))).result())
-            return PROBE_BYTES / (time.monotonic() - start)
+            return timed_bytes_s(key, host, ask)
         finally:
-            self._hosts.backend.ask(host, "release", [key]).result()
+            ask(host, "release", [key])
+
+
+def _start_s(change: PlacementChange, seen: Sequence[dict[str, Any]]) -> float:
+    """`PlacementChange.start_s`: pools start and load at the same time, the roles of one after each other."""
+    starting, loading = max((s["start_s"] for s in seen), default=0.0), dict[str, float]()
+    for said in seen:
+        for role, seconds in said["load_s"].items():
+            loading[role] = max(seconds, loading.get(role, 0.0))
+    found = dict.fromkeys((place.pool for place in change.places if place.new), starting)
+    for role in change.roles:
+        if role.action in (*TAKEN_ALONG, "added"):
+            found[role.new_pool] = found.get(role.new_pool, 0.0) + loading.get(role.role, 0.0)
+    return max(found.values(), default=0.0)

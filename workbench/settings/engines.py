@@ -32,7 +32,10 @@ class Training(NamedFields):
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
     minibatches: optimizer steps that one update takes from one batch (of one epoch).
     micro_batch_tokens: upper bound of the tokens in one forward pass, prompts and responses together; a single longer
-        row goes alone. Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
+        row goes alone. None: 2048 on a CPU; on a GPU as many as fit beside what the placement holds there, by a trial
+        pass before the role's first (at most 32,768), and half as many after a step that runs out of memory all the
+        same. `lab.topology()` says how many.
+        Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
         `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
         (within rounding where an update skips rows without advantage).
     activation_checkpointing: recompute layer activations in the backward pass.
@@ -49,7 +52,7 @@ class Training(NamedFields):
     total_steps: int | None = None
     max_grad_norm: float = 1.0
     minibatches: int = 1
-    micro_batch_tokens: int = 2048
+    micro_batch_tokens: int | None = None
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -69,7 +72,8 @@ class Training(NamedFields):
             raise BadInput(f"Training.betas={self.betas!r:.60}", "must be two numbers in [0, 1)", "write (0.9, 0.95)")
         true_or_false("Training.activation_checkpointing", self.activation_checkpointing)
         whole("Training.minibatches", self.minibatches, 1)
-        whole("Training.micro_batch_tokens", self.micro_batch_tokens, 1)
+        if self.micro_batch_tokens is not None:
+            whole("Training.micro_batch_tokens", self.micro_batch_tokens, 1)
         whole("Training.warmup_steps", self.warmup_steps, 0)
         if self.total_steps is not None:
             whole("Training.total_steps", self.total_steps, 1)
@@ -95,7 +99,9 @@ class Generation(NamedFields):
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
         its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
-    max_rows: most sequences decoded at the same time by one engine.
+        None: the cache is what the placement leaves there, at most room for max_rows of max_model_tokens.
+    max_rows: most sequences decoded at the same time by one engine. None: 512 for vLLM on a GPU, the most that its CUDA
+        graphs cover by default; else 64.
     check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
         were sent and as they arrived; `SyncError` when they differ.
     """
@@ -105,8 +111,8 @@ class Generation(NamedFields):
     strategy: Literal["hybridflow", "v", "full"] = "hybridflow"
     max_model_tokens: int = 1024
     kv_cache_gib: float = 1.0
-    gpu_memory_fraction: float = 0.4
-    max_rows: int = 64
+    gpu_memory_fraction: float | None = None
+    max_rows: int | None = None
     check_sync: bool = True
 
     def __post_init__(self) -> None:
@@ -121,11 +127,17 @@ class Generation(NamedFields):
             )
         whole("Generation.max_model_tokens", self.max_model_tokens, 2)
         at_least("Generation.kv_cache_gib", self.kv_cache_gib, 0, strictly=True)
-        whole("Generation.max_rows", self.max_rows, 1)
-        at_least("Generation.gpu_memory_fraction", self.gpu_memory_fraction, 0, strictly=True)
-        if not self.gpu_memory_fraction < 1:
-            raise BadInput(f"Generation.gpu_memory_fraction={self.gpu_memory_fraction}", "must lie between 0 and 1")
+        if self.max_rows is not None:
+            whole("Generation.max_rows", self.max_rows, 1)
+        if self.gpu_memory_fraction is not None:
+            at_least("Generation.gpu_memory_fraction", self.gpu_memory_fraction, 0, strictly=True)
+            if not self.gpu_memory_fraction < 1:
+                raise BadInput(f"Generation.gpu_memory_fraction={self.gpu_memory_fraction}", "must lie between 0 and 1")
         true_or_false("Generation.check_sync", self.check_sync)
+
+    def rows_at_once(self, *, on_gpu: bool) -> int:
+        """`max_rows`, or its default."""
+        return self.max_rows or (512 if on_gpu and self.engine == "vllm" else 64)
 
 
 @dataclass(frozen=True, kw_only=True)

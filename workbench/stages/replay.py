@@ -117,7 +117,7 @@ def _own_host(runner: StageRunner, failed: FailedStage, call: Call, device: str 
             host = backend.host(info.name)
             host.build(
                 role, worker_class, spec, layout=Layout(), seed=description.seed, tokenizer_name=str(lead.name),
-                folder=str(Path.cwd()),
+                folder=str(Path.cwd()), room=description.rooms().get(role) if kind == "cuda" else None,
             )  # fmt: skip
             if role != "numeric" and spec.name is not None:
                 _take_state(runner, role, host)

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +47,31 @@ def total_bytes() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of this machine's smallest GPU, asked of the driver, so that this process does not start CUDA; None: it
-    does not say."""
+    """Memory that this process may take of the machine's smallest GPU, asked of the driver, so that this process does
+    not start CUDA; None: it does not say."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return min(int(line) for line in said.split()) * 2**20
+        return int(min(int(line) for line in said.split()) * 2**20 * _allowed_share())
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def own_gpu_bytes() -> int:
+    """Memory that this process may take of its GPU; it starts CUDA."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory * _allowed_share())
+
+
+def _allowed_share() -> float:
+    """What `torch.cuda.set_per_process_memory_fraction` has left this process of a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 1.0
+    return float(torch.cuda.get_per_process_memory_fraction(0))
 
 
 @dataclass(frozen=True, kw_only=True)

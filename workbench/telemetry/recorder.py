@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +99,7 @@ class Recorder:
     def span(self, kind: str, *, bytes: int = 0, tokens: int = 0, note: str = "") -> Iterator[OpenSpan]:
         """Time the block as `kind` inside the enclosing span, with its peak memory. An error is noted and goes on."""
         check_kind("span kind", kind, KINDS)
-        meter = self._peak_meter()
+        meter = self.peak_meter()
         kinds = self._here.kinds
         parent = kinds[-1] if kinds else ""
         counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
@@ -114,6 +114,18 @@ class Recorder:
             end_s, peak = self.now_s(), meter.close(watch)
             kinds.pop()
             self._add(kind, start_s, end_s, counts, peak, parent)
+
+    def begin(self, kind: str, *, bytes: int = 0, note: str = "") -> Callable[[float | None], None]:
+        """A span that begins now, for work that goes on while other spans open and close. What this gives ends it: with
+        its seconds, or None for until now. Labels and parent are those of its beginning."""
+        check_kind("span kind", kind, KINDS)
+        labels, parent, start_s = self._here.labels, (self._here.kinds or [""])[-1], self.now_s()
+
+        def end(seconds: float | None) -> None:
+            end_s = self.now_s() if seconds is None else start_s + seconds
+            self._add(kind, start_s, end_s, OpenSpan(bytes=bytes, note=note), 0, parent, labels)
+
+        return end
 
     def add(self, kind: str, start_s: float, end_s: float, *, bytes: int = 0, tokens: int = 0, note: str = "") -> None:
         """Record a span whose times are known, such as the queue time of a call stamped by the controller. A start
@@ -188,19 +200,30 @@ class Recorder:
             syncs, self._syncs = self._syncs, []
         return spans, transfers, syncs
 
-    def _peak_meter(self) -> PeakMeter:
+    def peak_meter(self) -> PeakMeter:
+        """What measures the peaks of spans, and of other intervals."""
         with self._lock:  # one meter: two would reset each other's mark
             if self._meter is None:
                 self._meter = PeakMeter(gauge(self._here.labels["device"]))
             return self._meter
 
-    def _add(self, kind: str, start_s: float, end_s: float, counts: OpenSpan, peak: int, parent: str) -> None:
+    def _add(
+        self, kind: str, start_s: float, end_s: float, counts: OpenSpan, peak: int, parent: str,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         made = Span(
-            **self._here.labels, kind=kind, parent=parent, start_s=start_s, end_s=end_s, bytes=int(counts.bytes),
-            tokens=int(counts.tokens), peak_memory_bytes=peak, note=counts.note,
+            **(labels or self._here.labels), kind=kind, parent=parent, start_s=start_s, end_s=end_s,
+            bytes=int(counts.bytes), tokens=int(counts.tokens), peak_memory_bytes=peak, note=counts.note,
         )  # fmt: skip
         with self._lock:
             self._spans.append(made)
+
+
+def begin_span(kind: str, *, bytes: int = 0, note: str = "") -> Callable[[float | None], None]:
+    """`Recorder.begin` of the recorder bound to this thread; outside a stage nothing is recorded."""
+    if _active.recorder is None:
+        return lambda seconds: None
+    return _active.recorder.begin(kind, bytes=bytes, note=note)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -107,3 +107,13 @@ def check_kind(name: str, value: str, kinds: Sequence[str]) -> None:
 def _check_times(name: str, start_s: float, end_s: float) -> None:
     if not 0 <= start_s <= end_s < float("inf"):
         raise BadInput(f"{name} from {start_s} to {end_s}", "must be finite unix times, the start not after the end")
+
+
+def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > max(start, reached):
+            total += end - max(start, reached)
+            reached = end
+    return total

@@ -6,6 +6,8 @@ import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from workbench.telemetry.spans import union_s
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -15,7 +17,8 @@ SUM_COLUMNS = {
     "kind": "str", "stage": "str", "source": "str", "destination": "str", "columns": "str", "transfers": "int64",
     "moved_bytes": "int64", "duration_s": "float64",
 }  # fmt: skip
-LARGE_BYTES = 2**20  # transfers of at least so many bytes say how fast the machine is
+# So many of the last moves say how fast the next one will be, those of at least so many bytes.
+MOVES, LARGE_BYTES = 4, 2**24
 
 
 class TransferSums:
@@ -25,7 +28,7 @@ class TransferSums:
         self._transfers = transfers
         self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0, 0, 0.0])
         self._runs: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
-        self._large: tuple[int, int, float] = 0, 0, 0.0
+        self._moves: dict[int, list[tuple[float, float, int]]] = {}
         self._lock = threading.Lock()
 
     def _read(self) -> None:
@@ -37,9 +40,10 @@ class TransferSums:
             found[1] += moved
             found[2] += duration_s
             self._runs[row["kind"], row["stage"]].add(row["run"])
-            if moved >= LARGE_BYTES:
-                count, large_bytes, seconds = self._large
-                self._large = count + 1, large_bytes + moved, seconds + duration_s
+            if row["kind"] == "move":
+                self._moves.setdefault(row["run"], []).append((row["start_s"], row["end_s"], moved))
+                if len(self._moves) > MOVES:
+                    self._moves.pop(min(self._moves))
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
         """One row for each kind, stage, pair of ends and columns that moved: `SUM_COLUMNS`. kind: only these."""
@@ -56,8 +60,10 @@ class TransferSums:
             self._read()
             return {stage: frozenset(runs) for (of, stage), runs in self._runs.items() if of == kind}
 
-    def large(self) -> tuple[int, int, float]:
-        """Of the transfers of at least `LARGE_BYTES`: how many, their bytes, their seconds."""
+    def moves(self) -> tuple[int, int, float]:
+        """Of the last large moves: how many, their bytes, and for how many seconds some of these were on their way."""
         with self._lock:
             self._read()
-            return self._large
+            moves = [move for move in self._moves.values() if sum(nbytes for *_, nbytes in move) >= LARGE_BYTES]
+            seconds = sum(union_s((start, end) for start, end, _ in move) for move in moves)
+            return len(moves), sum(nbytes for move in moves for *_, nbytes in move), seconds

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,16 @@ from torch import Tensor
 from workbench.engines.generation.base import GenerationEngine
 from workbench.engines.training.base import TrainingEngine
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A text that language models find likely, without knowing it by heart: rounding in bfloat16 moves the log-probability
+# of a token the more, the less likely it is (of random tokens up to 1 %), and that of a certain one hides what is
+# wrong. Fixed, so that every rank, rollout workers and a run that is resumed have the same probe.
+PROBE_TEXT = (
+    "Once upon a time there was a little girl who lived in a small house at the edge of the forest with her mother and "
+    "her grandmother."
+)
 PROBE_TOKENS = 24
 
 
@@ -19,7 +29,7 @@ PROBE_TOKENS = 24
 class EngineWeights:
     """read: weights that could be read in the engine. differ: those of them with other bits than the trainer's.
 
-    gap: mean gap in nats between the log-probabilities of both on a probe of random tokens.
+    gap: mean gap in nats between the log-probabilities of both on a probe.
     moved_gap: the same after a sync of weights whose vocabulary was moved on by one, see `compare_weights`; None where
     the engine computes with the trainer's own tensors. moved_differ: as `differ`, after that sync.
     """
@@ -35,7 +45,8 @@ class EngineWeights:
 class TrainerWeights:
     """What an engine is held against: the trainer's weights, here or from another pool.
 
-    named_weights: gives them anew, whole, by transformers' names; every rank iterates to the end. log_probs: what the
+    named_weights: gives them anew, whole, by transformers' names, in the engine's dtype or in one that it casts from;
+    every rank iterates to the end. log_probs: what the
     trainer gives probe_ids[1:], nats. aliases, vocabulary: of its module, see `PackedModule`. live: addresses of the
     tensors that it trains, where they are in this process.
     """
@@ -61,7 +72,7 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
     behind its embeddings does not. Afterwards the engine is given the trainer's weights again.
     """
     weights = generator.readable_weights()
-    read, differ = _differing(trainer.named_weights(), weights, trainer.aliases)
+    read, differ = differing_weights(trainer, generator)
     if weights and all(tensor.data_ptr() in trainer.live for tensor in weights.values()):
         return EngineWeights(read=read, differ=differ, gap=probe_gap(trainer, generator))
 
@@ -73,17 +84,24 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
     try:
         generator.update_weights(moved(), version)
         moved_gap = probe_gap(trainer, generator, 1)
-        _, moved_differ = _differing(moved(), generator.readable_weights(), trainer.aliases)
+        _, moved_differ = differing_weights(replace(trainer, named_weights=moved), generator)
     finally:
         generator.update_weights(trainer.named_weights(), version)
     return EngineWeights(read=read, differ=differ, gap=before, moved_gap=moved_gap, moved_differ=moved_differ)
 
 
-def probe_ids(trainer: TrainingEngine) -> Tensor:
-    """The same random tokens for a vocabulary, none of them its last."""
-    model: Any = trainer.module.model
+def probe_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
+    """The tokens of `PROBE_TEXT`, none of them the vocabulary's last; random ones where a tokenizer makes fewer."""
+    known = [token for token in tokenizer(PROBE_TEXT).input_ids if token < vocab_size - 1][:PROBE_TOKENS]
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, int(model.config.get_text_config().vocab_size) - 1, (PROBE_TOKENS,), generator=generator)
+    others = torch.randint(0, vocab_size - 1, (PROBE_TOKENS - len(known),), generator=generator)
+    return torch.cat([torch.tensor(known, dtype=torch.int64), others])
+
+
+def differing_weights(trainer: TrainerWeights, generator: GenerationEngine) -> tuple[int, tuple[str, ...]]:
+    """How many weights could be read in the engine, and the names of those with other bits than the trainer's. Every
+    rank calls it."""
+    return _differing(trainer.named_weights(), generator.readable_weights(), trainer.aliases)
 
 
 def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device) -> Tensor:
@@ -108,6 +126,6 @@ def _differing(
             if mine is None or mine.shape[1:] != weight.shape[1:] or len(mine) < len(weight):
                 continue
             read += 1
-            if not torch.equal(mine[: len(weight)].to(weight.device, weight.dtype), weight):
+            if not torch.equal(mine[: len(weight)], weight.to(mine.device, mine.dtype)):
                 differ.append(alias)
     return read, tuple(differ)

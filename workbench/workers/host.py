@@ -6,8 +6,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -15,16 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.replies import Failure, Output, Reply, column_summary
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.placement.room import Room
 from workbench.placement.state import Part
-from workbench.support.machine import available_bytes, total_bytes
-from workbench.telemetry import Recorder, Transfer
+from workbench.support.machine import available_bytes, own_gpu_bytes, total_bytes
+from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
@@ -32,10 +32,11 @@ from workbench.workers.reload.patching import Models, Patch, Patched
 from workbench.workers.reload.sources import SourceFile, loaded
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
-from workbench.workers.role_state import RankState, RoleMove, publish_state, take_state
+from workbench.workers.role_state import RankState, RoleMove, Taken, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.stopping import StageStopped, Stopping, StopPoint
+from workbench.workers.transfer_probe import probe
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
@@ -58,6 +59,8 @@ class Host(Shards):
         self._last: tuple[int, Reply] | None = None
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
         self._patch = Patch()
+        self.began_s = time.time()  # where the process is this host's alone: when that was created
+        self._start_s, self._load_s = 0.0, dict[str, float]()
         loaded.note()
         torch.set_num_threads(info.threads)
 
@@ -94,6 +97,7 @@ class Host(Shards):
         backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
         store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        self._start_s = time.time() - self.began_s
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -108,8 +112,10 @@ class Host(Shards):
         tokenizer_name: str,
         folder: str,
         waits: bool = False,
+        room: Room | None = None,
     ) -> None:
-        """Load a role's model and engines. waits: beside what is here, to take its place at `replace_roles`."""
+        """Load a role's model and engines. waits: beside what is here, to take its place at `replace_roles`. room: see
+        `Context`."""
         context = Context(
             host=self.info,
             layout=layout,
@@ -121,15 +127,17 @@ class Host(Shards):
             folder=folder,
             exchange=self._exchange,
             waits=waits,
+            room=room,
             stopping=self._stopping,
         )
-        self._busy = f"loading {role}"
+        self._busy, began = f"loading {role}", time.monotonic()
         loaded.note()
         try:
             self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
             with torch.random.fork_rng(enabled=waits):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
+            self._load_s[role] = time.monotonic() - began
         finally:
             self._busy = ""
             loaded.note()
@@ -197,6 +205,7 @@ class Host(Shards):
             # looked up by name at call time, so that reloaded code takes effect with state kept
             result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
         output = result if isinstance(result, Output) else Output(value=result)
+        output = replace(output, notes=(*output.notes, *self.workers[call.role].take_notes()))
         require_finite(output, call, shard, self.workers[call.role])
         return output
 
@@ -236,13 +245,13 @@ class Host(Shards):
         assert contents is not None
         return contents
 
-    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[dict[str, Any], list[int]]:
+    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
         """Cut slices of published weights for another process; with the checksum of each where asked for."""
         return self._exchange.served(key, wanted, checksums)
 
-    def weight_bit_sums(self, key: str, wanted: Sequence[Slice]) -> list[int]:
-        """Sums of the bits of such slices, for who has taken them."""
-        return self._exchange.snapshot(key).bit_sums(wanted)
+    def publish_probe(self, key: str) -> None:
+        """Publish something, so that taking it can be timed."""
+        self._exchange.publish(key, probe()[0])
 
     # --- a change of placement ---------------------------------------------------------------------------------------
 
@@ -251,30 +260,32 @@ class Host(Shards):
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    def take_role(self, move: RoleMove, rank: int, carried: RankState, run: int) -> list[Transfer]:
-        """Take the state of a role that was built here for it; what that moved."""
-        worker = self._incoming.get(move.role) or self.workers[move.role]
-        with self._moving(f"taking {move.role}", run, move.role):
-            take_state(worker, move, rank, self._exchange, carried)
-        return self.recorder.drain()[1]
+    def take_role(self, move: RoleMove, rank: int, carried: RankState, run: int, *, beside: bool) -> Taken:
+        """Take the state of a role that was built here for it, beside others or not; what that moved."""
+        built = self._incoming if beside else self.workers
+        if move.role not in built:  # and one that goes on living may have its name
+            raise StageError(f"{move.role} was not built", "loading it failed before")
 
-    def take_shards(self, host: str, run: int) -> list[Transfer]:
+        def take() -> None:
+            take_state(built[move.role], move, rank, self._exchange, carried)
+
+        return self._taken(take, f"taking {move.role}", run, move.role)
+
+    def take_shards(self, host: str, run: int) -> Taken:
         """Take over the shards of a host that is about to end; what that moved."""
-        with self._moving(f"taking the batches of {host}", run, ""):
-            self.inherit(host)
-        return self.recorder.drain()[1]
+        return self._taken(lambda: self.inherit(host), f"taking the batches of {host}", run, "")
 
-    @contextmanager
-    def _moving(self, what: str, run: int, role: str) -> Iterator[None]:
-        info = self.info
+    def _taken(self, take: Callable[[], None], what: str, run: int, role: str) -> Taken:
+        info, start_s = self.info, time.time()
         self.recorder.drain()
         self._busy, self._progress = what, (0, 0, 0)
         try:
             with self.recorder.bind(stage="move", run=run, role=role, pool=info.pool, rank=info.rank,
                                     device=info.device):  # fmt: skip
-                yield
+                take()
         finally:
             self._busy = ""
+        return Taken(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -404,9 +415,11 @@ class Host(Shards):
             "machine": socket.gethostname(),
             "available_bytes": available_bytes(),
             "machine_bytes": total_bytes(),
-            "device_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+            "device_bytes": own_gpu_bytes() if on_gpu else None,
             "device_used_bytes": _used_on_gpu() if on_gpu else None,
             "threads": self.info.threads,
+            "start_s": self._start_s,
+            "load_s": self._load_s,
             "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),

@@ -13,6 +13,7 @@ from workbench.messages.metrics import Mean
 from workbench.messages.shards import Shard
 from workbench.support.validation import at_least
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
+from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
 # The batch's meta key of the temperature that `old_log_prob` was taken at; "temperature" is the rollout's.
@@ -20,11 +21,15 @@ LOG_PROB_TEMPERATURE = "log_prob_temperature"
 
 
 def each_response_token(
-    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget_tokens: int, context: Context, *, padded: bool = False
-) -> Ragged:
-    """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order. padded: see `cut`."""
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget | int, context: Context, *,
+    padded: bool = False,
+) -> Ragged:  # fmt: skip
+    """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order.
+
+    budget: most tokens of a micro-batch; a `TokenBudget` may become smaller on the way. padded: see `cut`.
+    """
     scatter = Scatter(shard.ragged("response_ids"))
-    for micro, values_N in _passes(shard, forward, budget_tokens, context, padded=padded):
+    for micro, values_N in _passes(shard, forward, budget, context, padded=padded):
         scatter.put(micro, values_N)
     return scatter.column()
 
@@ -32,7 +37,7 @@ def each_response_token(
 def each_row(
     shard: Shard,
     forward: Callable[[MicroBatch], Tensor],
-    budget_tokens: int,
+    budget: TokenBudget | int,
     context: Context,
     *,
     padded: bool = False,
@@ -40,10 +45,10 @@ def each_row(
 ) -> Tensor:
     """`forward(micro_batch)` -> [B], without gradients, as one fp32 tensor [rows] in the shard's row order.
 
-    padded: see `cut`. together: as in `micro_batches`.
+    budget: as in `each_response_token`. padded: see `cut`. together: as in `micro_batches`.
     """
     out = torch.zeros(len(shard))
-    for micro, values_B in _passes(shard, forward, budget_tokens, context, padded=padded, together=together):
+    for micro, values_B in _passes(shard, forward, budget, context, padded=padded, together=together):
         if micro.weight:
             out[micro.index] = values_B.float().cpu()
     return out
@@ -52,14 +57,14 @@ def each_row(
 def _passes(
     shard: Shard,
     forward: Callable[[MicroBatch], Tensor],
-    budget_tokens: int,
+    budget: TokenBudget | int,
     context: Context,
     *,
     padded: bool,
     together: int = 1,
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
-    groups = context.groups
-    minibatches = each_minibatch(shard, budget_tokens, groups.data, context.device, padded=padded, together=together)
+    groups, most = context.groups, budget if isinstance(budget, int) else budget.tokens
+    minibatches = each_minibatch(shard, most, groups.data, context.device, padded=padded, together=together)
     micros = [micro for minibatch in minibatches for micro in minibatch]
     done_tokens = 0
     for done, micro in enumerate(micros):
@@ -67,11 +72,21 @@ def _passes(
         context.stopping.point()
         tokens = tokens_of(micro)
         before = groups.moved_bytes
-        with context.recorder.span("forward", tokens=tokens * groups.counts) as counted, torch.no_grad():
-            values = forward(micro)
-            counted.bytes = groups.moved_bytes - before
+        try:
+            with context.recorder.span("forward", tokens=tokens * groups.counts) as counted, torch.no_grad():
+                values = forward(micro)
+                counted.bytes = groups.moved_bytes - before
+        except torch.OutOfMemoryError as error:
+            if isinstance(budget, int):
+                raise
+            budget.halve(error)
+            break
         yield micro, values
         done_tokens += tokens
+    else:
+        return
+    # all over again: what is here already is the same within rounding, and one cut for all rows is what an update sees
+    yield from _passes(shard, forward, budget, context, padded=padded, together=together)
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from workbench.engines.training.base import TrainingEngine, transformers_names
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
+from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Worker
 
 
@@ -20,6 +21,18 @@ class ModelWorker(Worker):
     """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it."""
 
     engine: TrainingEngine | None
+    budget: TokenBudget
+
+    def take_notes(self) -> tuple[str, ...]:
+        if self.engine is None:
+            return ()
+        notes, self.budget.notes = tuple(self.budget.notes), []
+        return notes
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The upper bound of the tokens in a micro-batch, see `Training`. All ranks ask first at the same time."""
+        return self.budget.tokens
 
     @property
     def uses_device(self) -> bool:

@@ -61,13 +61,15 @@ def _knobs(host: Host, call: Call) -> Iterator[str]:
     training, generation = worker.spec.training, worker.spec.generation
     on_gpu = host.info.device.startswith("cuda")
     if operation is not None and operation.generates and generation is not None:
-        share = f"gpu_memory_fraction (now {generation.gpu_memory_fraction:g})"
+        fraction = generation.gpu_memory_fraction
+        share = f"gpu_memory_fraction (now {'automatic' if fraction is None else f'{fraction:g}'})"
         cache = share if on_gpu else f"kv_cache_gib (now {generation.kv_cache_gib:g})"
         if generation.engine == "vllm":
             yield f"a smaller Generation.{cache}"
-        yield f"a smaller Generation.max_rows (now {generation.max_rows})"
+        yield f"a smaller Generation.max_rows (now {generation.rows_at_once(on_gpu=on_gpu)})"
     elif worker.spec.name is not None and training is not None:
-        yield f"a smaller Training.micro_batch_tokens (now {training.micro_batch_tokens:,})"
+        tokens = worker.describe().get("micro_batch_tokens") or training.micro_batch_tokens
+        yield "a smaller Training.micro_batch_tokens" + (f" (now {tokens:,})" if tokens else "")
         if operation is not None and operation.updates and not training.activation_checkpointing:
             yield "Training(activation_checkpointing=True)"
     elif call.rows is not None:

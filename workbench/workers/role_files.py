@@ -12,6 +12,7 @@ stretch of rows each, so that all of them write at the same time.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +27,12 @@ from torch import Tensor
 from workbench.engines.training.base import MOMENTS, StateKind
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
+from workbench.resharding.checksums import checksums_of
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
 from workbench.workers.role_state import KINDS, RankState, carried_of, engine_of, held_slices, take_kind
-from workbench.workers.weight_exchange import Published, Pulled, Slice, bit_sum
+from workbench.workers.weight_exchange import Published, Pulled, Slice
 from workbench.workers.worker import Worker
 
 
@@ -98,9 +100,8 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
                 if kind in MOMENTS and not engine.has_moments:
                     continue
                 tensors = {}
-                for name, (tensor, held) in held_slices(
-                    engine, files.role, part, (files.layout, files.ranks), rank, kind
-                ):
+                live = part.distribution(files.layout, files.ranks)
+                for name, (tensor, held) in held_slices(engine, files.role, live, rank, kind):
                     kept = mine.shard(by_name[name], rank)
                     if kept is not None and kept.boxes:
                         tensors[name] = _cut(tensor, held, kept)
@@ -165,24 +166,21 @@ class _Files:
     distribution: Distribution
     kind: StateKind
     _open: dict[int, Any] = field(default_factory=dict)
-    _sums: dict[tuple[int, Slice], int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
         began = time.perf_counter()
-        if rank not in self._open:
-            self._open[rank] = safe_open(self.files.file(self.kind, rank), framework="pt")
+        with self._lock:
+            if rank not in self._open:
+                self._open[rank] = safe_open(self.files.file(self.kind, rank), framework="pt")
         weights = {weight.name: weight for weight in self.distribution.weights}
-        found = []
+        views = []
         for name, box in wanted:
             shard = self.distribution.shard(weights[name], rank)
             assert shard is not None
-            view = view_of(self._open[rank].get_tensor(name), shard, box)
-            self._sums[rank, (name, box)] = bit_sum(view)
-            found.append(view.reshape(-1))
-        return Pulled(torch.cat(found), [], began, time.perf_counter())
+            views.append(view_of(self._open[rank].get_tensor(name), shard, box))
+        sums = checksums_of(views, wanted) if checksums else []
+        return Pulled([view.reshape(-1) for view in views], sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        return pulled.flat.nbytes  # no host sent it
-
-    def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
-        return [self._sums[rank, one] for one in wanted]
+        return pulled.nbytes  # no host sent it

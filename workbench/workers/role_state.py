@@ -18,8 +18,9 @@ from workbench.errors import StageError
 from workbench.placement import Layout
 from workbench.placement.state import Part
 from workbench.resharding import boxes
-from workbench.resharding.distribution import WeightShard
+from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
+from workbench.telemetry import Transfer
 from workbench.workers.model_worker import random_state
 from workbench.workers.weight_exchange import (
     Published,
@@ -27,7 +28,6 @@ from workbench.workers.weight_exchange import (
     WeightExchange,
     WeightIntake,
     WeightSource,
-    bit_sum,
 )
 from workbench.workers.worker import Worker
 
@@ -81,6 +81,15 @@ class RankState:
     more: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a host took over, and from when to when: unix times, until it was verified."""
+
+    transfers: list[Transfer]
+    start_s: float
+    end_s: float
+
+
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> RankState:
     """Let others take what this rank holds, without a copy: until it is released, it must not change."""
     engine = engine_of(worker)
@@ -95,7 +104,8 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
         )
     for part, kind, published in move.of_kinds(moments=carried.moments):
         assert engine is not None
-        slices = dict(held_slices(engine, move.role, part, move.source, rank, kind))
+        held = part.distribution(*move.source)
+        slices = dict(held_slices(engine, move.role, held, held.ranks[rank], kind))
         exchange.publish(published.key, Snapshot(contents=None, slices=slices))
     return carried
 
@@ -112,12 +122,11 @@ def carried_of(worker: Worker, *, moving: bool = True) -> RankState:
 
 
 def held_slices(
-    engine: TrainingEngine, role: str, part: Part, standing: LayoutOnHosts, rank: int, kind: StateKind
+    engine: TrainingEngine, role: str, distribution: Distribution, rank: int, kind: StateKind
 ) -> Iterator[tuple[str, tuple[Tensor, WeightShard]]]:
-    """What this rank holds of a part, live: by name a tensor, and which elements of the weight it is. `StageError`
-    where the engine holds something else than the part says."""
-    distribution = part.distribution(*standing)
-    shards = {w.name: distribution.shard(w, standing[1][rank]) for w in part.weights}
+    """What a rank of a distribution holds of a kind of state, live: by name a tensor, and which elements of the weight
+    it is. `StageError` where the engine holds something else than the distribution says."""
+    shards = {w.name: distribution.shard(w, rank) for w in distribution.weights}
     for name, tensor in engine.held_state(kind):
         shard = shards.get(name)
         if shard is None or tensor.numel() != boxes.size(shard.boxes):
@@ -146,16 +155,14 @@ def take_kind(
     kind: StateKind,
 ) -> None:  # fmt: skip
     """Put in place what `rank` of the plan's destination is to hold of one kind of state, and verify it."""
-    intake = WeightIntake(plan, rank, source)
-    for name, tensor in intake.shards(published):
-        engine.load_part(kind, name, tensor)
-    sent = intake.bit_sums(published)
-    arrived = {name: bit_sum(tensor) for name, tensor in engine.held_state(kind)}
-    for name in arrived.keys() | sent.keys():
-        if arrived.get(name, 0) != sent.get(name, 0):
-            raise StageError(
-                f"{kind} of {role}: {name} is not what was sent", "the sums of their bits differ", "try it again"
-            )
+    held = dict(held_slices(engine, role, plan.destination, plan.destination.ranks[rank], kind))
+    intake = WeightIntake(plan, rank, source, checksums=True)
+    intake.place(published, held)
+    for name, sender in intake.arrival.differ:
+        raise StageError(
+            f"{kind} of {role}: {name} is not what was sent", f"checksums of what came from rank {sender} differ",
+            "try it again",
+        )  # fmt: skip
 
 
 def engine_of(worker: Worker) -> TrainingEngine | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workbench.engines.host_memory import overlapping
 from workbench.messages.calls import HostInfo
 from workbench.telemetry import Recorder
 from workbench.workers.worker import Worker
@@ -27,11 +28,12 @@ class SharedDevice:
         """It is a role's turn, for one of its operations or to have its state read or written."""
         if not self._info.share_memory or not self._workers[role].uses_device:
             return
-        if self._at_work != role:
-            self.clear_for(role)
-        if self._info.offloads:
-            operation = getattr(getattr(self._workers[role], method, None), "__operation__", None)
-            self._workers[role].load(generates=operation is not None and operation.generates)
+        with overlapping():  # what comes need not wait for what goes
+            if self._at_work != role:
+                self.clear_for(role)
+            if self._info.offloads:
+                operation = getattr(getattr(self._workers[role], method, None), "__operation__", None)
+                self._workers[role].load(generates=operation is not None and operation.generates)
 
     def clear_for(self, role: str) -> None:
         """Have all other roles leave the device for this one, which may still have to be loaded."""

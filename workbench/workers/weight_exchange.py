@@ -5,12 +5,18 @@ Slices travel as rows of batches do: a host cuts them on request, and whoever as
 need no process group in common, the pools may be on different machines, one that dies leaves the other's collectives
 alone, and publisher and taker need not step together: an update may run while what it replaces is still being taken.
 vLLM's own engines for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
+
+    publisher's memory ──one copy──> bucket in shared memory ──one copy──> taker's memory
+                                     (on another machine: a copy of the bucket there)
+
+A bucket has at most BUCKET_BYTES. A taker has one in use and asks for AHEAD more, which publishers fill meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,12 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workbench.batches.carrier import carry, columns_of, from_wire, to_wire
+from workbench.batches.carrier import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.placement import Layout
+from workbench.placement.change import BUFFER_BYTES
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box, Boxes
-from workbench.resharding.checksums import Arrival, checksum
+from workbench.resharding.checksums import Arrival, checksums_of
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
@@ -35,6 +42,9 @@ from workbench.telemetry.spans import TransferKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+AHEAD = 3
+BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
 
 Slice = tuple[str, Box]
 Ask = Callable[..., Any]
@@ -83,24 +93,26 @@ class Snapshot:
     slices: Mapping[str, tuple[Tensor, WeightShard]]
 
     @torch.no_grad()
-    def cut(self, wanted: Iterable[Slice]) -> Tensor:
-        """These boxes of weights, row by row, end to end [elements]."""
-        return torch.cat([view_of(*self.slices[name], box).reshape(-1).cpu() for name, box in wanted])
+    def cut(self, wanted: Iterable[Slice]) -> list[Tensor]:
+        """Each of these boxes of weights, row by row [elements], in host memory. What lies there in one piece is not
+        copied: it is only to be read."""
+        return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
 
-    def checksums(self, wanted: Iterable[Slice]) -> list[int]:
+    @torch.no_grad()
+    def checksums(self, wanted: Sequence[Slice]) -> list[int]:
         """The checksum of each of these boxes, as it lies here."""
-        return [int(checksum(view_of(*self.slices[name], box), box[0])) for name, box in wanted]
-
-    def bit_sums(self, wanted: Iterable[Slice]) -> list[int]:
-        """`bit_sum` of each of these boxes."""
-        return [bit_sum(view_of(*self.slices[name], box)) for name, box in wanted]
+        return checksums_of([view_of(*self.slices[name], box) for name, box in wanted], wanted)
 
 
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's elements, their bits read as integers: that of a whole is the sum of its parts', so that
-    what a rank holds in the end can be held against what several ranks sent."""
-    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
+    """Flat tensors, those on a GPU copied to pinned memory with one wait for all."""
+    if not flat or not flat[0].is_cuda:
+        return flat
+    copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in flat]
+    for copy, part in zip(copies, flat, strict=True):
+        copy.copy_(part, non_blocking=True)
+    torch.cuda.current_stream(flat[0].device).synchronize()
+    return copies
 
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
@@ -155,13 +167,18 @@ def take_snapshot(
 
 
 class Pulled(NamedTuple):
-    """Slices as they came: end to end, with the checksum of each at their sender, and when, by `perf_counter`. No sums
-    where they were not asked for, or nothing was sent."""
+    """Slices as they came, each row by row [elements] and only to be read: they may lie in memory of their publisher,
+    or of all processes of the machine. sums: the checksum of each where it was cut; none where they were not asked
+    for. start_s, end_s: by `perf_counter`."""
 
-    flat: Tensor
+    parts: list[Tensor]
     sums: list[int]
     start_s: float
     end_s: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 class WeightSource(Protocol):
@@ -172,9 +189,6 @@ class WeightSource(Protocol):
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
         """Note what came, under a name; its bytes."""
-
-    def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
-        """`bit_sum` of each of these slices, where they are kept."""
 
 
 class WeightExchange:
@@ -213,10 +227,10 @@ class WeightExchange:
             raise NotFound(f"published weights {key} on host {self._host}", "they were released", "sync again")
         return found
 
-    def served(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[dict[str, Any], list[int]]:
-        """Slices of a snapshot, for another process, and the checksum of each where they are asked for."""
+    def served(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
+        """Slices of a snapshot, as arrays for another process, and the checksum of each where they are asked for."""
         snapshot = self.snapshot(key)
-        return to_wire(carry({"weights": snapshot.cut(wanted)})), snapshot.checksums(wanted) if checksums else []
+        return [array_of(part) for part in snapshot.cut(wanted)], snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
         """What is published, as its first rank says it."""
@@ -234,11 +248,11 @@ class WeightExchange:
         """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
         began = time.perf_counter()
         if self.is_here(published, rank):
-            return Pulled(self.snapshot(published.key).cut(wanted), [], began, time.perf_counter())
-        wire, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums)
-        flat = columns_of(from_wire(wire))["weights"]
-        assert isinstance(flat, Tensor)
-        return Pulled(flat, sums, began, time.perf_counter())
+            snapshot = self.snapshot(published.key)
+            sums = snapshot.checksums(wanted) if checksums else []
+            return Pulled(snapshot.cut(wanted), sums, began, time.perf_counter())
+        arrays, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums)
+        return Pulled([tensor_over(array) for array in arrays], sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
         """Note what came from another host, under a name; its bytes."""
@@ -247,16 +261,9 @@ class WeightExchange:
         shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder
         recorder.add_transfer(
             published.hosts[rank], self._host, pulled.start_s + shift, pulled.end_s + shift,
-            bytes=pulled.flat.nbytes, columns=what, kind=published.kind,
+            bytes=pulled.nbytes, columns=what, kind=published.kind,
         )  # fmt: skip
-        return pulled.flat.nbytes
-
-    def bit_sums(self, published: Published, rank: int, wanted: Sequence[Slice]) -> list[int]:
-        """`bit_sum` of each of these slices, where they are kept."""
-        if self.is_here(published, rank):
-            return self.snapshot(published.key).bit_sums(wanted)
-        found: list[int] = self._ask(published.hosts[rank], "weight_bit_sums", published.key, wanted)
-        return found
+        return pulled.nbytes
 
 
 class WeightIntake:
@@ -264,7 +271,7 @@ class WeightIntake:
 
     rank: in the taker's layout. received_bytes: that it received from other hosts so far. checksums: compare those of
     slices as they were sent and as they arrived. arrival: what that said of the last time. Beside what the taker makes
-    of a layer, memory is needed for what one host sends of it, and for what is on its way while that is used.
+    of a layer, memory is needed for `AHEAD` + 1 buckets.
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
@@ -283,85 +290,83 @@ class WeightIntake:
                     me, weight, boxes.intersect(plan.destination.boxes(weight, me), plan.source.boxes(weight, me))
                 )
             self._layers.append(layer)
-        self._shards = {w.name: shard for w in plan.weights if (shard := plan.destination.shard(w, me)) is not None}
 
     def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
         this rank's slices written."""
-        self.arrival = Arrival()
-        for layer, parts in self._pulled(published):
+        for layer, buckets in self._pulled(published):
             matrices: dict[str, Tensor] = {}
             by_name = {weight.name: weight for weight in layer.weights}
-            for name, (r0, r1, c0, c1), part in parts:
-                if name not in matrices:
-                    matrices[name] = torch.empty(by_name[name].matrix, dtype=part.dtype, device=device)
-                matrices[name][r0:r1, c0:c1].copy_(part)
+            for bucket in buckets:
+                for name, (r0, r1, c0, c1), part in self._as_sent(bucket):
+                    if name not in matrices:
+                        matrices[name] = torch.empty(by_name[name].matrix, dtype=part.dtype, device=device)
+                    matrices[name][r0:r1, c0:c1].copy_(part)
             for weight in layer.weights:
                 yield weight.name, matrices.pop(weight.name).view(weight.shape)
 
-    def shards(self, published: Published) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of each weight afterwards, in the shape in which it holds it."""
-        for _, parts in self._pulled(published):
-            tensors: dict[str, Tensor] = {}
-            for name, box, part in parts:
-                shard = self._shards[name]
-                if name not in tensors:
-                    tensors[name] = torch.empty(shard.shape, dtype=part.dtype)
-                view_of(tensors[name], shard, box).copy_(part)
-            yield from tensors.items()
-
-    def bit_sums(self, published: Published) -> dict[str, int]:
-        """For each weight the `bit_sum` that what this rank holds of it must have, as the publishers say."""
-        wanted: dict[int, list[Slice]] = {}
-        for layer in self._layers:
-            for rank, slices in layer.sources.items():
-                wanted.setdefault(rank, []).extend(slices)
-        found: dict[str, int] = {}
-        for rank, slices in wanted.items():
-            sums = self._exchange.bit_sums(published, rank, slices)
-            for (name, _), total in zip(slices, sums, strict=True):
-                found[name] = found.get(name, 0) + total
-        return found
-
     def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns]."""
-        self.arrival = Arrival()
-        for _, parts in self._pulled(published):
-            yield from parts
+        """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns],
+        which are only to be read."""
+        for _, buckets in self._pulled(published):
+            for bucket in buckets:
+                yield from self._as_sent(bucket)
 
-    def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[tuple[str, Box, Tensor]]]]:
+    @torch.no_grad()
+    def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
+        """Write what this rank needs where it holds it: by name a tensor, and which elements of the weight that is.
+        Checksums are of what lies there in the end."""
+        for _, buckets in self._pulled(published):
+            for bucket in buckets:
+                views = [view_of(*held[name], box) for name, box in bucket.wanted]
+                for view, part in zip(views, bucket.pulled.parts, strict=True):
+                    source = part.pin_memory() if view.is_cuda else part
+                    view.copy_(source.view(view.shape), non_blocking=True)
+                self._compare(bucket, views)
+
+    def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
         """Layer by layer what this rank needs of it. What comes next is on its way while the last is used."""
+        self.arrival = Arrival()
         asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
-        with ThreadPoolExecutor(1, thread_name_prefix="pull") as ahead:
+        with ThreadPoolExecutor(AHEAD, thread_name_prefix="pull") as ahead:
+            coming = deque[Future[Pulled]]()
 
-            def ask() -> Future[Pulled] | None:
-                request = next(asked, None)
-                return request and ahead.submit(self._exchange.pull, published, *request, self._checksums)
+            def ask() -> None:
+                if (request := next(asked, None)) is not None:
+                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums))
 
-            coming = ask()
-
-            def parts(layer: _Layer) -> Iterator[tuple[str, Box, Tensor]]:
-                nonlocal coming
+            def buckets(layer: _Layer) -> Iterator[_Bucket]:
                 for rank, wanted in layer.in_turn(self._rank):
-                    assert coming is not None
-                    pulled, coming = coming.result(), ask()
-                    yield from self._split(published, rank, wanted, pulled, layer.group)
+                    pulled = coming.popleft().result()
+                    ask()
+                    self.received_bytes += self._exchange.record(published, rank, pulled, layer.group)
+                    yield _Bucket(rank, wanted, pulled)
 
+            for _ in range(AHEAD):
+                ask()
             for layer in self._layers:
-                yield layer, parts(layer)
+                yield layer, buckets(layer)
 
-    def _split(
-        self, published: Published, rank: int, wanted: Sequence[Slice], pulled: Pulled, what: str
-    ) -> Iterator[tuple[str, Box, Tensor]]:
-        """The boxes of what came from one source, noted and compared with what was sent."""
-        self.received_bytes += self._exchange.record(published, rank, pulled, what)
-        split = pulled.flat.split([boxes.size((box,)) for _, box in wanted])
-        parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in zip(wanted, split, strict=True)]
-        if pulled.sums:
-            received = [int(checksum(part, box[0])) for (_, box), part in zip(wanted, parts, strict=True)]
-            self.arrival = self.arrival.with_slices(rank, [name for name, _ in wanted], pulled.sums, received)
-        for (name, box), part in zip(wanted, parts, strict=True):
+    def _as_sent(self, bucket: _Bucket) -> Iterator[tuple[str, Box, Tensor]]:
+        """The boxes of a bucket, compared with what was sent."""
+        pairs = zip(bucket.wanted, bucket.pulled.parts, strict=True)
+        parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in pairs]
+        self._compare(bucket, parts)
+        for (name, box), part in zip(bucket.wanted, parts, strict=True):
             yield name, box, part
+
+    def _compare(self, bucket: _Bucket, views: Sequence[Tensor]) -> None:
+        """Note whether slices, as they are here, have the checksums that they had where they were cut."""
+        sent = bucket.pulled.sums
+        if sent:
+            names = [name for name, _ in bucket.wanted]
+            self.arrival = self.arrival.with_slices(bucket.rank, names, sent, checksums_of(views, bucket.wanted))
+
+
+class _Bucket(NamedTuple):
+    rank: int  # of the publisher
+    wanted: Sequence[Slice]
+    pulled: Pulled
 
 
 @dataclass(eq=False)
@@ -370,15 +375,27 @@ class _Layer:
 
     group: str
     weights: list[Weight]
-    sources: dict[int, list[Slice]] = field(default_factory=dict)
+    sources: dict[int, list[list[Slice]]] = field(default_factory=dict)
+    _room: dict[int, int] = field(default_factory=dict)
 
     def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
-        """Its sources, in the order in which a taker asks them: each begins at another."""
+        """Its buckets by source, in the order in which a taker asks for them: each begins at another source."""
         found = list(self.sources.items())
         first = taker % max(1, len(found))
-        return found[first:] + found[:first]
+        return [(source, bucket) for source, buckets in found[first:] + found[:first] for bucket in buckets]
 
     def take(self, source: int, weight: Weight, found: Boxes) -> None:
-        """Note that boxes of a weight come from a rank."""
-        if found:
-            self.sources.setdefault(source, []).extend((weight.name, box) for box in found)
+        """Note that boxes of a weight come from a rank, in buckets of at most `BUCKET_BYTES`; a row stays whole."""
+        for r0, r1, c0, c1 in found:
+            row_bytes = (c1 - c0) * weight.item_bytes
+            rows = max(1, BUCKET_BYTES // row_bytes)
+            for start in range(r0, r1, rows):
+                self._add(source, (weight.name, (start, min(start + rows, r1), c0, c1)), row_bytes)
+
+    def _add(self, source: int, wanted: Slice, row_bytes: int) -> None:
+        nbytes = (wanted[1][1] - wanted[1][0]) * row_bytes
+        if nbytes > self._room.get(source, 0):
+            self.sources.setdefault(source, []).append([])
+            self._room[source] = BUCKET_BYTES
+        self.sources[source][-1].append(wanted)
+        self._room[source] -= nbytes

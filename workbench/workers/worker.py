@@ -14,6 +14,8 @@ from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.placement.room import Room
+from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
@@ -34,6 +36,7 @@ class Context:
     folder: where relative paths start from: the working folder of who opened the workbench.
     exchange: where weights are published for other roles, and taken from theirs.
     waits: whether the worker is built beside the one that it is to replace: see `Worker.begin`.
+    room: what the placement holds on the role's GPUs, which decides its automatic sizes; None: on a CPU.
     """
 
     host: HostInfo
@@ -46,6 +49,7 @@ class Context:
     folder: str
     exchange: WeightExchange
     waits: bool = False
+    room: Room | None = None
     stopping: Stopping = field(default_factory=lambda: Stopping(1))
 
     @property
@@ -63,6 +67,15 @@ class Context:
         """The layout's groups of ranks. What is summed over the rows of a batch is summed over `groups.data`, whose
         ranks see other rows. All ranks of the pool ask for it first at the same time, while the role is built."""
         return parallel_groups(self.layout, self.communicator, self.recorder, self.device.type)
+
+    @cached_property
+    def cache_bytes(self) -> int | None:
+        """Of vLLM's key-value cache on each GPU of the pool; None: on a CPU, or not known. All ranks of the pool ask
+        first at the same time."""
+        if self.room is None:
+            return None
+        here = torch.tensor([-self.room.cache_bytes(own_gpu_bytes())])
+        return -int(self.communicator.all_reduce_max(here).item())
 
     def leave_groups(self) -> None:
         """End the groups that were made for this layout; the pool's own stays."""
@@ -90,6 +103,10 @@ class Worker:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this worker holds on its device, by what they are for; "offloaded": in host memory."""
         return {}
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What the user should know of the last operation, beside `Output.notes`; each once."""
+        return ()
 
     def offload(self) -> None:
         """Leave the device's memory to other roles; called before their stages, see `wb.open(share_memory=...)`."""

@@ -29,18 +29,21 @@ def make_generation_engine(
     device: torch.device,
     threads: int,
     sleeps: bool = False,
+    cache_bytes: int | None = None,
 ) -> GenerationEngine:
     """The engine that `settings.engine` names, for the model `name`.
 
     trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
     sync moves nothing. None where the trainer's weights are sharded.
-    sleeps: whether it will be sent to `sleep`.
+    sleeps: whether it will be sent to `sleep`. cache_bytes: of vLLM's key-value cache on a GPU.
     """
     if settings.engine == "vllm":
         from workbench.engines.generation.vllm_engine import VllmEngine
         from workbench.models import resolve
 
-        return VllmEngine(resolve(name), settings, dtype=dtype, device=device, threads=threads, sleeps=sleeps)
+        return VllmEngine(
+            resolve(name), settings, dtype=dtype, device=device, threads=threads, sleeps=sleeps, cache_bytes=cache_bytes
+        )
     from workbench.engines.generation.transformers_engine import TransformersEngine
 
     if trainer is not None:

@@ -82,13 +82,14 @@ def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) ->
 class Endings:
     """Says what, if anything, has just ended a growing response.
 
-    token_ids: all tokens at which a response ends. tail: how many of a response's newest tokens are looked at. Every
-    token carries a byte or more, so as many tokens as the longest stop string has bytes must hold it; a few more cover
-    decoders that treat their first token in a special way.
+    token_ids: all tokens at which a response ends. strings: whether strings end it, too. tail: how many of a response's
+    newest tokens are looked at. Every token carries a byte or more, so as many tokens as the longest stop string has
+    bytes must hold it; a few more cover decoders that treat their first token in a special way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
+        self.strings, self._closes = bool(sampling.stop), dict[int, bool]()
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self.token_ids = self._eos_ids | set(sampling.stop_token_ids)
         self.tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
@@ -100,12 +101,21 @@ class Endings:
             return None
         if newest_ids[-1] in self.token_ids:
             return "eos" if newest_ids[-1] in self._eos_ids else "stop"
-        if not self._stop:
+        if not self.strings or not self._may_close(newest_ids[-1]):
             return None
         before, text = (self._text(ids) for ids in (newest_ids[-self.tail : -1], newest_ids[-self.tail :]))
         # characters that were there before the newest token: an incomplete one at their end is decoded anew with it
         old = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
         return "stop" if any(text.find(stop, max(0, old + 1 - len(stop))) >= 0 for stop in self._stop) else None
+
+    def _may_close(self, token: int) -> bool:
+        """Whether a stop string can end in this token's text. It is looked at behind another token, as some decoders
+        treat the first one in a special way; a part of a character may end any string."""
+        known = self._closes.get(token)
+        if known is None:
+            text = self._text([token, token])
+            known = self._closes[token] = "\ufffd" in text or any(stop[-1] in text for stop in self._stop)
+        return known
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))

@@ -41,7 +41,7 @@ WEIGHTS = "generation weights"
 
 
 class TransformersEngine(GenerationEngine):
-    """Decodes up to `settings.max_rows` rows at a time with a dynamic key-value cache.
+    """Decodes up to `settings.rows_at_once()` rows at a time with a dynamic key-value cache.
 
     model: in evaluation mode. With `owns_model=False` it is the trainer's live module: every new weight is there
         already, and `update_weights` moves nothing: the trainer's parameters must be on the device. With
@@ -83,8 +83,9 @@ class TransformersEngine(GenerationEngine):
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
         ends = Endings(self._tokenizer, sampling, self._end_ids)
         responses: dict[int, tuple[list[int], list[float], Ending]] = {}
-        for start in range(0, len(by_length), self._settings.max_rows):
-            rows = by_length[start : start + self._settings.max_rows]
+        together = self._settings.rows_at_once(on_gpu=self._model.device.type == "cuda")
+        for start in range(0, len(by_length), together):
+            rows = by_length[start : start + together]
             watch = _RowEnds(
                 prompt_length=len(prompt_ids[rows[-1]]),
                 room=[most[row] for row in rows],
@@ -174,7 +175,7 @@ class TransformersEngine(GenerationEngine):
                     )
                 mine[name].copy_(weight)
                 missing.pop(id(mine[name]), None)
-                taken += weight.nbytes
+                taken += mine[name].nbytes
             if missing:
                 raise SyncError(
                     f"{len(missing)} weights did not arrive, {next(iter(missing.values()))!r} among them",

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engines.generation.base import Ending, GenerationEngine, Progress, Rollout
+from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
 from workbench.engines.generation.endings import (
     Endings,
     check_model_length,
@@ -32,14 +32,19 @@ from workbench.engines.generation.endings import (
     end_token_ids,
     response_room,
 )
+from workbench.engines.generation.vllm_rows import decode, sampling_params
+from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
 from workbench.models.quiet import quiet_transformers
 from workbench.models.tokenizers import load_tokenizer
+from workbench.placement.generation_memory import STEP_TOKENS
 from workbench.settings.engines import Generation, Sampling
 from workbench.telemetry import span
 
 GIB = 2**30
+# Of a GPU, for a model whose weights cannot be told from its configuration, so that what it leaves is not known.
+UNKNOWN_MODEL_SHARE = 0.4
 
 
 class VllmEngine(GenerationEngine):
@@ -52,6 +57,7 @@ class VllmEngine(GenerationEngine):
     settings.tensor_parallel_size: ranks of a tensor group; it must divide the ranks of the default group.
     threads: computing threads on a CPU host while the engine works (None: as the process has them).
     sleeps: whether it will be sent to `sleep`, for which vLLM allocates weights and cache in a pool of their own.
+    cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free of `settings.gpu_memory_fraction`.
     Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
     """
 
@@ -64,6 +70,7 @@ class VllmEngine(GenerationEngine):
         device: torch.device,
         threads: int | None = None,
         sleeps: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependency(
@@ -85,8 +92,14 @@ class VllmEngine(GenerationEngine):
         self.weights_version = 0
         # idle: nothing was asked of it since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
-        with _threads(threads), _process_kept(device):
-            self._engine: Any = _start(Path(model_path), settings, dtype, device, sleeps=sleeps)
+        self._exact = dtype == torch.float32 and device.type == "cuda"
+        with _threads(threads), _process_kept(device), _exact_products(self._exact):
+            self._engine: Any = _start(
+                Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes
+            )
+        self._dtype = dtype
+        self._copies: WeightCopies | None = None
+        self._may_copy = settings.tensor_parallel_size == 1 and self._engine.apply_model(keeps_weights_as_loaded)[0]
 
     def generate(
         self,
@@ -102,32 +115,10 @@ class VllmEngine(GenerationEngine):
         most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         self._wake("kv_cache")
         ends = Endings(self._tokenizer, sampling, self._end_ids)
-        total = len(prompt_ids)
-        responses: list[list[int]] = [[] for _ in range(total)]
-        log_probs: list[list[float]] = [[] for _ in range(total)]
-        endings: list[Ending] = ["length"] * total
-        running = set(range(total))
+        rows = zip(seeds, most, strict=True)
+        params = [sampling_params(sampling, ends.token_ids, seed, tokens) for seed, tokens in rows]
         with self._working(keep_prefixes=continued):
-            try:
-                for row, ids in enumerate(prompt_ids):
-                    self._add(row, ids, self._sampling_params(sampling, ends.token_ids, seeds[row], most[row]))
-                while running:
-                    for output in self._engine.step():
-                        row, new = int(output.request_id), output.outputs[0]
-                        responses[row] += new.token_ids
-                        log_probs[row] += _sampled(new.token_ids, new.logprobs)
-                        ending = ends.of(responses[row], len(responses[row]))
-                        endings[row] = ending or "length"
-                        if ending and not output.finished:
-                            self._engine.abort_request([output.request_id])
-                        if ending or output.finished:
-                            running.discard(row)
-                    if progress is not None:
-                        progress(total - len(running), total, sum(map(len, responses)))
-            except BaseException:
-                self._engine.abort_request([str(row) for row in running])
-                raise
-        return Rollout(response_ids=responses, log_probs=log_probs, endings=endings)
+            return decode(self._engine, prompt_ids, params, ends, progress)
 
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
@@ -149,22 +140,45 @@ class VllmEngine(GenerationEngine):
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal taken
             for name, weight in named_weights:
-                taken += weight.nbytes
+                taken += weight.numel() * self._dtype.itemsize
                 yield name, weight.detach()
 
         self.weights_version = -1  # until every weight is there
         self._wake("weights")
-        with self._working():
-            try:
-                self._reload(counted())
-            except BaseException:
-                # vLLM holds the weights of unfinished layers back, and would count them to the next reload's.
-                self._reload(iter(()))
-                raise
-            self._engine.apply_model(_refresh_tied_head)
+        with self._working(keep_prefixes=True):
+            if self._copies is None:
+                self._load_again(counted())
+            else:
+                self._copies.run(counted())
+                if not self._on_cpu:  # the span of a sync ends when the copies have ended, not when they were asked for
+                    torch.cuda.current_stream().synchronize()
             self._engine.reset_prefix_cache()
         self.weights_version = version
         return taken
+
+    def _load_again(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """vLLM's own way to new weights; the first time also the one to find a shorter one, see `WeightCopies`."""
+        shapes, sums = dict[str, torch.Size](), dict[str, Tensor]()
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                if self._may_copy:
+                    shapes[name], sums[name] = weight.shape, bit_sum(weight.to(self._dtype))
+                yield name, weight
+
+        try:
+            self._reload(noted())
+        except BaseException:
+            # vLLM holds the weights of unfinished layers back, and would count them to the next reload's.
+            self._reload(iter(()))
+            raise
+        self._engine.apply_model(_refresh_tied_head)
+        if self._may_copy:
+            self._may_copy = False
+            (copies,) = self._engine.apply_model(lambda model: WeightCopies.recorded(model, shapes))
+            # what vLLM has loaded lies where the copies would have put it
+            if copies is not None and copies.holds(sums):
+                self._copies = copies
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -173,7 +187,7 @@ class VllmEngine(GenerationEngine):
         if self._settings.tensor_parallel_size > 1:
             return {}
         (weights,) = self._engine.apply_model(_readable)
-        return cast(Mapping[str, Tensor], weights)
+        return {**cast(Mapping[str, Tensor], weights), **(self._copies.places() if self._copies else {})}
 
     def memory_bytes(self) -> dict[str, int]:
         runner = self._engine.model_executor.driver_worker.worker.model_runner
@@ -221,30 +235,6 @@ class VllmEngine(GenerationEngine):
 
         self._engine.add_request(str(row), tokens_input(list(token_ids)), params)
 
-    def _sampling_params(self, sampling: Sampling, end_ids: frozenset[int], seed: int, room: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias) if sampling.logit_bias else None,
-            # torch's CPU generator reads 32 bits of a seed: spread all bits of ours over them.
-            seed=int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0]),
-            max_tokens=room,
-            logprobs=0,  # of the sampled token alone
-            min_tokens=min(sampling.min_new_tokens, room),
-            stop_token_ids=sorted(end_ids),
-            ignore_eos=True,  # the ids above are all there are, in both engines
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
     @contextmanager
     def _working(self, *, keep_prefixes: bool = False) -> Iterator[None]:
         """While vLLM computes. The prefix cache starts empty, as a result may not depend on what was asked before, but
@@ -252,13 +242,16 @@ class VllmEngine(GenerationEngine):
         # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
-        with eager, torch.random.fork_rng(devices=[]), _threads(self._threads):
+        with eager, torch.random.fork_rng(devices=[]), _threads(self._threads), _exact_products(self._exact):
             if not keep_prefixes:
                 self._engine.reset_prefix_cache()
             yield
 
 
-def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *, sleeps: bool) -> Any:
+def _start(
+    model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *,
+    sleeps: bool, cache_bytes: int | None,
+) -> Any:  # fmt: skip
     """Build the engine (a collective call of the default group)."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -275,12 +268,14 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # max_model_len below is one more than the model may have
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # it gives no log-probabilities of what it samples from
         RANK=str(dist.get_rank()),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
     from vllm import EngineArgs, LLMEngine
     from vllm.distributed import parallel_state
+    from vllm.usage.usage_lib import UsageContext
 
     if parallel_state.model_parallel_is_initialized():
         raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
@@ -292,12 +287,15 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         distributed_executor_backend="external_launcher",
         # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
         max_model_len=settings.max_model_tokens + 1,
-        max_num_seqs=settings.max_rows,
+        max_num_seqs=settings.rows_at_once(on_gpu=not on_cpu),
         # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
-        max_num_batched_tokens=max(2048, settings.max_model_tokens + 1) if on_cpu else None,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else None,
-        gpu_memory_utilization=settings.gpu_memory_fraction,
+        max_num_batched_tokens=max(2048 if on_cpu else STEP_TOKENS, settings.max_model_tokens + 1),
+        # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
+        # most prompts; its kernels want multiples of 32.
+        block_size=32 if on_cpu else None,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
+        gpu_memory_utilization=_gpu_share(settings, cache_bytes),
         logprobs_mode="processed_logprobs",
         enforce_eager=on_cpu,
         enable_sleep_mode=sleeps,
@@ -309,7 +307,7 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     )
     with _private_shared_memory(on_cpu):
         try:
-            engine = LLMEngine.from_engine_args(arguments)
+            engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
             with _default_group_spared():
                 parallel_state.cleanup_dist_env_and_memory()
@@ -323,6 +321,13 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
     cast(Any, engine.engine_core)._finalizer.detach()
     return engine
+
+
+def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
+    """The share of the whole GPU that vLLM insists on finding free; where the cache is not given, what it fills."""
+    if cache_bytes is None:
+        return settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE
+    return max(0.01, cache_bytes / torch.cuda.get_device_properties(0).total_memory)
 
 
 def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:
@@ -437,6 +442,27 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def _exact_products(needed: bool) -> Iterator[None]:
+    """Kernels that Triton compiles meanwhile multiply fp32 by fp32, not rounded to TF32's 10 bits.
+
+    FlashAttention and FlashInfer take no fp32 (their `supported_dtypes`), so that vLLM computes attention in Triton,
+    whose `tl.dot` defaults to TF32 on NVIDIA: the one place where vLLM does, as its matrix products keep to
+    VLLM_FLOAT32_MATMUL_PRECISION, "highest". On an H100 that was a mean gap of 0.004 nats on random tokens. The name
+    is part of the key of Triton's own cache.
+    """
+    before = os.environ.get("TRITON_F32_DEFAULT")
+    if needed:
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    try:
+        yield
+    finally:
+        if needed and before is None:
+            del os.environ["TRITON_F32_DEFAULT"]
+        elif needed and before is not None:
+            os.environ["TRITON_F32_DEFAULT"] = before
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,15 +167,12 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def begin_state(self, moments: bool) -> None:
-        """Before `load_part`, of a new engine. moments: whether there are any, for which to make room."""
-
-    @abstractmethod
-    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
-        """Put in place what `held_state` gives of one weight, on whichever ranks of whichever layout held it."""
+        """Before other state is written into what `held_state` gives, of a new engine. moments: whether there are any,
+        for which to make room."""
 
     @abstractmethod
     def end_state(self, steps: int) -> None:
-        """After the last `load_part`: from here on as the engine that was left after `steps` optimizer steps. Every
+        """When all of it is written: from here on as the engine that was left after `steps` optimizer steps. Every
         rank calls it."""
 
     @property
@@ -264,11 +261,14 @@ def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
     )
 
 
-def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """What AdamW makes at its first step, made before it: moments of zero."""
+def make_moments(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], make: Callable[..., Tensor] = torch.zeros_like
+) -> None:
+    """What AdamW makes at its first step, made before it: moments of zero. make: `torch.empty_like` where all of them
+    are about to be written, so that their memory is touched once."""
     for parameter in parameters:
-        zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+        moments = {name: make(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -74,7 +74,6 @@ class DeepSpeedEngine(TrainingEngine):
         self._rank, self._world_size, self._device = communicator.rank, communicator.world_size, device
         self._dtype, self._stage = dtype, settings.zero_stage
         self._sharded_bf16 = dtype == torch.bfloat16 and self._stage > 0
-        self._by_name: dict[str, nn.Parameter] = {}
         environment = {"RANK": self._rank, "WORLD_SIZE": self._world_size, "LOCAL_RANK": device.index or 0}
         for name, value in (environment | {"DS_ACCELERATOR": device.type}).items():
             os.environ.setdefault(name, str(value))
@@ -112,6 +111,9 @@ class DeepSpeedEngine(TrainingEngine):
         """Where DeepSpeed is given the module."""
         return self._device
 
+    def _trained_elements(self) -> int:
+        return max(1, sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad))
+
     def _config(self) -> dict[str, Any]:
         return {
             # `step` sets the boundaries of accumulation itself, so that their number may differ from step to step.
@@ -125,7 +127,7 @@ class DeepSpeedEngine(TrainingEngine):
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": self._stage,
-                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "reduce_bucket_size": min(BUCKET_ELEMENTS, self._trained_elements()),
                 "allgather_bucket_size": BUCKET_ELEMENTS,
             },
         }
@@ -310,15 +312,6 @@ class DeepSpeedEngine(TrainingEngine):
             make_moments(self._adam, self._stretches)
         if self._stage == 3:
             self._engine.optimizer.checkpoint_event_prologue()
-
-    @torch.no_grad()
-    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
-        if not self._by_name:
-            names = state_names(self.module)
-            self._by_name = {names[own]: parameter for own, parameter in self.module.named_parameters()}
-        held = self._part(kind, self._by_name[name])
-        assert held is not None
-        held.detach().copy_(part)
 
     @torch.no_grad()
     def end_state(self, steps: int) -> None:

@@ -189,16 +189,8 @@ class TorchEngine(TrainingEngine):
     def begin_state(self, moments: bool) -> None:
         if moments:
             assert self._optimizer is not None
-            make_moments(self._optimizer, (p for p in self.module.parameters() if p.requires_grad))
-
-    @torch.no_grad()
-    def load_part(self, kind: StateKind, name: str, part: Tensor) -> None:
-        parameter = self._parameters()[name]
-        if kind in MOMENTS:
-            assert self._optimizer is not None
-            self._optimizer.state[parameter][kind].copy_(part)
-        else:
-            parameter.copy_(part)
+            trained = (p for p in self.module.parameters() if p.requires_grad)
+            make_moments(self._optimizer, trained, torch.empty_like)
 
     def end_state(self, steps: int) -> None:
         self.steps = steps

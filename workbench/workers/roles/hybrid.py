@@ -5,10 +5,11 @@ that rollout workers in another pool sample with.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from workbench.engines.generation import make_generation_engine
 from workbench.errors import BadInput
@@ -25,6 +26,7 @@ from workbench.workers.engine_weights import (
     EngineWeights,
     TrainerWeights,
     compare_weights,
+    differing_weights,
     probe_gap,
     probe_ids,
     trainer_log_probs,
@@ -79,6 +81,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             device=context.device,
             threads=context.host.threads,
             sleeps=context.host.offloads and context.device.type == "cuda",
+            cache_bytes=context.cache_bytes,
         )
         if self._moved:
             self.generator.weights_version = -1
@@ -194,14 +197,18 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             if self.transitions.slices is not None:
                 metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted)
             else:
-                noted.taken_bytes = self.generator.update_weights(self.engine.named_weights(), self.engine.steps)
+                noted.taken_bytes = self.generator.update_weights(self._weights(), self.engine.steps)
             counted.bytes = noted.taken_bytes
-            if not self.spec.generation.check_sync:
-                return metrics
-            trained = self._trainer_weights()
+        if not self.spec.generation.check_sync:
+            return metrics
+        with self.context.recorder.span("weight_sync", note="compared on a probe"):
+            trained, differ = self._trainer_weights(), None
+            if self._own_weights and self._whole_weights():  # else a comparison would move the model once more
+                _, differ = differing_weights(trained, self.generator)
+                noted.differ = differ
             self._leave_to_generator()  # before the engine's key-value cache comes back
             gap = probe_gap(trained, self.generator)
-        return {**self.require_small(gap, self.engine.steps), **metrics}
+        return {**self.require_small(gap, self.engine.steps, trained, differ), **metrics}
 
     @register(ONE_TO_ALL, generates=True)
     def compare_weights(self) -> EngineWeights:
@@ -210,11 +217,19 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self.engine.load("parameters")
         return compare_weights(self._trainer_weights(), self.generator)
 
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights for an engine, which casts as it copies. What an adapter changes has to be made first."""
+        return self.engine.stored_weights() if self.spec.adapter is None else self.engine.named_weights()
+
+    def _probe_ids(self) -> Tensor:
+        module: Any = self.engine.module
+        return probe_ids(self.tokenizer, int(module.model.config.get_text_config().vocab_size))
+
     def _trainer_weights(self) -> TrainerWeights:
         module: Any = self.engine.module
-        ids = probe_ids(self.engine)
+        ids = self._probe_ids()
         return TrainerWeights(
-            named_weights=self.engine.named_weights,
+            named_weights=self._weights,
             probe_ids=ids,
             log_probs=trainer_log_probs(self.engine, ids, self.context.device),
             aliases=module.aliases,
@@ -234,7 +249,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         module: Any = self.engine.module
         layout, empty = self.context.layout, torch.zeros(0)
         model = weights_of(module.get_backbone().config, self.spec.dtype, layout)
-        ids = probe_ids(self.engine) if probe else empty
+        ids = self._probe_ids() if probe else empty
         contents = Contents(
             version=self.engine.steps,
             restored=self._restored,

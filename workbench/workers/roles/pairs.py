@@ -19,6 +19,7 @@ from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.readings import Reading
 from workbench.workers.roles.trained import Term
+from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -72,14 +73,14 @@ def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) 
 
 
 def pair_values(
-    batch: Shard, values: RowValues, budget_tokens: int, context: Context, *, padded: bool
+    batch: Shard, values: RowValues, budget: TokenBudget | int, context: Context, *, padded: bool
 ) -> tuple[Tensor, Tensor]:
     """The values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
 
     In the micro-batches of `pair_term`, so that an update starts from these values to the last bit. padded: see `cut`.
     """
     rows = as_rows(batch, context.groups.data)
-    values_B = each_row(rows, values, budget_tokens, context, padded=padded, together=2)
+    values_B = each_row(rows, values, budget, context, padded=padded, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
 
 

@@ -22,6 +22,7 @@ from workbench.workers.inference import check_temperature, each_response_token, 
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
+from workbench.workers.token_budget import TokenBudget
 from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking
 from workbench.workers.worker import Context, Worker
 
@@ -34,14 +35,14 @@ class FrozenWorker(ModelWorker):
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
-        self.micro_batch_tokens = spec.training.micro_batch_tokens
         self.sequences, self.padded = module.describe(), module.padded_because is not None
         self.engine: TrainingEngine = make_training_engine(
             module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
+        self.budget = TokenBudget(spec.training.micro_batch_tokens, context, self.engine, module, trained=False)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "sequences": self.sequences}
+        return {**super().describe(), "sequences": self.sequences, "micro_batch_tokens": self.budget.known}
 
 
 class ReferencePolicy(Worker):
@@ -49,6 +50,7 @@ class ReferencePolicy(Worker):
 
     engine: TrainingEngine
     padded: bool
+    budget: TokenBudget
 
     def as_reference(self) -> AbstractContextManager[None]:
         """Inside, the engine's module is the reference."""
@@ -63,10 +65,9 @@ class ReferencePolicy(Worker):
     def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
         pair, summed over their tokens, nats."""
-        assert self.spec.training is not None
-        values, budget = partial(ANSWER_LOG_PROBS.of, self.engine), self.spec.training.micro_batch_tokens
+        values = partial(ANSWER_LOG_PROBS.of, self.engine)
         with self.as_reference():
-            chosen, rejected = pair_values(batch, values, budget, self.context, padded=self.padded)
+            chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(
@@ -82,11 +83,10 @@ class ReferencePolicy(Worker):
 
         temperature: None takes the one that the responses were sampled with, whatever `compute_log_prob` was given.
         """
-        assert self.spec.training is not None
-        scale, budget = sampling_temperature(batch, temperature), self.spec.training.micro_batch_tokens
+        scale = sampling_temperature(batch, temperature)
         forward = partial(token_log_probs(scale).of, self.engine)
         with self.as_reference():
-            column = each_response_token(batch, forward, budget, self.context, padded=self.padded)
+            column = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
 

@@ -32,6 +32,7 @@ from workbench.workers.readings import LAST_TOKEN_SCORES
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
+from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
 TOKENS = ("prompt_ids", "response_ids")
@@ -89,9 +90,12 @@ class RewardWorker(ModelWorker):
             self.sequences, self.padded = module.describe(), module.padded_because is not None
             if spec.trained:
                 self._trainer = TrainedWorker(spec, context, module)
-                self.engine = self._trainer.engine
+                self.engine, self.budget = self._trainer.engine, self._trainer.budget
             else:
+                assert spec.training is not None
                 self.engine = make_training_engine(module, None, context.groups, device=context.device, dtype=dtype)
+                given = spec.training.micro_batch_tokens
+                self.budget = TokenBudget(given, context, self.engine, module, trained=False)
 
     def state(self) -> dict[str, Any]:
         return {**self._trainer.state(), "shift": self._module.shift} if self._trainer else {}
@@ -131,11 +135,6 @@ class RewardWorker(ModelWorker):
         module = self._model.module
         assert isinstance(module, TokenValues)
         return module
-
-    @property
-    def _budget(self) -> int:
-        assert self.spec.training is not None
-        return self.spec.training.micro_batch_tokens
 
     @register(ONE_TO_ALL)
     def save_model(self, path: str | Path) -> str:
@@ -200,11 +199,11 @@ class RewardWorker(ModelWorker):
 
     def _scores(self, batch: Shard) -> torch.Tensor:
         scores = partial(LAST_TOKEN_SCORES.of, self._model)
-        return each_row(batch, scores, self._budget, self.context, padded=self.padded)
+        return each_row(batch, scores, self.budget, self.context, padded=self.padded)
 
     def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
         values = partial(LAST_TOKEN_SCORES.of, self._model)
-        chosen, rejected = pair_values(batch, values, self._budget, self.context, padded=self.padded)
+        chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
         loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
         metrics = pair_metrics(loss, chosen, rejected, names=names, sign=sign)
         metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.groups.data)
@@ -221,7 +220,8 @@ class RewardWorker(ModelWorker):
         return self.trainer.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | ({"sequences": self.sequences} if self.engine else {})
+        sizes = {"sequences": self.sequences, "micro_batch_tokens": self.budget.known} if self.engine else {}
+        return super().describe() | sizes
 
     @register(
         THREE_D_PROTO,

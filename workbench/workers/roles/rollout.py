@@ -77,6 +77,7 @@ class RolloutWorker(SamplingWorker):
             dtype=getattr(torch, spec.dtype),
             device=context.device,
             threads=context.host.threads,
+            cache_bytes=context.cache_bytes,
         )
         if self._moved:
             self.generator.weights_version = -1
@@ -125,15 +126,19 @@ class RolloutWorker(SamplingWorker):
             return [noted.moved_bytes]
 
         version = self.generator.weights_version
-        with self.ledger("sync", version) as noted, self.context.recorder.span("weight_sync") as counted:
+        span = self.context.recorder.span
+        with self.ledger("sync", version) as noted:
             noted.lacked = self._moved
             try:
-                received = shared_by_group(communicator, communicator.world_size, take)
-                counted.bytes = received[communicator.rank]
+                with span("weight_sync") as counted:
+                    received = shared_by_group(communicator, communicator.world_size, take)
+                    counted.bytes = received[communicator.rank]
                 metrics: Metrics = {"sync/received_bytes": Mean(total=sum(received), count=1)}
                 if self.spec.generation.check_sync:
-                    gap = probe_gap(self._trainer_weights(published, found[0]), self.generator)
-                    metrics |= self.require_small(gap, found[0].version)
+                    trained = self._trainer_weights(published, found[0])
+                    with span("weight_sync", note="compared on a probe"):
+                        gap = probe_gap(trained, self.generator)
+                    metrics |= self.require_small(gap, found[0].version, trained)
             except BaseException:
                 self.generator.weights_version = -1
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
 from workbench.workers.model_worker import ModelWorker, random_state, set_random_state
 from workbench.workers.saving import save_model
+from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
 TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, Metrics]]
@@ -84,9 +85,10 @@ class TrainedWorker(ModelWorker):
         self.engine = make_training_engine(
             module, spec.training, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
+        self.budget = TokenBudget(spec.training.micro_batch_tokens, context, self.engine, module, trained=True)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "sequences": self.sequences}
+        return {**super().describe(), "sequences": self.sequences, "micro_batch_tokens": self.budget.known}
 
     def state(self) -> dict[str, Any]:
         return {"engine": self.engine.state_dict(), "random": random_state()}
@@ -126,16 +128,18 @@ class TrainedWorker(ModelWorker):
         update, arguments: the operation and what it is called with. columns: those of the batch that it reads.
         micro_batch_tokens: in place of the setting's.
         """
-        engine, training = self.engine, self.training
+        engine, budget = self.engine, self.budget
         counts = self.context.groups.counts
         probe = GradientProbe(engine, counts)
         self.engine = cast(TrainingEngine, probe)
         if micro_batch_tokens is not None:
-            self.training = replace(training, micro_batch_tokens=micro_batch_tokens)
+            module = cast(PackedModule, engine.module)
+            self.budget = TokenBudget(micro_batch_tokens, self.context, engine, module, trained=True)
         try:
             output = getattr(self, update)(batch, **arguments)
         finally:
-            self.engine, self.training = engine, training
+            self.engine, self.budget = engine, budget
+            cast(PackedModule, engine.module).expect(budget.tokens)
         metrics = {name: metric.value for name, metric in output.metrics.items()}
         return GradientReport(counts=counts, metrics=metrics, minibatches=tuple(probe.minibatches))
 
@@ -146,33 +150,16 @@ class TrainedWorker(ModelWorker):
 
         The token losses of a term are aggregated with the denominator of its whole minibatch, over all replicas and
         micro-batches. On a pipeline the metrics of losses are on its last stage. Steps that the engine skipped are told
-        in `Output.notes`: where the loss, or which gradient, was first not finite.
+        in `Output.notes`: where the loss, or which gradient, was first not finite. Where a GPU
+        has no memory for automatic micro-batches, the step begins anew with smaller ones.
         """
         context, done_tokens, done = self.context, 0, 0
         begun = context.stopping.begun  # an update that was stopped goes on where it stood
         taken, metrics = (begun.steps, dict(begun.metrics)) if begun else (0, Metrics())
         notes: list[str] = []
         groups = context.groups
-        budget = self.training.micro_batch_tokens
-        # for each minibatch, the micro-batches of each term
-        minibatches = list(
-            zip(
-                *(
-                    each_minibatch(
-                        term.shard,
-                        budget,
-                        groups.data,
-                        context.device,
-                        padded=self.padded,
-                        skip=term.skip,
-                        together=term.together,
-                    )
-                    for term in terms
-                ),
-                strict=True,
-            )
-        )
-        total = epochs * sum(len(micros) for minibatch in minibatches for micros in minibatch)
+        minibatches = self._minibatches(terms)
+        total = epochs * sum(map(_count, minibatches))
 
         def pass_of(term: Term, divisor: Tensor, micro: MicroBatch, step: Minibatch) -> Pass:
             def begin() -> None:
@@ -195,18 +182,28 @@ class TrainedWorker(ModelWorker):
 
         divisors = [self._divisors(term) for term in terms]
         for epoch in range(epochs):
-            for number, minibatch in enumerate(minibatches):
+            for number in range(len(minibatches)):
                 steps = epoch * len(minibatches) + number
                 if steps < taken:
-                    done += sum(map(len, minibatch))
+                    done += _count(minibatches[number])
                     continue
                 so_far: Metrics = {**metrics, "optimizer_steps": Max(value=self.engine.steps)}
                 context.stopping.point(steps, epochs * len(minibatches), so_far)
-                step = Minibatch()
-                passes = []
-                for term, of_term, micros in zip(terms, divisors, minibatch, strict=True):
-                    passes += [pass_of(term, of_term[number], micro, step) for micro in micros]
-                report = self.engine.step(passes, rate_scales[number] if rate_scales else 1.0)
+                while True:
+                    step, had_moments = Minibatch(), self.engine.has_moments
+                    passes = []
+                    for term, of_term, micros in zip(terms, divisors, minibatches[number], strict=True):
+                        passes += [pass_of(term, of_term[number], micro, step) for micro in micros]
+                    try:
+                        report = self.engine.step(passes, rate_scales[number] if rate_scales else 1.0)
+                        break
+                    except torch.OutOfMemoryError as error:
+                        if self.engine.has_moments != had_moments:
+                            raise  # in the middle of the optimizer's first step: some weights may have moved
+                        self.budget.halve(error)
+                    minibatches = self._minibatches(terms)
+                    total = epochs * sum(map(_count, minibatches))
+                    done = epoch * total // epochs + sum(map(_count, minibatches[:number]))
                 # each replica holds its share of one global loss: the shares add up, the count is one a step
                 if report.skipped:
                     notes.append(
@@ -223,6 +220,15 @@ class TrainedWorker(ModelWorker):
         metrics["optimizer_steps"] = Max(value=self.engine.steps)
         return Output(metrics=metrics, notes=tuple(notes))
 
+    def _minibatches(self, terms: Sequence[Term]) -> list[tuple[list[MicroBatch], ...]]:
+        """For each minibatch, the micro-batches of each term."""
+        data, device, tokens = self.context.groups.data, self.context.device, self.micro_batch_tokens
+        of_terms = (
+            each_minibatch(term.shard, tokens, data, device, padded=self.padded, skip=term.skip, together=term.together)
+            for term in terms
+        )
+        return list(zip(*of_terms, strict=True))
+
     def _divisors(self, term: Term) -> list[Tensor]:
         """The denominator of each minibatch of a term, over the rows of all replicas, skipped ones among them."""
         mask_BR = term.shard.ragged("response_mask").pad()
@@ -231,6 +237,11 @@ class TrainedWorker(ModelWorker):
             for rows in minibatch_indices(term.shard.minibatch_sizes)
         ]
         return list(self.context.groups.data.all_reduce(torch.stack(parts).to(self.context.device)))
+
+
+def _count(minibatch: tuple[list[MicroBatch], ...]) -> int:
+    """The micro-batches of all terms."""
+    return sum(map(len, minibatch))
 
 
 def _odd_loss(shard: Shard, micro: MicroBatch, loss_BR: Tensor) -> str:

@@ -1,0 +1,78 @@
+"""Decoding on a GPU, where vLLM launches each step before the tokens of the one before are read."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.engines import generation_cases as cases
+from workbench.engines.generation.vllm_engine import VllmEngine
+from workbench.models import load_causal_lm, load_tokenizer, resolve
+from workbench.settings.engines import Generation, Sampling
+
+if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():
+    pytest.skip("needs vllm and a CUDA device", allow_module_level=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+NAME = "tiny-llama-tied"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.2)
+    made = VllmEngine(resolve(NAME), settings, dtype=torch.float32, device=torch.device("cuda"))
+    yield made
+    made.close()
+
+
+def core(engine):
+    return engine._engine.engine_core.engine_core
+
+
+def test_steps_are_launched_ahead_and_graphs_cover_every_row(engine):
+    config = engine._engine.vllm_config
+    assert config.scheduler_config.async_scheduling
+    assert core(engine).batch_queue_size == 2
+    assert config.scheduler_config.max_num_seqs == 512
+    assert max(config.compilation_config.cudagraph_capture_sizes) >= 512
+    assert config.scheduler_config.max_num_batched_tokens >= 8192
+
+
+def test_rows_have_their_own_streams(engine):
+    cases.assert_rows_have_their_own_streams(engine)
+
+
+def test_endings(engine):
+    tokenizer = load_tokenizer(NAME)
+    cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
+    cases.assert_eos_ends_responses_and_is_kept(engine, tokenizer.eos_token_id)
+    cases.assert_stop_strings_end_responses(engine, tokenizer)
+    cases.assert_responses_are_cut_at_the_longest_sequence(engine)
+    assert not core(engine).batch_queue
+
+
+def test_log_probs_are_of_the_tokens_drawn(engine):
+    """Within what attention in TF32 may differ, far less than one position's from the next one's."""
+    model = load_causal_lm(NAME)
+    rollout = engine.generate(cases.PROMPTS, Sampling(max_new_tokens=12), cases.SEEDS)
+    for prompt, response, log_probs in zip(cases.PROMPTS, rollout.response_ids, rollout.log_probs, strict=True):
+        expected = cases.scored(model, prompt + response)[len(prompt) - 1 :]
+        torch.testing.assert_close(torch.tensor(log_probs), expected, atol=0.02, rtol=0)
+
+
+def test_nothing_is_in_flight_after_an_interrupt(engine):
+    cases.assert_progress_is_reported(engine)
+    cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
+    assert not core(engine).batch_queue
+    assert engine._engine.reset_prefix_cache()
+
+
+def test_a_full_batch(engine):
+    """More rows than are decoded at once: all come, and a row is drawn as it is alone."""
+    prompts, sampling = [[1, 30 + row % 200, 40] for row in range(700)], Sampling(max_new_tokens=16, ignore_eos=True)
+    rollout = engine.generate(prompts, sampling, range(700))
+    assert [len(ids) for ids in rollout.response_ids] == [16] * 700
+    alone = [engine.generate([prompts[row]], sampling, [row]).response_ids[0] for row in range(0, 700, 70)]
+    assert sum(rollout.response_ids[row] == ids for row, ids in zip(range(0, 700, 70), alone, strict=True)) >= 9
