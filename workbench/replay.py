@@ -157,7 +157,7 @@ def _take_state(lab: Workbench, role: str, host: Host) -> None:
     ]
     try:
         carried: list[Carried] = settle(lab._backend, steps, lambda text: None)
-        host.take_role(move, 0, carried[0], 0)
+        host.take_role(move, 0, carried[0], 0, beside=False)
     finally:
         for name in group.hosts:
             lab._backend.ask(name, "release", move.published)
