@@ -161,7 +161,7 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
     ]
     try:
         carried: list[RankState] = settle(hosts.backend, steps, lambda text: None)
-        host.take_role(move, 0, carried[0], 0)
+        host.take_role(move, 0, carried[0], 0, beside=False)
     finally:
         for name in group.hosts:
             hosts.backend.ask(name, "release", move.published)
