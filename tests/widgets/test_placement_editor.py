@@ -110,7 +110,7 @@ def test_plans_are_priced_again_when_asked_or_when_their_bytes_are_others(shared
     editor = PlacementEditor(shared, Driver(shared))
     drawn(editor)
     offers = editor._costs.offers
-    shared.iteration += 1
+    shared.runner.counters.iteration += 1
     drawn(editor)
     assert editor._costs.offers is offers
     update_on(shared, stored())  # the first step: there are moments to move from now on

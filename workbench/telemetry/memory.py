@@ -37,7 +37,7 @@ class MemoryReading:
     def of(cls, seen: Mapping[str, Any], *, time_s: float, iteration: int) -> MemoryReading:
         """From what `Host.describe` says."""
         held = {
-            role: {use: n for use, n in held.items() if isinstance(n, int)}
+            role: {use: n for use, n in held.items() if isinstance(n, int) and use != "micro_batch_tokens"}
             for role, held in seen["roles"].items()
             if role != "numeric"
         }
