@@ -114,7 +114,8 @@ def stages(case: Case) -> Iterator[Row]:
         seconds, moved = synced["duration_s"].median(), synced["bytes"].median()
         yield "weight sync", f"{seconds:.3f} s, {moved / 1e9:.2f} GB, {moved / seconds / 1e9:.1f} GB/s"
     if _on_gpu():
-        for row in against_estimate(lab).itertuples():
+        rows: Any = against_estimate(lab).itertuples()  # whose fields pandas' stubs do not know
+        for row in rows:
             yield (
                 f"estimate over measured, {row.role}",
                 f"lasting {row.lasting_ratio:.2f}, peak {row.peak_ratio:.2f} of {row.peak_bytes / 2**30:.1f} GiB",
