@@ -53,15 +53,18 @@ class PackedModule(nn.Module):
         """The layers below the head."""
         raise NotImplementedError
 
-    def hidden_states(self, input_ids: Tensor, lengths: Sequence[int], received: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, lengths: Sequence[int], after: Sequence[int] = (), received: Tensor | None = None
+    ) -> Tensor:
         """The backbone's last hidden states [T, hidden] of sequences of these `lengths` end to end, [T] tokens.
 
+        after: which of them go on from which, see `Pack.of`; of none where the model runs padded.
         received: hidden states [T, hidden] to go on from in place of embeddings, where the backbone's first layers are
         on other ranks.
         """
         if self.padded_because is None:
-            return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device), received)
-        assert received is None
+            return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device, after), received)
+        assert received is None and not after
         ids, attention_mask, position_ids = pad_right(input_ids.split(list(lengths)), 0)
         output = self.get_backbone()(
             input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
@@ -113,14 +116,15 @@ class TokenLogProbs(PackedModule):
         targets: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        after: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities, entropies or None), each fp32 [N], in nats.
 
         input_ids: [T], S sequences of these `lengths` end to end. positions, targets: [N]; the hidden state at
-        `positions[n]` of the T predicts `targets[n]`, the token after it. Values with and without grad are equal to the
-        last bit.
+        `positions[n]` of the T predicts `targets[n]`, the token after it. after: see `hidden_states`. Values with and
+        without grad are equal to the last bit.
         """
-        return self.read(self.hidden_states(input_ids, lengths), positions, targets, temperature, with_entropy)
+        return self.read(self.hidden_states(input_ids, lengths, after), positions, targets, temperature, with_entropy)
 
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
@@ -194,9 +198,14 @@ class TokenValues(PackedModule):
             with torch.no_grad():
                 self.score.weight.copy_(drawn / (hidden_size + 1) ** 0.5)
 
-    def forward(self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor) -> Tensor:
-        """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end."""
-        return self.read(self.hidden_states(input_ids, lengths), positions)
+    def forward(
+        self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor, after: Sequence[int] = ()
+    ) -> Tensor:
+        """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end.
+
+        after: see `hidden_states`.
+        """
+        return self.read(self.hidden_states(input_ids, lengths, after), positions)
 
     def get_backbone(self) -> PreTrainedModel:
         return self.backbone

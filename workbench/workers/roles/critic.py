@@ -84,8 +84,7 @@ class CriticWorker(TrainedWorker):
                 return self.engine.forward(**micro.inputs)
             # the state after the last token is read at it, in the same pass as the states before the others
             before_N = micro.inputs["positions"]
-            after_B = torch.tensor(micro.inputs["lengths"], device=before_N.device).cumsum(0) - 1
-            both = self.engine.forward(**{**micro.inputs, "positions": torch.cat([before_N, after_B])})
+            both = self.engine.forward(**{**micro.inputs, "positions": torch.cat([before_N, micro.last])})
             if micro.weight:
                 final_B[micro.index] = both[len(before_N) :].float().cpu()
             return both[: len(before_N)]
