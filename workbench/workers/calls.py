@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from workbench.algorithms.correction import effective_sample_size
@@ -199,6 +200,32 @@ class SampleSize:
 
 Metric = Mean | Max | SampleSize
 Metrics = dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A metric of that kind some of whose numbers, by field, are still on the device that computes them: to look at
+    them one by one would wait for it each time. `on_host` brings many at once."""
+
+    kind: type[Mean] | type[Max]
+    numbers: Mapping[str, Tensor | float]
+
+
+DeviceMetrics = Mapping[str, Metric | OnDevice]
+
+
+def on_host(told: Sequence[DeviceMetrics]) -> list[Metrics]:
+    """The same metrics with all their numbers on the host, in one transfer."""
+    waiting = [metric for metrics in told for metric in metrics.values() if isinstance(metric, OnDevice)]
+    tensors = [n.detach().double() for metric in waiting for n in metric.numbers.values() if isinstance(n, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+
+    def brought(metric: Metric | OnDevice) -> Metric:
+        if not isinstance(metric, OnDevice):
+            return metric
+        return metric.kind(**{k: next(values) if isinstance(n, Tensor) else n for k, n in metric.numbers.items()})
+
+    return [{name: brought(metric) for name, metric in metrics.items()} for metrics in told]
 
 
 def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:

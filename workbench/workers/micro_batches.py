@@ -7,7 +7,7 @@ row, N response tokens in all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappush, heapreplace
@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench.dataflow.columns import Ragged
 from workbench.engines.training.groups import Collectives
 from workbench.models.packing import to_device
-from workbench.workers.calls import Shard
+from workbench.workers.calls import Max, Mean, OnDevice, Shard
 
 
 def cut(
@@ -139,6 +139,16 @@ class MicroBatch:
     def mask_BR(self, mask: Ragged) -> Tensor:
         """The response mask, [B, R], all zero in a pass that only keeps step."""
         return self.column_BR(mask).float() * self.weight
+
+    def mean_over(self, mask_BR: Tensor) -> Callable[[Tensor], OnDevice]:
+        """Means over the tokens of a mask, as metrics."""
+        count = mask_BR.sum()
+        return lambda x_BR: OnDevice(Mean, {"total": (x_BR.detach() * mask_BR).sum(), "count": count})
+
+
+def largest(x: Tensor) -> OnDevice:
+    """The largest number of a tensor, as a metric."""
+    return OnDevice(Max, {"value": x.max()})
 
 
 def micro_batches(

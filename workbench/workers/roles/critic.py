@@ -14,7 +14,7 @@ from workbench.dataflow.columns import Table
 from workbench.engines.settings import at_least
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
-from workbench.workers.calls import Mean, Metrics, Output, Shard
+from workbench.workers.calls import DeviceMetrics, Output, Shard
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
@@ -107,15 +107,11 @@ class CriticWorker(TrainedWorker):
     ) -> Output:
         old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
 
-        def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
             values_BR = micro.to_BR(values_N)
             returns_BR, mask_BR = micro.column_BR(returns), micro.mask_BR(mask)
             loss_BR, stats = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
-            count, new_BR = float(mask_BR.sum()), values_BR.detach()
-
-            def mean(x_BR: Tensor) -> Mean:
-                return Mean(total=float((x_BR * mask_BR).sum()), count=count)
-
+            mean, new_BR = micro.mean_over(mask_BR), values_BR.detach()
             return loss_BR, {
                 "value_error": mean((new_BR - returns_BR) ** 2),
                 "value_clip_fraction": mean(stats.clipped_BT.float()),

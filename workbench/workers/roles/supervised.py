@@ -16,10 +16,9 @@ from workbench.algorithms.preference import dpo_loss
 from workbench.dataflow.columns import Column, Ragged
 from workbench.engines.settings import at_least, whole
 from workbench.errors import BadInput
-from workbench.workers.calls import Mean, Metrics, Output, Shard
-from workbench.workers.inference import (
-    each_response_token,
-)
+from workbench.models.packing import to_device
+from workbench.workers.calls import DeviceMetrics, Mean, Metrics, Output, Shard, on_host
+from workbench.workers.inference import each_response_token
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.operation import register
 from workbench.workers.protocols import THREE_D_PROTO
@@ -83,7 +82,7 @@ class SupervisedWorker(TrainedWorker):
         Source: InstructGPT, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
         """
 
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
             return -micro.to_BR(output[0]), {}
 
         term = Term(
@@ -116,7 +115,8 @@ class SupervisedWorker(TrainedWorker):
         metrics: Metrics = {}
         if set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
-            metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.groups.data)
+            (metrics,) = on_host([pair_metrics(loss, *rewards, names=REWARDS)])
+            metrics |= accuracy_bounds(*rewards, self.context.groups.data)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
 
     @register(
@@ -136,8 +136,10 @@ class SupervisedWorker(TrainedWorker):
         """
         ref_chosen, ref_rejected = reference_log_probs(batch)
 
-        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
-            ref_chosen_P, ref_rejected_P = (ref[pairs].to(chosen_P.device) for ref in (ref_chosen, ref_rejected))
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
+            ref_chosen_P, ref_rejected_P = (
+                to_device(ref[pairs], chosen_P.device) for ref in (ref_chosen, ref_rejected)
+            )
             loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
             return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
 
@@ -149,10 +151,9 @@ class SupervisedWorker(TrainedWorker):
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
         mask = texts.ragged("response_mask")
 
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
             loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
-            total = float((loss_BR.detach() * mask_BR).sum())
-            return coefficient * loss_BR, {"pretrain_loss": Mean(total=total, count=float(mask_BR.sum()))}
+            return coefficient * loss_BR, {"pretrain_loss": micro.mean_over(mask_BR)(loss_BR)}
 
         return Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
 
