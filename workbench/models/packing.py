@@ -198,7 +198,9 @@ def _each(
         for q, k, v in of_each:
             mask = _mask(len(q), len(k), sliding_window, q.device)
             out = nn.functional.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q, k, v)),
+                q.transpose(0, 1)[None],
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,

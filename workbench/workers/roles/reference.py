@@ -10,6 +10,7 @@ import torch
 
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput
+from workbench.models.compiling import compile_layers
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
@@ -35,6 +36,8 @@ class FrozenWorker(ModelWorker):
         assert spec.training is not None and spec.dtype is not None
         self.micro_batch_tokens = spec.training.micro_batch_tokens
         self.sequences, self.padded = module.describe(), module.padded_because is not None
+        if spec.training.compile:
+            compile_layers(module)
         self.engine: TrainingEngine = make_training_engine(
             module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )

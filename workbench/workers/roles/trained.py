@@ -15,6 +15,7 @@ from workbench.algorithms.aggregation import Aggregation, aggregate, denominator
 from workbench.engines.settings import whole
 from workbench.engines.training import Pass, TrainingEngine, make_training_engine
 from workbench.errors import BadInput
+from workbench.models.compiling import compile_layers
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
 from workbench.workers.calls import DeviceMetrics, Max, Mean, Metrics, OnDevice, Output, Shard, merge_metrics, on_host
@@ -101,6 +102,8 @@ class TrainedWorker(ModelWorker):
         assert spec.training is not None and spec.dtype is not None
         self.training = spec.training
         self.sequences, self.padded = module.describe(), module.padded_because is not None
+        if self.training.compile:
+            compile_layers(module)
         self.engine = make_training_engine(
             module, spec.training, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
