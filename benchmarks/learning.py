@@ -106,7 +106,7 @@ def learn(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
             told = {
                 "reward": metrics["compute_reward/rewards/mean"],
                 "response_tokens": metrics["generate_sequences/response_tokens/mean"],
-                "rollout_gap": metrics["compute_log_prob/rollout_gap/mean"],
+                "rollout_gap": next(v for name, v in metrics.items() if name.endswith("/rollout_gap/mean")),
                 "grad_norm": metrics["update_actor/grad_norm"],
             }
             if arguments.algorithm == "safe_rlhf":

@@ -22,7 +22,7 @@ FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
     "rewards/mean": ("compute_reward", "compute_advantages"),
     "reference_kl": (),
     "loss": ("update_actor",),
-    "entropy": ("compute_log_prob",),
+    "entropy": ("compute_log_prob", "update_actor"),
     "grad_norm": ("update_actor",),
     "response_tokens/mean": ("generate_sequences",),
 }

@@ -378,7 +378,7 @@ def test_a_row_that_hears_its_neighbours(lab: wb.Workbench, monkeypatch: pytest.
     engine = worker(lab, role).engine
     forward = engine.forward
 
-    def one_sequence(*, lengths: tuple[int, ...], **inputs: Any) -> Any:
+    def one_sequence(*, lengths: tuple[int, ...], after: tuple[int, ...], **inputs: Any) -> Any:
         return forward(lengths=(sum(lengths),), **inputs)
 
     monkeypatch.setattr(engine, "forward", one_sequence)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from tests.engines.training_ranks import run_ranks
 from workbench.errors import BadInput
-from workbench.models.heads import ROWS_PER_CALL, TokenLogProbs, TokenValues, load_token_values, pad_right
+from workbench.models.heads import (
+    ROWS_PER_CALL,
+    ChosenLogProbs,
+    TokenLogProbs,
+    TokenValues,
+    load_token_values,
+    pad_right,
+)
 
 
 def llama(tied: bool = False, **changes: Any) -> Any:
@@ -116,23 +123,62 @@ def grown_by(more_tokens: int) -> int:
         "num_attention_heads": 2,
     }
     head = TokenLogProbs(llama(**shape), micro_batch_tokens=more_tokens)
-    head.head_calls = 2
     peaks = []
-    for tokens in (2 * ROWS_PER_CALL, more_tokens):
+    for tokens in (2 * ROWS_PER_CALL, ChosenLogProbs, more_tokens):
         ids = torch.arange(tokens)
         log_probs, _ = head(ids, (64,) * (tokens // 64), ids, ids, temperature=0.7)
         log_probs.sum().backward()
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        head.head_calls = more_tokens // ROWS_PER_CALL
     return peaks[1] - peaks[0]
 
 
 @pytest.mark.slow
 def test_memory_of_logits_does_not_grow_with_tokens() -> None:
     tokens = 8 * ROWS_PER_CALL
-    assert TokenLogProbs(llama(), micro_batch_tokens=tokens).head_calls == 8
     (growth,) = run_ranks(grown_by, 1, tokens)  # in a process of its own, whose peak is nobody else's
     assert growth < 0.1 * 4 * tokens * VOCABULARY
+
+
+def plainly(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs = torch.log_softmax(logits.float() / temperature, -1)
+    return log_probs.gather(-1, targets[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)], ids=["chosen", "entropy", "both"])
+def test_gradient_of_chosen_log_probs_is_that_of_the_formula(
+    dtype: torch.dtype, temperature: float, weights: tuple[float, float]
+) -> None:
+    draws = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(7, 53, generator=draws)).to(dtype)
+    targets = torch.randint(0, 53, (7,), generator=draws)
+    upstream = [weight * torch.randn(7, generator=draws) for weight in weights]
+    gradients = []
+    for own in (True, False):
+        leaf = logits.clone().requires_grad_()
+        outputs: Any = (
+            ChosenLogProbs.apply(leaf, targets, temperature, True) if own else plainly(leaf, targets, temperature)
+        )
+        used = [(output * up).sum() for output, up in zip(outputs, upstream, strict=True) if up.any()]
+        torch.stack(used).sum().backward()
+        gradients.append((*outputs, leaf.grad))
+    for ours, expected in zip(*gradients, strict=True):
+        tolerance = 1e-6 if dtype == torch.float32 else 0.01
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_sharded_head_is_called_equally_often_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the micro-batch's budget, where gathering its weight is a collective; else by the positions asked for."""
+    calls: list[int] = []
+    head = TokenLogProbs(llama(), micro_batch_tokens=3 * ROWS_PER_CALL)
+    head.model.lm_head.register_forward_hook(lambda module, given, output: calls.append(len(output)))
+    with torch.no_grad():
+        head(**batch())
+        assert len(calls) == 1
+        head.model.lm_head.weight.ds_id = 0  # DeepSpeed's mark of a weight of stage 3
+        head(**batch())
+    assert len(calls) == 1 + 3
 
 
 def test_no_asked_positions() -> None:

@@ -79,6 +79,44 @@ def test_gradients_are_those_of_the_sequences_alone(family: str, recompute: bool
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
 
 
+# a prompt of two responses, a sequence of its own, a prompt of one response, a second response to the first prompt
+SHARING: dict[str, Any] = {"lengths": (6, 5, 9, 1, 3, 7), "after": (-1, 0, -1, -1, 3, 0)}
+
+
+def alone_and_shared(tokens: Tensor) -> list[tuple[Tensor, slice]]:
+    """Each sequence with what it goes on from, and where its own tokens lie in the pack."""
+    parts = tokens.split(SHARING["lengths"])
+    ends = torch.tensor(SHARING["lengths"]).cumsum(0).tolist()
+    return [
+        (torch.cat([parts[number], own]) if number >= 0 else own, slice(end - len(own), end))
+        for own, number, end in zip(parts, SHARING["after"], ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_that_goes_on_from_another_is_as_if_whole(family: str) -> None:
+    """Values and gradients; the windows are shorter than what the responses go on from."""
+    tokens = torch.randint(1, 61, (sum(SHARING["lengths"]),), generator=torch.Generator().manual_seed(0))
+    weigh = torch.randn(len(tokens), generator=torch.Generator().manual_seed(3))
+    outputs, gradients = [], []
+    for packed in (True, False):
+        values = TokenValues(model(family).base_model, 64, init="normal")
+        if packed:
+            out = values(tokens, positions=torch.arange(len(tokens)), **SHARING)
+        else:
+            out = torch.zeros(len(tokens))
+            for whole, where in alone_and_shared(tokens):
+                hidden = values.backbone(input_ids=whole[None], use_cache=False).last_hidden_state[0]
+                own = torch.arange(len(tokens))[where]
+                out = out.index_put((own,), values.score(hidden)[-len(own) :, 0])
+        (out * weigh).sum().backward()
+        outputs.append(out.detach())
+        gradients.append({name: p.grad for name, p in values.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
+
+
 def test_padded_generation_with_the_same_model_is_left_alone() -> None:
     causal = model("llama")
     ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
@@ -137,13 +175,16 @@ def test_fp32_weights_are_tried_in_bfloat16_too() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("key_value_heads", [2, 4])
-def test_flash_attention_equals_one_sequence_at_a_time(window: int | None, key_value_heads: int) -> None:
+@pytest.mark.parametrize(("lengths", "after"), [(LENGTHS, ()), (SHARING["lengths"], SHARING["after"])])
+def test_flash_attention_equals_one_sequence_at_a_time(
+    window: int | None, key_value_heads: int, lengths: tuple[int, ...], after: tuple[int, ...]
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    pack = Pack.of(LENGTHS, torch.device("cuda"))
+    pack = Pack.of(lengths, torch.device("cuda"), after)
     module = torch.nn.Module()
     module.num_key_value_groups = 4 // key_value_heads  # type: ignore[assignment]
     results = []
-    shapes = [(1, heads, sum(LENGTHS), 32) for heads in (4, key_value_heads, key_value_heads)]
+    shapes = [(1, heads, sum(lengths), 32) for heads in (4, key_value_heads, key_value_heads)]
     drawn = [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
     for dtype in (torch.bfloat16, torch.float32):
         query, key, value = inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in drawn]

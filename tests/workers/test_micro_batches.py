@@ -85,6 +85,33 @@ def test_what_a_forward_pass_is_given() -> None:
     assert micro.to_BR(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0], [2, 3]]
 
 
+def test_rows_of_one_prompt_share_it() -> None:
+    rows = shard([[5, 6], [7], [5, 6], [5, 6]], [[8], [9, 10], [11, 12], []], (4,))
+    (micros,) = each_minibatch(rows, 100, ALONE, torch.device("cpu"))
+    (micro,) = micros
+    assert micro.index == [2, 0, 3, 1]
+    assert micro.inputs["input_ids"].tolist() == [5, 6, 11, 12, 8, 7, 9, 10]
+    assert (micro.inputs["lengths"], micro.inputs["after"]) == ((2, 2, 1, 3), (-1, 0, 0, -1))
+    # the prompt's last state predicts the first token of each of its responses
+    assert micro.inputs["positions"].tolist() == [1, 2, 1, 5, 6]
+    assert micro.targets.tolist() == [11, 12, 8, 9, 10]
+    assert micro.last.tolist() == [3, 4, 1, 7]
+    assert micro.tokens == 4 + 3 + 2 + 3
+    (padded,) = each_minibatch(rows, 100, ALONE, torch.device("cpu"), padded=True)
+    assert padded[0].inputs["after"] == () and len(padded[0].inputs["input_ids"]) == padded[0].tokens
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=30), st.integers(12, 60))
+def test_shared_prompts_stay_within_the_budget(rows: list[tuple[int, int]], budget: int) -> None:
+    prompts, responses = [[n] * (n + 1) for n, _ in rows], [[1] * length for _, length in rows]
+    given_shard = shard(prompts, responses, (len(rows),))
+    (micros,) = each_minibatch(given_shard, budget, ALONE, torch.device("cpu"))
+    assert sorted(i for micro in micros for i in micro.index) == list(range(len(rows)))
+    for micro in micros:
+        assert len(micro.inputs["input_ids"]) <= budget
+        assert len(micro.inputs["input_ids"]) == sum(micro.inputs["lengths"])
+
+
 def test_minibatches_are_cut_apart_and_results_find_their_rows() -> None:
     given_shard = shard([[1], [2, 2], [3], [4]], [[10], [11, 12, 13], [14, 15], [16]], (2, 2))
     minibatches = each_minibatch(given_shard, 4, ALONE, torch.device("cpu"))

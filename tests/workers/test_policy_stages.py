@@ -360,3 +360,58 @@ class TestUpdates:
     def test_a_correction_needs_the_rollouts_log_probs(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         with pytest.raises(UnknownColumn, match="rollout_log_prob"):
             lab.actor.update_actor(ready.drop("rollout_log_prob"), correction=wb.Correction())
+
+
+class TestOnPolicy:
+    """An update that takes its own forward pass for `compute_log_prob`'s."""
+
+    @pytest.fixture
+    def fresh(self, tmp_path: Path) -> Iterator[wb.Workbench]:
+        models = {"actor": TINY, "reference": TINY, "reward": vowels}
+        with tiny_lab("fresh", tmp_path, models=models, training={"minibatches": 1}, backend="inline") as lab:
+            yield lab
+
+    @pytest.mark.parametrize("arguments", [{}, {"loss": "gspo"}, {"loss": "cispo"}, {"entropy_coefficient": 0.01}])
+    def test_its_step_is_that_after_a_scoring_pass(self, fresh: wb.Workbench, arguments: dict[str, Any]) -> None:
+        batch = fresh.actor.generate_sequences(fresh.prompts.next(2), samples=3, max_new_tokens=8)
+        batch = fresh.actor.compute_log_prob(batch)
+        scored = fresh.last_metrics["compute_log_prob"]
+        responses = ragged(batch, "response_ids")
+        drawn = torch.randn(len(responses.values), generator=torch.Generator().manual_seed(0))
+        ready = batch.drop("old_log_prob").join(fresh.put({"advantages": responses.like(drawn)}))
+        checksums, told = [], []
+        for given in ({"on_policy": True}, {}):
+            with fresh.kept("actor"):
+                which = ready if given else ready.join(batch.select("old_log_prob"))
+                told.append(fresh.actor.update_actor(which, **arguments, **given))
+                checksums.append(fresh.actor.weights_checksum())
+        assert checksums[0] == checksums[1]
+        assert checksums[0] != fresh.actor.weights_checksum()
+        for name in ("loss", "grad_norm", "ratio/mean", "clip_fraction", "rollout_ratio/max_deviation"):
+            assert told[0][name] == told[1][name], name
+        assert told[0]["ratio/max_deviation"] == 0
+        for name in ("entropy", "old_log_prob/mean", "rollout_gap/mean", "rollout_gap/max"):
+            assert told[0][name] == pytest.approx(scored[name], rel=1e-5), name
+
+    def test_algorithms_leave_out_the_scoring_pass(self, fresh: wb.Workbench) -> None:
+        short = wb.Sampling(max_new_tokens=6)
+        grpo = wb.GRPO(fresh, prompts=2, samples=2, sampling=short, kl_coefficient=0.1)
+        assert "compute_log_prob" not in grpo.graph().names
+        metrics = grpo.iterate()
+        assert metrics["update_actor/rollout_gap/max"] < 1e-4 and metrics["update_actor/entropy"] > 0
+        needing = {"epochs": 2, "correction": wb.Correction(), "kl_coefficient": 0.1}
+        for name, value in needing.items():
+            rloo = wb.RLOO(fresh, prompts=2, samples=2, sampling=short, **{"kl_coefficient": 0.0, name: value})
+            assert "compute_log_prob" in rloo.graph().names, name
+        assert "compute_log_prob" not in wb.RLOO(fresh, prompts=2, samples=2, kl_coefficient=0.0).graph().names
+
+    def test_several_steps_need_the_scoring_pass(self, lab: wb.Workbench, ready: wb.Batch, tmp_path: Path) -> None:
+        for given in ({"epochs": 2}, {"correction": wb.Correction()}):
+            with pytest.raises(BadInput, match=r"on_policy=True with .*compute_log_prob"):
+                lab.actor.update_actor(ready, on_policy=True, **given)
+        with tiny_lab("several", tmp_path, training={"minibatches": 2}, backend="inline") as several:
+            assert "compute_log_prob" in wb.GRPO(several, prompts=2, samples=2).graph().names
+            batch = several.actor.generate_sequences(several.prompts.next(2), samples=2, max_new_tokens=4)
+            batch = several.compute_advantages(several.reward.compute_reward(batch), estimator="grpo")
+            with pytest.raises(BadInput, match=r"on_policy=True with Training\(minibatches=2\)"):
+                several.actor.update_actor(batch, on_policy=True)

@@ -60,7 +60,9 @@ class DAPO(Algorithm):
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = lab.apply(self.dynamic_sampling, batch)
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy()
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         batch = lab.compute_advantages(batch, estimator="grpo", overlong_buffer=buffer, max_response_tokens=longest)
         lab.actor.update_actor(
             batch,
@@ -69,6 +71,7 @@ class DAPO(Algorithm):
             epochs=self.epochs,
             aggregation="token-mean",
             correction=self.correction,
+            on_policy=on_policy,
         )
 
     def dynamic_sampling(self, batch: Batch) -> Batch:

@@ -64,7 +64,9 @@ class GRPO(Algorithm):
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy()
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
@@ -80,6 +82,7 @@ class GRPO(Algorithm):
             kl_coefficient=self.kl_coefficient,
             kl=self.kl,
             correction=self.correction,
+            on_policy=on_policy,
             aggregation=self.aggregation,
             max_response_tokens=self.sampling.max_new_tokens,
         )

@@ -274,6 +274,16 @@ class Algorithm(NamedFields, ABC):
                         evaluate()
         return pd.DataFrame(rows, columns=None if rows else ["iteration"]).set_index("iteration")
 
+    def on_policy(self, *, penalised: bool = False) -> bool:
+        """Whether `update_actor` may take its own forward pass for `compute_log_prob`'s, which `define` then leaves
+        out: for one optimizer step an iteration, without a correction or whatever else reads `old_log_prob`.
+
+        penalised: rewards have a KL penalty, which reads it.
+        """
+        training = self.lab.actor.spec.training
+        one_step = getattr(self, "epochs", 1) == 1 and (training is None or training.minibatches == 1)
+        return one_step and not penalised and getattr(self, "correction", None) is None
+
     def need(self, *roles: str) -> None:
         """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
 

@@ -61,7 +61,9 @@ class PPO(Algorithm):
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy(penalised=bool(self.kl_coefficient or self.kl_target is not None))
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient or self.kl_target is not None:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.critic.compute_values(batch, final=self.bootstrap)
@@ -83,6 +85,7 @@ class PPO(Algorithm):
             entropy_coefficient=self.entropy_coefficient,
             epochs=self.epochs,
             correction=self.correction,
+            on_policy=on_policy,
         )
 
     def finish(self, metrics: Mapping[str, float]) -> None:

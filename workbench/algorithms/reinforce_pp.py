@@ -50,7 +50,9 @@ class ReinforcePP(Algorithm):
         estimator = "reinforce_pp_baseline" if self.baseline else "reinforce_pp"
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy(penalised=bool(in_reward))
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
@@ -62,4 +64,5 @@ class ReinforcePP(Algorithm):
             kl_coefficient=in_loss,
             kl="k2",
             correction=self.correction,
+            on_policy=on_policy,
         )

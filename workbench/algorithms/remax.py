@@ -48,10 +48,14 @@ class ReMax(Algorithm):
             greedy = lab.reward.compute_reward(greedy, function=self.reward)
         baseline = greedy.select("rewards").rename(rewards="baseline_rewards").repeat(self.samples)
         batch = lab.actor.generate_sequences(prompts, samples=self.samples, **asdict(self.sampling))
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy(penalised=bool(self.kl_coefficient))
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
         batch = batch.join(baseline)
         batch = lab.compute_advantages(batch, estimator="remax", kl_coefficient=self.kl_coefficient, kl=self.kl)
-        lab.actor.update_actor(batch, clip=self.clip, epochs=self.epochs, correction=self.correction)
+        lab.actor.update_actor(
+            batch, clip=self.clip, epochs=self.epochs, correction=self.correction, on_policy=on_policy
+        )

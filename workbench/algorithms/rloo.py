@@ -45,7 +45,9 @@ class RLOO(Algorithm):
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy(penalised=bool(self.kl_coefficient))
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.reward.compute_reward(batch, function=self.reward)
@@ -56,4 +58,5 @@ class RLOO(Algorithm):
             epochs=self.epochs,
             aggregation="sequence-mean-token-sum",
             correction=self.correction,
+            on_policy=on_policy,
         )

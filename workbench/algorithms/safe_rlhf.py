@@ -84,7 +84,9 @@ class SafeRLHF(Algorithm):
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        batch = lab.actor.compute_log_prob(batch)
+        on_policy = self.on_policy(penalised=bool(self.kl_coefficient))
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
         batch = lab.critic.compute_values(batch)
@@ -109,6 +111,7 @@ class SafeRLHF(Algorithm):
             epochs=self.epochs,
             pretrain_coefficient=0.0 if self.pretrain is None else self.pretrain_coefficient,
             correction=self.correction,
+            on_policy=on_policy,
         )
 
     def finish(self, metrics: Mapping[str, float]) -> None:

@@ -53,15 +53,18 @@ class PackedModule(nn.Module):
         """The layers below the head."""
         raise NotImplementedError
 
-    def hidden_states(self, input_ids: Tensor, lengths: Sequence[int], received: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, lengths: Sequence[int], after: Sequence[int] = (), received: Tensor | None = None
+    ) -> Tensor:
         """The backbone's last hidden states [T, hidden] of sequences of these `lengths` end to end, [T] tokens.
 
+        after: which of them go on from which, see `Pack.of`; of none where the model runs padded.
         received: hidden states [T, hidden] to go on from in place of embeddings, where the backbone's first layers are
         on other ranks.
         """
         if self.padded_because is None:
-            return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device), received)
-        assert received is None
+            return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device, after), received)
+        assert received is None and not after
         ids, attention_mask, position_ids = pad_right(input_ids.split(list(lengths)), 0)
         output = self.get_backbone()(
             input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
@@ -88,12 +91,12 @@ class PackedModule(nn.Module):
 class TokenLogProbs(PackedModule):
     """log softmax(logits / temperature) at given tokens, from a causal language model.
 
+    The head runs in ceil(N / 512) calls. Never more than the logits of one call live in memory, in the backward pass
+    either, which computes them anew. Cutting rows, and not the vocabulary with a running log-sum-exp, keeps each
+    log-probability the work of one product and one softmax, and the head a module that is called whole.
     micro_batch_tokens: the largest T that `forward` is given on any rank (larger still works, with more memory), until
-    `expect` says another; None: 2048.
-    The head runs in ceil(micro_batch_tokens / 512) calls whatever N is: where its weight is sharded over ranks each
-    call gathers it, so every rank must make equally many. Never more than the logits of one call live in memory, in the
-    backward pass either, which computes them anew. Cutting rows, and not the vocabulary with a running log-sum-exp,
-    keeps each log-probability the work of one product and one softmax, and the head a module that is called whole.
+    `expect` says another; None: 2048. Where the head's weight is sharded over ranks (ZeRO stage 3) each call gathers
+    it, so every rank must make equally many: ceil(micro_batch_tokens / 512), whatever N is.
 
     aliases: for each weight all names that the model has for it: a tied head answers to two. vocabulary: the weights
     with a row for each token. Both of the whole model, by transformers' names.
@@ -117,20 +120,21 @@ class TokenLogProbs(PackedModule):
         targets: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        after: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities, entropies or None), each fp32 [N], in nats.
 
         input_ids: [T], S sequences of these `lengths` end to end. positions, targets: [N]; the hidden state at
-        `positions[n]` of the T predicts `targets[n]`, the token after it. Values with and without grad are equal to the
-        last bit.
+        `positions[n]` of the T predicts `targets[n]`, the token after it. after: see `hidden_states`. Values with and
+        without grad are equal to the last bit.
         """
-        return self.read(self.hidden_states(input_ids, lengths), positions, targets, temperature, with_entropy)
+        return self.read(self.hidden_states(input_ids, lengths, after), positions, targets, temperature, with_entropy)
 
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
 
     def expect(self, micro_batch_tokens: int) -> None:
-        self.head_calls = max(1, -(-micro_batch_tokens // ROWS_PER_CALL))
+        self.micro_batch_tokens = micro_batch_tokens
 
     def read(  # type: ignore[override]
         self,
@@ -145,12 +149,14 @@ class TokenLogProbs(PackedModule):
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
             )
         hidden = hidden.index_select(0, positions)
+        sharded = any(hasattr(weight, "ds_id") for weight in self.model.get_output_embeddings().parameters())
+        calls = max(1, -(-(self.micro_batch_tokens if sharded else len(positions)) // ROWS_PER_CALL))
         parts: list[Any] = [
             # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
             checkpoint(self._score, *part, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
             if torch.is_grad_enabled()
             else self._score(*part, temperature, with_entropy)
-            for part in zip(hidden.tensor_split(self.head_calls), targets.tensor_split(self.head_calls), strict=True)
+            for part in zip(hidden.tensor_split(calls), targets.tensor_split(calls), strict=True)
         ]
         entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
         return torch.cat([part[0] for part in parts]), entropy
@@ -167,17 +173,48 @@ class TokenLogProbs(PackedModule):
             scored: tuple[Tensor, Tensor | None] = head(hidden, targets, temperature, with_entropy)
             return scored
         # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
-        logits = head(hidden).float()
-        logits = logits if temperature == 1 else logits / temperature
-        log_probs = torch.log_softmax(logits, dim=-1)
-        del logits
-        chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
+        return cast(Any, ChosenLogProbs.apply(head(hidden), targets, temperature, with_entropy))
 
     def weight_names(self) -> dict[str, str]:
         """Own parameter name -> transformers' name; tied weights once, and none of an adapter's."""
         names = (name for name, _ in self.named_parameters() if ".lora_" not in name)
         return {name: name.removeprefix("model.").replace(".base_layer.", ".") for name in names}
+
+
+class ChosenLogProbs(torch.autograd.Function):
+    """(log softmax(logits / temperature) at `targets` [N], the entropy [N] or None), fp32, of logits [N, V].
+
+    Its gradient is written into what the forward pass saved, where autograd would make a tensor of [N, V] for each
+    step of the formula:
+
+        d chosen / d logits = (onehot(target) - p) / temperature
+        d entropy / d logits = -p (log p + entropy) / temperature
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        scaled = logits.float() if temperature == 1 else logits.float() / temperature
+        log_probs = torch.log_softmax(scaled, dim=-1)
+        entropy = -log_probs.exp().mul_(log_probs).sum(-1) if with_entropy else None
+        ctx.save_for_backward(log_probs, targets, entropy)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.set_materialize_grads(False)
+        return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        log_probs, targets, entropy = ctx.saved_tensors
+        factor = 0.0 if of_chosen is None else -of_chosen[:, None]
+        if of_entropy is not None:
+            factor = factor - of_entropy[:, None] * (log_probs + entropy[:, None])
+        gradient = log_probs.exp_().mul_(factor)
+        if of_chosen is not None:
+            gradient[torch.arange(len(targets), device=targets.device), targets] += of_chosen
+        if ctx.temperature != 1:
+            gradient /= ctx.temperature
+        return gradient.to(ctx.dtype), None, None, None
 
 
 class TokenValues(PackedModule):
@@ -201,9 +238,14 @@ class TokenValues(PackedModule):
             with torch.no_grad():
                 self.score.weight.copy_(drawn / (hidden_size + 1) ** 0.5)
 
-    def forward(self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor) -> Tensor:
-        """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end."""
-        return self.read(self.hidden_states(input_ids, lengths), positions)
+    def forward(
+        self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor, after: Sequence[int] = ()
+    ) -> Tensor:
+        """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end.
+
+        after: see `hidden_states`.
+        """
+        return self.read(self.hidden_states(input_ids, lengths, after), positions)
 
     def get_backbone(self) -> PreTrainedModel:
         return self.backbone

@@ -1,5 +1,8 @@
 """Sequences of unequal length end to end in one row, without padding, none of which sees another.
 
+A sequence may go on from another one of the pack, as the responses to one prompt do: it sees that one too, and the
+prompt is computed once for all of them.
+
 transformers' models look up their attention function by name and hand it what their `forward` was given beside its own
 arguments (https://huggingface.co/docs/transformers/attention_interface). Ours is one more name: given a `Pack` it
 computes attention inside each sequence, so nothing is quadratic in the pack's length; without one, as when the same
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,20 +33,48 @@ UNKNOWN_TO_US = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class Pack:
-    """Where the sequences of a packed row lie. lengths: S. boundaries: int32 [S + 1], 0 first and T last."""
+    """Where the sequences of a packed row lie, and what each sees.
+
+    lengths: S. boundaries: int32 [S + 1], 0 first and T last. position_ids: int64 [1, T], from 0 in each sequence, or
+    from where the one ends that it goes on from.
+    seen_lengths, seen_boundaries: the same of the keys: a sequence's own tokens after those that it goes on from.
+    seen: int64 [sum of seen_lengths], the number of each key among the T tokens; None: each sequence sees its own.
+    """
 
     lengths: tuple[int, ...]
     boundaries: Tensor
+    position_ids: Tensor
+    seen_lengths: tuple[int, ...]
+    seen_boundaries: Tensor
+    seen: Tensor | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Pack:
-        """From the lengths alone."""
-        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(tuple(lengths), boundaries.to(device))
+    def of(cls, lengths: Sequence[int], device: torch.device, after: Sequence[int] = ()) -> Pack:
+        """From the lengths alone, and after: of each sequence the number of the one that it goes on from, which itself
+        goes on from none, or -1; empty: all -1."""
+        ends = [0, *accumulate(lengths)]
+        tokens = [torch.arange(start, end) for start, end in pairwise(ends)]
+        starts = [0 if number < 0 else lengths[number] for number in after or [-1] * len(lengths)]
+        position_ids = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])[None]
+        seen_lengths = tuple(s + n for s, n in zip(starts, lengths, strict=True))
+        boundaries = torch.tensor(ends, dtype=torch.int32)
+        if not any(starts):
+            here = to_device(boundaries, device)
+            return cls(tuple(lengths), here, to_device(position_ids, device), seen_lengths, here, None)
+        seen = torch.cat(
+            [tokens[i] for own, number in enumerate(after) for i in ((own,) if number < 0 else (number, own))]
+        )
+        seen_boundaries = torch.tensor([0, *accumulate(seen_lengths)], dtype=torch.int32)
+        parts = (to_device(part, device) for part in (boundaries, position_ids, seen_boundaries, seen))
+        boundaries, position_ids, seen_boundaries, seen = parts
+        return cls(tuple(lengths), boundaries, position_ids, seen_lengths, seen_boundaries, seen)
 
-    def position_ids(self) -> Tensor:
-        """Positions that start anew in each sequence, int64 [1, T]."""
-        return torch.cat([torch.arange(n, device=self.boundaries.device) for n in self.lengths])[None]
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`, without waiting for what a GPU still computes."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Tensor | None = None) -> Tensor:
@@ -57,7 +88,7 @@ def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Ten
     output = backbone(
         **start,
         attention_mask=no_mask,
-        position_ids=pack.position_ids(),
+        position_ids=pack.position_ids,
         use_cache=False,
         pack=pack,
     )
@@ -68,7 +99,8 @@ def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Ten
 def use_packing(model: PreTrainedModel) -> str | None:
     """Let a model run packed sequences from now on: None; or why it cannot, and then it stays as it was.
 
-    Decided by its configuration and by trying: two short sequences in a pack must give what the second gives alone.
+    Decided by its configuration and by trying: in a pack of short sequences the second, and the third, which goes on
+    from the first, must give what they give alone.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -105,14 +137,18 @@ def _dtypes_of_runs(model: PreTrainedModel) -> tuple[torch.dtype, ...]:
 
 @torch.no_grad()
 def _error_of_a_pack(model: PreTrainedModel, dtype: torch.dtype) -> float:
-    """How far the second of two packed sequences is from the same sequence alone, relative to its size, where the model
-    is run in `dtype`."""
-    tokens = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
+    """How far packed sequences are from the same alone, relative to their size, where the model is run in `dtype`."""
+    tokens = torch.arange(16, device=model.device) % model.config.get_text_config().vocab_size
     backbone = model.base_model
+
+    def error(packed: Tensor, alone: Tensor) -> float:
+        given = backbone(input_ids=alone[None], use_cache=False).last_hidden_state[0, -len(packed) :].float()
+        return float((packed - given).norm() / given.norm())
+
     with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype, cache_enabled=False):
-        packed = run_packed(backbone, tokens, Pack.of((7, 5), tokens.device))[7:].float()
-        alone = backbone(input_ids=tokens[None, 7:], use_cache=False).last_hidden_state[0].float()
-    return float((packed - alone).norm() / alone.norm())
+        packed = run_packed(backbone, tokens, Pack.of((7, 5, 4), tokens.device, (-1, -1, 0))).float()
+        continued = torch.cat([tokens[:7], tokens[12:]])
+        return max(error(packed[7:12], tokens[7:12]), error(packed[12:], continued))
 
 
 def packed_attention(
@@ -132,43 +168,69 @@ def packed_attention(
     query: [1, H, T, D]. key, value: [1, K, T, D].
     sliding_window: how many positions back, its own among them, a token sees. Without a `pack`, transformers' SDPA.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if pack is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
     if unknown := [name for name in UNKNOWN_TO_US if more.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    # T first: sequences are stretches of it
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if pack.seen is not None:
+        key, value = (x.index_select(0, pack.seen) for x in (key, value))
     # rotary embeddings may have brought query and key to fp32 under autocast
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
-        return _flash(query.to(value.dtype), key.to(value.dtype), value, scaling, sliding_window, pack), None
-    of_each = zip(*(x.split(pack.lengths, dim=2) for x in (query, key, value)), strict=True)
-    parts = [
-        sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), scaling=scaling)[0] for q, k, v in of_each
-    ]
-    return torch.cat(parts, dim=1), None
+        return _flash(query.to(value.dtype), key.to(value.dtype), value, scaling, sliding_window, pack)[None], None
+    return _each(query, key, value, scaling, sliding_window, pack)[None], None
 
 
-def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
-    """The mask [1, 1, n, n] of a sequence longer than its window; None, which is plain causal, where it is not."""
-    n = query.shape[2]
-    if sliding_window is None or n <= sliding_window:
+def _each(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, pack: Pack
+) -> Tensor:
+    """One sequence after the other, [T, H, D]. In fp32: what torch has for bf16 on a CPU takes twice as long, most of
+    it in the backward pass, and rounds."""
+    of_each = zip(
+        *(x.float().split(n) for x, n in ((query, pack.lengths), (key, pack.seen_lengths), (value, pack.seen_lengths))),
+        strict=True,
+    )
+    parts = []
+    with torch.autocast(query.device.type, enabled=False):
+        for q, k, v in of_each:
+            mask = _mask(len(q), len(k), sliding_window, q.device)
+            out = nn.functional.scaled_dot_product_attention(
+                q.transpose(0, 1)[None],
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts).to(value.dtype)
+
+
+def _mask(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """What the last `queries` of so many tokens see of them, [queries, keys]; None where that is plain causal."""
+    if queries == keys and (sliding_window is None or keys <= sliding_window):
         return None
-    seen = torch.ones(n, n, dtype=torch.bool, device=query.device)
-    return seen.tril().triu(1 - sliding_window)[None, None]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if sliding_window is None else seen.triu(keys - queries + 1 - sliding_window)
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, pack: Pack
 ) -> Tensor:
-    """The same by torch's flash attention for sequences of varying length, all of them in one kernel."""
+    """The same by torch's flash attention for sequences of varying length, all of them in one kernel. Its causal mask
+    is aligned at the ends of queries and keys, as ours is."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(
-        q, k, v, pack.boundaries, pack.boundaries, max(pack.lengths), max(pack.lengths),
+        query, key, value,
+        pack.boundaries, pack.seen_boundaries, max(pack.lengths), max(pack.seen_lengths),
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
-    return out[None]
+    return out

@@ -39,6 +39,8 @@ class Training(NamedFields):
         `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
         (within rounding where an update skips rows without advantage).
     activation_checkpointing: recompute layer activations in the backward pass.
+    compile: run the layers through torch.compile, which needs a C++ compiler and, the first time on a machine, a minute
+        or more. Results differ within rounding.
     """
 
     engine: Literal["deepspeed", "torch"] = "deepspeed"
@@ -54,6 +56,7 @@ class Training(NamedFields):
     minibatches: int = 1
     micro_batch_tokens: int | None = None
     activation_checkpointing: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         one_of("Training.engine", self.engine, TRAINING_ENGINES)
@@ -71,6 +74,13 @@ class Training(NamedFields):
         if not len(betas) == len(numbers_) == 2:
             raise BadInput(f"Training.betas={self.betas!r:.60}", "must be two numbers in [0, 1)", "write (0.9, 0.95)")
         true_or_false("Training.activation_checkpointing", self.activation_checkpointing)
+        true_or_false("Training.compile", self.compile)
+        if self.compile and self.engine == "deepspeed" and self.zero_stage == 3:
+            raise BadInput(
+                "Training(compile=True, zero_stage=3)",
+                "stage 3 gathers weights in hooks of the modules that are compiled",
+                "use zero_stage=2, or compile=False",
+            )
         whole("Training.minibatches", self.minibatches, 1)
         if self.micro_batch_tokens is not None:
             whole("Training.micro_batch_tokens", self.micro_batch_tokens, 1)

@@ -1,15 +1,16 @@
 """Rows of varying length into micro-batches without padding, the same way wherever a stage runs.
 
-Shape legend: B rows, T tokens of their prompts and responses end to end, R response tokens of the longest row, N
-response tokens in all.
+Shape legend: B rows, T tokens of their prompts (each once) and responses end to end, R response tokens of the longest
+row, N response tokens in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappush, heapreplace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,14 +18,26 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.engines.training.groups import Collectives
+from workbench.messages.metrics import Max, Mean
 from workbench.messages.shards import Shard
+from workbench.models.packing import to_device
+from workbench.workers.device_metrics import OnDevice
 
 
-def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: bool = False) -> list[list[int]]:
+def cut(
+    lengths: Sequence[int],
+    budget_tokens: int,
+    least: int = 0,
+    *,
+    padded: bool = False,
+    prompts: Sequence[tuple[int, int]] = (),
+) -> list[list[int]]:
     """Row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer single row goes alone).
 
     The longest rows first, each into the first micro-batch that has room for it. padded: for a model that cannot run
     packed sequences; rows x longest counts, and a row joins only those next in length.
+    prompts: of each row the number of its prompt, and its tokens: rows of one prompt go in one after the other, and a
+    micro-batch that has the prompt needs room for the rest of a row only. Empty: each row has a prompt of its own.
     At least `least` micro-batches where there are rows enough, so that ranks that step together take equally many.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -34,14 +47,21 @@ def cut(lengths: Sequence[int], budget_tokens: int, least: int = 0, *, padded: b
             if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > budget_tokens:
                 groups.append([])
             groups[-1].append(i)
-    else:
-        rooms = _Rooms(len(order), budget_tokens)
-        for i in order:
-            g = rooms.first(min(lengths[i], budget_tokens))
-            if g == len(groups):
-                groups.append([])
-            groups[g].append(i)
-            rooms.take(g, lengths[i])
+        return _split(groups, least)
+    of_prompt: dict[int, list[int]] = {}
+    for i in order:
+        of_prompt.setdefault(prompts[i][0] if prompts else i, []).append(i)
+    rooms = _Rooms(len(order), budget_tokens)
+    for rows in of_prompt.values():
+        here = None
+        for i in rows:
+            rest = lengths[i] - (prompts[i][1] if prompts else 0)
+            if here is None or not rooms.has(here, rest):
+                here, rest = rooms.first(min(lengths[i], budget_tokens)), lengths[i]
+                if here == len(groups):
+                    groups.append([])
+            groups[here].append(i)
+            rooms.take(here, rest)
     return _split(groups, least)
 
 
@@ -58,6 +78,10 @@ class _Rooms:
         while node < self._leaves:
             node = 2 * node + (self._most[2 * node] < size)
         return node - self._leaves
+
+    def has(self, i: int, size: int) -> bool:
+        """Whether bin i has room for `size`."""
+        return self._most[i + self._leaves] >= size
 
     def take(self, i: int, size: int) -> None:
         """Take `size` of bin i."""
@@ -85,13 +109,17 @@ def _split(groups: list[list[int]], least: int) -> list[list[int]]:
 class MicroBatch:
     """One forward pass: `inputs` of the modules in `workbench.models.heads`, one target a response token.
 
+    Rows of the same prompt share it: the prompt is a sequence, and each response goes on from it.
     index: its rows in the shard. weight: 0.0 for a pass that only keeps step with the other ranks.
+    last: [B], the number of each row's last token among the T. tokens: of its rows, each with its prompt.
     response_rows, response_times [N]: where token n stands in a [B, R] picture of the responses.
     """
 
     index: list[int]
     inputs: dict[str, Any]
     targets: Tensor
+    last: Tensor
+    tokens: int
     response_rows: Tensor
     response_times: Tensor
     longest: int
@@ -108,11 +136,21 @@ class MicroBatch:
 
     def column_BR(self, column: Ragged) -> Tensor:
         """This micro-batch's rows of a response column, [B, R], on its device."""
-        return self.to_BR(column.take(self.index).values.to(self.targets.device))
+        return self.to_BR(to_device(column.take(self.index).values, self.targets.device))
 
     def mask_BR(self, mask: Ragged) -> Tensor:
         """The response mask, [B, R], all zero in a pass that only keeps step."""
         return self.column_BR(mask).float() * self.weight
+
+    def mean_over(self, mask_BR: Tensor) -> Callable[[Tensor], OnDevice]:
+        """Means over the tokens of a mask, as metrics."""
+        count = mask_BR.sum()
+        return lambda x_BR: OnDevice(Mean, {"total": (x_BR.detach() * mask_BR).sum(), "count": count})
+
+
+def largest(x: Tensor) -> OnDevice:
+    """The largest number of a tensor, as a metric."""
+    return OnDevice(Max, {"value": x.max()})
 
 
 def micro_batches(
@@ -133,45 +171,97 @@ def micro_batches(
     nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
+    numbers: dict[bytes, int] = {}  # of prompts; rows that run padded share none
+    prompt_of = {
+        row: row if padded else numbers.setdefault(prompts[row].numpy().tobytes(), len(numbers)) for row in rows
+    }
     units = [list(rows[i : i + together]) for i in range(0, len(rows), together)]
 
+    def prompts_of(unit: Sequence[int]) -> dict[int, int]:
+        return {prompt_of[row]: len(prompts[row]) for row in unit}
+
     def length(unit: Sequence[int]) -> int:
-        tokens = [len(prompts[row]) + len(responses[row]) for row in unit]
-        return len(unit) * max(tokens) if padded else sum(tokens)
+        if padded:
+            return len(unit) * max(len(prompts[row]) + len(responses[row]) for row in unit)
+        return sum(prompts_of(unit).values()) + sum(len(responses[row]) for row in unit)
 
     kept = [unit for unit in units if any(row not in skip for row in unit)]
     lengths = [length(unit) for unit in kept]
-    here = len(cut(lengths, budget_tokens, padded=padded))
+    first = [next(iter(prompts_of(unit).items())) for unit in kept]
+    here = len(cut(lengths, budget_tokens, padded=padded, prompts=first))
     most = max(1, int(data.all_reduce_max(torch.tensor([here])).item()))
-    groups = [[row for u in group for row in kept[u]] for group in cut(lengths, budget_tokens, most, padded=padded)]
-    out = [_build(group, prompts, responses, device, 1.0) for group in groups]
-    filler = [_build(min(units, key=length), prompts, responses, device, 0.0)] if len(out) < most else []
+    groups = cut(lengths, budget_tokens, most, padded=padded, prompts=first)
+    build = partial(_build, prompts=prompts, responses=responses, prompt_of=prompt_of, device=device)
+    out = [build([row for u in group for row in kept[u]], weight=1.0) for group in groups]
+    filler = [build(min(units, key=length), weight=0.0)] if len(out) < most else []
     return out + filler * (most - len(out))
 
 
 def _build(
-    index: list[int], prompts: list[Tensor], responses: list[Tensor], device: torch.device, weight: float
+    index: list[int],
+    *,
+    prompts: list[Tensor],
+    responses: list[Tensor],
+    prompt_of: Mapping[int, int],
+    device: torch.device,
+    weight: float,
 ) -> MicroBatch:
-    lengths = tuple(len(prompts[i]) + len(responses[i]) for i in index)
+    """prompt_of: the number of each row's prompt."""
+    sequences, after, ends, starts = _sequences(index, prompts, responses, prompt_of)
     counts = torch.tensor([len(responses[i]) for i in index])
     rows_N = torch.repeat_interleave(torch.arange(len(index)), counts)
     times_N = torch.cat([torch.arange(int(n)) for n in counts])
-    ends = torch.tensor(list(accumulate(lengths)))
+    # the hidden state one token earlier predicts the token, and is the state that the critic values
+    positions_N = torch.where(times_N > 0, starts[rows_N] + times_N - 1, ends[rows_N])
     inputs = {
-        "input_ids": torch.cat([part for i in index for part in (prompts[i], responses[i])]).long().to(device),
-        "lengths": lengths,
-        # the hidden state one position earlier predicts the token, and is the state that the critic values
-        "positions": ((ends - counts)[rows_N] + times_N - 1).to(device),
+        "input_ids": to_device(torch.cat(sequences).long(), device),
+        "lengths": tuple(map(len, sequences)),
+        "after": after,
+        "positions": to_device(positions_N, device),
     }
     return MicroBatch(
         index=index,
         inputs=inputs,
-        targets=torch.cat([responses[i] for i in index]).to(device),
-        response_rows=rows_N.to(device),
-        response_times=times_N.to(device),
+        targets=to_device(torch.cat([responses[i] for i in index]), device),
+        last=to_device(torch.where(counts > 0, starts + counts - 1, ends), device),
+        tokens=sum(len(prompts[i]) + len(responses[i]) for i in index),
+        response_rows=to_device(rows_N, device),
+        response_times=to_device(times_N, device),
         longest=int(counts.max()),
         weight=weight,
     )
+
+
+def _sequences(
+    index: list[int], prompts: list[Tensor], responses: list[Tensor], prompt_of: Mapping[int, int]
+) -> tuple[list[Tensor], tuple[int, ...], Tensor, Tensor]:
+    """(sequences, which of them go on from which, for each row the number of its prompt's last token, and that of its
+    response's first): a prompt of several rows stands before the first of their responses."""
+    rows_of = Counter(prompt_of[i] for i in index)
+    sequences: list[Tensor] = []
+    after, ends, starts, tokens = [], [], [], 0
+    known: dict[int, tuple[int, int]] = {}  # of a shared prompt: the number of its sequence, and of its last token
+    for i in index:
+        prompt, response = prompts[i], responses[i]
+        if rows_of[prompt_of[i]] == 1 or not len(prompt):
+            sequences.append(torch.cat([prompt, response]))
+            after.append(-1)
+            end = tokens + len(prompt) - 1
+            tokens += len(prompt)
+        else:
+            if prompt_of[i] not in known:
+                known[prompt_of[i]] = len(sequences), tokens + len(prompt) - 1
+                sequences.append(prompt)
+                after.append(-1)
+                tokens += len(prompt)
+            number, end = known[prompt_of[i]]
+            if len(response):
+                sequences.append(response)
+                after.append(number)
+        ends.append(end)
+        starts.append(tokens)
+        tokens += len(response)
+    return sequences, tuple(after) if known else (), torch.tensor(ends), torch.tensor(starts)
 
 
 class Scatter:
@@ -222,4 +312,4 @@ def each_minibatch(
 
 def tokens_of(micro: MicroBatch) -> int:
     """Tokens of a micro-batch; 0 of one that only keeps step."""
-    return sum(micro.inputs["lengths"]) if micro.weight else 0
+    return micro.tokens if micro.weight else 0

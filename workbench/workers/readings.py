@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,11 +47,7 @@ ANSWER_LOG_PROBS = Reading(
 """log pi(answer | prompt) of each row, [B]: the sum over its response tokens, EOS included, nats."""
 
 
-def _last_tokens(micro: MicroBatch) -> dict[str, Any]:
-    inputs = {name: micro.inputs[name] for name in ("input_ids", "lengths")}
-    last = torch.tensor(list(accumulate(inputs["lengths"])), device=inputs["input_ids"].device) - 1
-    return {**inputs, "positions": last}
-
-
-LAST_TOKEN_SCORES = Reading(inputs=_last_tokens, values=lambda micro, output: output)
+LAST_TOKEN_SCORES = Reading(
+    inputs=lambda micro: {**micro.inputs, "positions": micro.last}, values=lambda micro, output: output
+)
 """The score of each row, [B], read at its last token."""

@@ -21,7 +21,7 @@ from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.passes import Pass
 from workbench.models.heads import PackedModule
 
-OF_BACKBONE = ("input_ids", "lengths")
+OF_BACKBONE = ("input_ids", "lengths", "after")
 
 
 class Pipeline:
@@ -106,7 +106,9 @@ class Pipeline:
 
     def _stage(self, inputs: Mapping[str, Any], received: Tensor | None) -> Tensor:
         with self._autocast():
-            hidden = self._module.hidden_states(inputs["input_ids"], inputs["lengths"], received)
+            hidden = self._module.hidden_states(
+                inputs["input_ids"], inputs["lengths"], inputs.get("after", ()), received
+            )
         return hidden if self._last else hidden.to(self._dtype).contiguous()
 
     def _with_previous(self, gradient: Tensor | None, inputs: Mapping[str, Any] | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
-from workbench.messages.metrics import Max, Mean, Metrics
+from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
@@ -26,7 +26,8 @@ from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
 from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss
 from workbench.objectives.losses import PolicyLoss, policy_loss
-from workbench.support.validation import at_least
+from workbench.support.validation import at_least, true_or_false
+from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.inference import (
     LOG_PROB_TEMPERATURE,
     check_temperature,
@@ -36,7 +37,7 @@ from workbench.workers.inference import (
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.micro_batches import MicroBatch, Scatter
+from workbench.workers.micro_batches import MicroBatch, Scatter, largest
 from workbench.workers.readings import token_log_probs_and_entropies
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.reference import ReferencePolicy
@@ -48,7 +49,8 @@ from workbench.workers.worker import Context
 
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    columns = ["prompt_ids", "response_ids", "response_mask", "old_log_prob", "advantages"]
+    columns = ["prompt_ids", "response_ids", "response_mask", "advantages"]
+    columns += [] if arguments["on_policy"] else ["old_log_prob"]
     columns += ["ref_log_prob"] if arguments["kl_coefficient"] else []
     columns += ["pretrain_ids"] if arguments["pretrain_coefficient"] else []
     columns += ["rollout_log_prob"] if arguments["correction"] is not None else []
@@ -69,6 +71,22 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     correction = arguments["correction"]
     if correction is not None and not isinstance(correction, Correction):
         raise BadInput(f"correction={correction!r:.60}", "must be a wb.Correction(...), or None")
+    true_or_false("on_policy", arguments["on_policy"])
+    if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1):
+        which = "a correction" if correction is not None else f"epochs={arguments['epochs']}"
+        raise BadInput(f"on_policy=True with {which}", *_NEEDS_OLD)
+
+
+_NEEDS_OLD = (
+    "that compares with log-probabilities of before the update",
+    "call compute_log_prob first, and leave on_policy out",
+)
+
+
+def _check_model(arguments: Mapping[str, Any], model: Model) -> None:
+    minibatches = 1 if model.training is None else model.training.minibatches
+    if arguments["on_policy"] and minibatches > 1:
+        raise BadInput(f"on_policy=True with Training(minibatches={minibatches})", *_NEEDS_OLD)
 
 
 def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
@@ -142,6 +160,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
         minibatched=True,
         updates=True,
         check=_check_update,
+        check_model=_check_model,
     )
     def update_actor(
         self,
@@ -160,6 +179,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
         correction: Correction | None = None,
         pretrain_coefficient: float = 0.0,
         temperature: float | None = None,
+        on_policy: bool = False,
     ) -> Output:
         """A policy update, one optimizer step a minibatch and epoch.
 
@@ -174,6 +194,10 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
         its gradient is part of the same optimizer step.
         temperature: None takes the one that `old_log_prob` was taken at, which is the rollout's unless
         `compute_log_prob` was given another.
+        on_policy: one optimizer step, whose own forward pass gives what `compute_log_prob` would: `old_log_prob` is not
+        read, the ratio is 1, and a forward pass is saved. The gradient is the same, to the last bit where no row is
+        skipped. The metrics of `compute_log_prob` are then here (`entropy`, `old_log_prob/mean`, `rollout_gap/...`), of
+        the rows that are not skipped.
 
         Without bonus and penalty a row whose advantages are all 0 has no gradient: it counts in the denominators, but
         no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others. A
@@ -181,39 +205,43 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
         another thing: the optimizer steps that were not taken, for want of a finite gradient norm.
         """
         scale = old_log_prob_temperature(batch, temperature)
-        old, mask, advantages = (batch.ragged(n) for n in ("old_log_prob", "response_mask", "advantages"))
+        mask, advantages = batch.ragged("response_mask"), batch.ragged("advantages")
         high = clip if clip_high is None else clip_high
+        with_entropy = on_policy or entropy_coefficient != 0
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
-        def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+        def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, DeviceMetrics]:
             log_probs_N, entropy_N = output
             log_probs_BR, mask_BR = micro.to_BR(log_probs_N), micro.mask_BR(mask)
-            old_BR = micro.column_BR(old)
+            now_BR = log_probs_BR.detach()
+            old_BR = now_BR if on_policy else micro.column_BR(batch.ragged("old_log_prob"))
             advantages_BR = micro.column_BR(advantages)
             loss_BR, stats = policy_loss(loss, log_probs_BR, old_BR, advantages_BR, mask_BR, clip, high, dual_clip)
             if weights is not None:
                 loss_BR = loss_BR * micro.column_BR(weights.column)
-            count = float(mask_BR.sum())
-
-            def mean(x_BR: Tensor) -> Mean:
-                return Mean(total=float((x_BR.detach() * mask_BR).sum()), count=count)
-
+            mean = micro.mean_over(mask_BR)
             deviation_BR = (stats.ratio_BT - 1).abs() * mask_BR
-            metrics: Metrics = {
+            metrics: dict[str, Metric | OnDevice] = {
                 "ratio/mean": mean(stats.ratio_BT),
-                "ratio/max_deviation": Max(value=float(deviation_BR.max())),
+                "ratio/max_deviation": largest(deviation_BR),
                 "clip_fraction": mean(stats.clipped_BT.float()),
-                "approximate_kl": mean(kl_estimate(old_BR, log_probs_BR.detach(), "k3")),
+                "approximate_kl": mean(kl_estimate(old_BR, now_BR, "k3")),
             }
             if "rollout_log_prob" in batch.columns:
                 rollout_BR = micro.column_BR(batch.ragged("rollout_log_prob"))
                 # a selection, not a product: outside the mask the exponential may be infinite
-                gap_BR = torch.where(mask_BR > 0, log_probs_BR.detach() - rollout_BR, 0.0)
-                metrics["rollout_ratio/max_deviation"] = Max(value=float((gap_BR.exp() - 1).abs().max()))
-            if entropy_coefficient:
+                gap_BR = torch.where(mask_BR > 0, now_BR - rollout_BR, 0.0)
+                metrics["rollout_ratio/max_deviation"] = largest((gap_BR.exp() - 1).abs())
+                if on_policy:
+                    metrics["rollout_gap/mean"] = mean(gap_BR.abs())
+                    metrics["rollout_gap/max"] = largest(gap_BR.abs())
+            if on_policy:
+                metrics["old_log_prob/mean"] = mean(now_BR)
+            if with_entropy:
                 entropy_BR = micro.to_BR(entropy_N)
-                loss_BR = loss_BR - entropy_coefficient * entropy_BR
                 metrics["entropy"] = mean(entropy_BR)
+            if entropy_coefficient:
+                loss_BR = loss_BR - entropy_coefficient * entropy_BR
             if kl_coefficient:
                 kl_BR = kl_loss(log_probs_BR, old_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
                 loss_BR = loss_BR + kl_coefficient * kl_BR
@@ -224,7 +252,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
         skip = () if entropy_coefficient or kl_coefficient else _rows_without_advantage(advantages, mask)
         main = Term(
             shard=batch,
-            inputs=lambda micro: micro.scored(scale, with_entropy=entropy_coefficient != 0),
+            inputs=lambda micro: micro.scored(scale, with_entropy=with_entropy),
             loss=token_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Table
-from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
@@ -19,6 +18,7 @@ from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.losses import value_loss
 from workbench.support.validation import at_least
+from workbench.workers.device_metrics import DeviceMetrics
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.roles.trained import Term, TrainedWorker, check_update
@@ -86,8 +86,7 @@ class CriticWorker(TrainedWorker):
                 return self.engine.forward(**micro.inputs)
             # the state after the last token is read at it, in the same pass as the states before the others
             before_N = micro.inputs["positions"]
-            after_B = torch.tensor(micro.inputs["lengths"], device=before_N.device).cumsum(0) - 1
-            both = self.engine.forward(**{**micro.inputs, "positions": torch.cat([before_N, after_B])})
+            both = self.engine.forward(**{**micro.inputs, "positions": torch.cat([before_N, micro.last])})
             if micro.weight:
                 final_B[micro.index] = both[len(before_N) :].float().cpu()
             return both[: len(before_N)]
@@ -110,15 +109,11 @@ class CriticWorker(TrainedWorker):
     ) -> Output:
         old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
 
-        def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
             values_BR = micro.to_BR(values_N)
             returns_BR, mask_BR = micro.column_BR(returns), micro.mask_BR(mask)
             loss_BR, stats = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
-            count, new_BR = float(mask_BR.sum()), values_BR.detach()
-
-            def mean(x_BR: Tensor) -> Mean:
-                return Mean(total=float((x_BR * mask_BR).sum()), count=count)
-
+            mean, new_BR = micro.mean_over(mask_BR), values_BR.detach()
             return loss_BR, {
                 "value_error": mean((new_BR - returns_BR) ** 2),
                 "value_clip_fraction": mean(stats.clipped_BT.float()),

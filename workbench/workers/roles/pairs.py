@@ -15,6 +15,7 @@ from workbench.errors import BadInput
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.objectives.preference import binomial_interval
+from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.readings import Reading
@@ -26,7 +27,7 @@ PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 REFERENCE_COLUMNS = ("ref_chosen_log_prob", "ref_rejected_log_prob")
 
 RowValues = Callable[[MicroBatch], Tensor]  # -> [B], a number a row
-PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, Metrics]]
+PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics]]
 
 
 def as_rows(batch: Shard, data: Collectives) -> Shard:
@@ -63,7 +64,7 @@ def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) 
     pairs: their numbers in the shard.
     """
 
-    def each(micro: MicroBatch, output: Any) -> tuple[Tensor, Metrics]:
+    def each(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
         values_B = reading.values(micro, output)
         loss_P, metrics = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
         loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
@@ -93,7 +94,7 @@ def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
 
 def pair_metrics(
     loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, *, names: tuple[str, str], sign: int = 1
-) -> Metrics:
+) -> DeviceMetrics:
     """What is said of pairs and their two scores: loss, share in which the chosen answer has the better one (a tie is
     none), by how much it is better, and the mean of each. sign: -1 where lower is better."""
     chosen_P, rejected_P = chosen_P.detach().double(), rejected_P.detach().double()
@@ -105,7 +106,7 @@ def pair_metrics(
         f"{names[0]}/mean": chosen_P,
         f"{names[1]}/mean": rejected_P,
     }
-    return {name: Mean(total=float(values.sum()), count=len(values)) for name, values in told.items()}
+    return {name: OnDevice(Mean, {"total": x.sum(), "count": len(x)}) for name, x in told.items()}
 
 
 def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Collectives) -> Metrics:

@@ -14,6 +14,7 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
+from workbench.models.compiling import compile_layers
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
@@ -36,6 +37,8 @@ class FrozenWorker(ModelWorker):
         super().__init__(spec, context)
         assert spec.training is not None and spec.dtype is not None
         self.sequences, self.padded = module.describe(), module.padded_because is not None
+        if spec.training.compile:
+            compile_layers(module)
         self.engine: TrainingEngine = make_training_engine(
             module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )

@@ -16,16 +16,18 @@ from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.engines.training import TrainingEngine, make_training_engine
 from workbench.errors import BadInput, RewardError
-from workbench.messages.metrics import Max, Mean, Metrics
+from workbench.messages.metrics import Max, Mean
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenValues, load_token_values
+from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
 from workbench.support.validation import at_least, whole
+from workbench.workers.device_metrics import DeviceMetrics, on_host
 from workbench.workers.inference import each_row
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import LAST_TOKEN_SCORES
@@ -205,15 +207,15 @@ class RewardWorker(ModelWorker):
         values = partial(LAST_TOKEN_SCORES.of, self._model)
         chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
         loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
-        metrics = pair_metrics(loss, chosen, rejected, names=names, sign=sign)
+        (metrics,) = on_host([pair_metrics(loss, chosen, rejected, names=names, sign=sign)])
         metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.groups.data)
         return Output(columns={names[0]: chosen, names[1]: rejected}, metrics=metrics)
 
     def _learn_pairs(self, batch: Shard, names: tuple[str, str], sign: int, epochs: int) -> Output:
         margin = _margin(batch)
 
-        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
-            margin_P = None if margin is None else margin[pairs].to(chosen_P.device)
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
+            margin_P = None if margin is None else to_device(margin[pairs], chosen_P.device)
             loss_P = pairwise_loss(sign * chosen_P, sign * rejected_P, margin_P)
             return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
 

@@ -17,13 +17,13 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
+from workbench.models.packing import to_device
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
 from workbench.objectives.preference import dpo_loss
 from workbench.support.validation import at_least, whole
-from workbench.workers.inference import (
-    each_response_token,
-)
+from workbench.workers.device_metrics import DeviceMetrics, on_host
+from workbench.workers.inference import each_response_token
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import (
@@ -85,7 +85,7 @@ class SupervisedWorker(TrainedWorker):
         Source: InstructGPT, Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5.
         """
 
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
             return -micro.to_BR(output[0]), {}
 
         term = Term(
@@ -117,7 +117,8 @@ class SupervisedWorker(TrainedWorker):
         metrics: Metrics = {}
         if set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
-            metrics = pair_metrics(loss, *rewards, names=REWARDS) | accuracy_bounds(*rewards, self.context.groups.data)
+            (metrics,) = on_host([pair_metrics(loss, *rewards, names=REWARDS)])
+            metrics |= accuracy_bounds(*rewards, self.context.groups.data)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
 
     @register(
@@ -137,8 +138,10 @@ class SupervisedWorker(TrainedWorker):
         """
         ref_chosen, ref_rejected = reference_log_probs(batch)
 
-        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, Metrics]:
-            ref_chosen_P, ref_rejected_P = (ref[pairs].to(chosen_P.device) for ref in (ref_chosen, ref_rejected))
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
+            ref_chosen_P, ref_rejected_P = (
+                to_device(ref[pairs], chosen_P.device) for ref in (ref_chosen, ref_rejected)
+            )
             loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
             return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
 
@@ -150,10 +153,9 @@ class SupervisedWorker(TrainedWorker):
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
         mask = texts.ragged("response_mask")
 
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
             loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
-            total = float((loss_BR.detach() * mask_BR).sum())
-            return coefficient * loss_BR, {"pretrain_loss": Mean(total=total, count=float(mask_BR.sum()))}
+            return coefficient * loss_BR, {"pretrain_loss": micro.mean_over(mask_BR)(loss_BR)}
 
         return Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
 

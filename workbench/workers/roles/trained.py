@@ -18,10 +18,12 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, VALUES_OF_RANKS
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
+from workbench.models.compiling import compile_layers
 from workbench.models.heads import PackedModule
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.support.validation import whole
+from workbench.workers.device_metrics import DeviceMetrics, OnDevice, on_host
 from workbench.workers.finite import not_finite_in
 from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.micro_batches import MicroBatch, each_minibatch, minibatch_indices, tokens_of
@@ -30,7 +32,7 @@ from workbench.workers.saving import save_model
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
-TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, Metrics]]
+TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, DeviceMetrics]]
 
 
 def check_update(arguments: Mapping[str, Any]) -> None:
@@ -63,13 +65,35 @@ class Term:
 
 @dataclass
 class Minibatch:
-    """One optimizer step in the making: this rank's share of its loss, and the metrics of its micro-batches.
+    """One optimizer step in the making: what its micro-batches tell. It is read when the step has been taken, so that
+    the host does not wait for a device between micro-batches.
 
-    odd: where its loss was first not finite, in words."""
+    told: their metrics, this rank's share of the loss among them. odd_rows: which rows' losses are not finite, [B].
+    """
 
-    share: float = 0.0
-    metrics: Metrics = field(default_factory=dict)
-    odd: str = ""
+    told: list[DeviceMetrics] = field(default_factory=list)
+    odd_rows: list[tuple[Term, MicroBatch, Tensor]] = field(default_factory=list)
+
+    def tell(self, term: Term, micro: MicroBatch, loss_BR: Tensor, share: Tensor, metrics: DeviceMetrics) -> None:
+        """One micro-batch more. loss_BR: 0 outside the mask."""
+        self.told.append({**metrics, "loss": OnDevice(Mean, {"total": share.detach(), "count": 0.0})})
+        self.odd_rows.append((term, micro, (~torch.isfinite(loss_BR.detach())).any(dim=1)))
+
+    def read(self) -> Metrics:
+        """The metrics of all micro-batches."""
+        metrics: Metrics = {}
+        for told in on_host(self.told):
+            merge_metrics(metrics, told)
+        return metrics
+
+    def odd_loss(self) -> str:
+        """In which row of the batch a loss is first not finite, and which columns are not there, in words."""
+        for term, micro, odd_B in self.odd_rows:
+            for i in odd_B.nonzero()[:1, 0].tolist():
+                read = not_finite_in(term.shard.columns, micro.index[i])
+                where = f"its loss is not finite, first in row {int(term.shard.rows[micro.index[i]])}"
+                return where + (f", where {read} is not" if read else "")
+        return "its loss is not finite"
 
 
 class TrainedWorker(ModelWorker):
@@ -82,6 +106,8 @@ class TrainedWorker(ModelWorker):
         assert spec.training is not None and spec.dtype is not None
         self.training = spec.training
         self.sequences, self.padded = module.describe(), module.padded_because is not None
+        if self.training.compile:
+            compile_layers(module)
         self.engine = make_training_engine(
             module, spec.training, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
         )
@@ -171,10 +197,7 @@ class TrainedWorker(ModelWorker):
                 loss_BR, more = term.loss(micro, output)
                 mask_BR = micro.mask_BR(term.shard.ragged("response_mask"))
                 scalar = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
-                step.share += float(scalar.detach())
-                if not math.isfinite(step.share) and not step.odd:
-                    step.odd = _odd_loss(term.shard, micro, loss_BR.detach() * mask_BR)
-                merge_metrics(step.metrics, more)
+                step.tell(term, micro, loss_BR * mask_BR, scalar, more)
                 return scalar
 
             tokens = tokens_of(micro) * groups.counts
@@ -204,19 +227,23 @@ class TrainedWorker(ModelWorker):
                     minibatches = self._minibatches(terms)
                     total = epochs * sum(map(_count, minibatches))
                     done = epoch * total // epochs + sum(map(_count, minibatches[:number]))
-                # each replica holds its share of one global loss: the shares add up, the count is one a step
+                of_step = step.read()
+                share = of_step.get("loss", Mean(total=0.0, count=0.0))  # told on the last stage of a pipeline
+                assert isinstance(share, Mean)
                 if report.skipped:
+                    odd = "" if math.isfinite(share.total) else step.odd_loss()
                     notes.append(
                         f"optimizer step {number + 1} of {len(minibatches)}, epoch {epoch + 1}, was skipped: "
-                        + (step.odd or f"the gradient is not finite, first that of {report.culprit or 'some weight'}")
+                        + (odd or f"the gradient is not finite, first that of {report.culprit or 'some weight'}")
                     )
-                step.metrics["loss"] = Mean(total=step.share, count=1 / groups.data.world_size)
-                step.metrics["grad_norm"] = Mean(total=report.grad_norm, count=1)
-                step.metrics["skipped/fraction"] = Mean(total=float(report.skipped), count=1)
-                step.metrics["learning_rate"] = Mean(total=report.learning_rate, count=1)
+                # each replica holds its share of one global loss: the shares add up, the count is one a step
+                of_step["loss"] = Mean(total=share.total, count=1 / groups.data.world_size)
+                of_step["grad_norm"] = Mean(total=report.grad_norm, count=1)
+                of_step["skipped/fraction"] = Mean(total=float(report.skipped), count=1)
+                of_step["learning_rate"] = Mean(total=report.learning_rate, count=1)
                 if epoch == number == 0:
-                    merge_metrics(metrics, {f"first_minibatch/{name}": m for name, m in step.metrics.items()})
-                merge_metrics(metrics, step.metrics)
+                    merge_metrics(metrics, {f"first_minibatch/{name}": m for name, m in of_step.items()})
+                merge_metrics(metrics, of_step)
         metrics["optimizer_steps"] = Max(value=self.engine.steps)
         return Output(metrics=metrics, notes=tuple(notes))
 
@@ -242,13 +269,3 @@ class TrainedWorker(ModelWorker):
 def _count(minibatch: tuple[list[MicroBatch], ...]) -> int:
     """The micro-batches of all terms."""
     return sum(map(len, minibatch))
-
-
-def _odd_loss(shard: Shard, micro: MicroBatch, loss_BR: Tensor) -> str:
-    """In which row of the batch a loss is first not finite, and which columns are not there, in words."""
-    bad = (~torch.isfinite(loss_BR)).any(dim=1).nonzero()
-    if not len(bad):
-        return "its loss is not finite"
-    row = micro.index[int(bad[0])]
-    read = not_finite_in(shard.columns, row)
-    return f"its loss is not finite, first in row {int(shard.rows[row])}" + (f", where {read} is not" if read else "")
