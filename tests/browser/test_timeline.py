@@ -22,6 +22,7 @@ ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 RUN = "ppo.run(2)"
 SHOW = 'panel = lab.panel("timeline"); view = panel.views["timeline"]; panel'
 FOLLOW = "ppo.run(1)"
+LANE_Y = 66  # pixels from the top of the picture: within the first lane
 
 
 class Drawn:
@@ -29,7 +30,7 @@ class Drawn:
 
     def __init__(self, notebook: Notebook, panel: Any) -> None:
         self.notebook, self.root = notebook, panel.locator(".wb-tl")
-        self.canvas = panel.locator(".wb-tl-canvas")
+        self.canvas = panel.locator(".wb-tl-stage")
 
     def __getitem__(self, name: str) -> float:
         return float(self.root.get_attribute(f"data-{name}") or "nan")
@@ -102,7 +103,7 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     panel.get_by_role("button", name="zoom in").click()
     drawn.until(lambda: drawn.length < whole, "the button zooms in")
     box = drawn.canvas.bounding_box()
-    middle = (box["x"] + box["width"] / 2, box["y"] + 40)
+    middle = (box["x"] + box["width"] / 2, box["y"] + LANE_Y)
     before = drawn["from"]
     notebook.page.mouse.move(*middle)
     notebook.page.mouse.down()
@@ -175,7 +176,7 @@ def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
         drawn.canvas.scroll_into_view_if_needed()
         box = drawn.canvas.bounding_box()
         for x in range(100, int(box["width"]) - 8, step):
-            notebook.page.mouse.move(box["x"] + x, box["y"] + 32)
+            notebook.page.mouse.move(box["x"] + x, box["y"] + LANE_Y)
             if pause_ms:
                 notebook.page.wait_for_timeout(pause_ms)
             if told():

@@ -1,0 +1,186 @@
+"""Spans as columns of numbers, each with its place in a timeline; they grow as spans are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.display.idle import Gaps, Lane, Life, idle_gaps, lives_of, work_of
+from workbench.display.lanes import SubLanes
+from workbench.telemetry.spans import KINDS
+
+Row = Mapping[str, Any]
+
+# column of a span: what a row that lacks it has
+NUMBERS = {"start_s": 0.0, "end_s": 0.0, "processed_tokens": 0, "moved_bytes": 0, "peak_memory_bytes": 0, "run": 0,
+           "rank": 0}  # fmt: skip
+TEXTS = {"stage": "", "role": "", "kind": "compute", "parent": "", "note": ""}
+CALL = ("run", "stage", "role", "rank", "lane")  # spans that are equal in these are of one call on one rank
+PLACES = ("lane", "sublane", "depth")
+QUEUE = 1 + KINDS.index("queue")  # as a number of `SpanTable.kinds`
+TRANSFER = 1 + KINDS.index("transfer")
+
+
+class Names:
+    """Texts by number, numbered as they come."""
+
+    def __init__(self, names: Iterable[Any] = ()) -> None:
+        self.all: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        self.numbers(names)
+
+    def numbers(self, names: Iterable[Any]) -> NDArray[np.int64]:
+        """The number of each; those that are new get the next ones."""
+        names = list(names)
+        for name in dict.fromkeys(names):
+            if name not in self._numbers:
+                self._numbers[name] = len(self.all)
+                self.all.append(name)
+        return np.array([self._numbers[name] for name in names], np.int64)
+
+
+class SpanTable:
+    """Spans in the order in which they were recorded; a span keeps its number and its place.
+
+    lanes: (pool, device), first those given and then as they came. columns: by name, one value a span; texts by their
+    number in `names`. sublane: bars at the same time have one each. depth: 0 for the bar of a stage, 1 for a span
+    inside it, 2 for one inside that.
+    """
+
+    def __init__(self, lanes: Sequence[Lane] = ()) -> None:
+        self.columns: dict[str, NDArray[Any]] = {
+            name: np.empty(0, type(NUMBERS.get(name, 0))) for name in (*NUMBERS, *TEXTS, *PLACES)
+        }
+        kinds = Names(("", *KINDS))
+        self.names = {"stage": Names(), "role": Names(), "kind": kinds, "parent": kinds, "note": Names(("",))}
+        self._lanes = Names(lanes)
+        self._sublanes: dict[int, SubLanes] = {}
+        self._calls = Names()
+        # of bars at depth 0: call, start_s, end_s, kind, sublane
+        self._bars: list[NDArray[Any]] = [np.empty(0, kind) for kind in (int, float, float, int, int)]
+        self._early: list[Row] = []
+
+    def __len__(self) -> int:
+        return len(self.columns["start_s"])
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return self._lanes.all
+
+    def know(self, lanes: Iterable[Lane]) -> None:
+        """Lanes that there are, whether a span has come from them or not."""
+        self._lanes.numbers(lanes)
+
+    def add(self, rows: Sequence[Row], *, last: bool = True) -> None:
+        """Take in spans as they are stored. last: else a span inside a stage whose bar has not come waits for it until
+        the next `add`."""
+        waited = len(self._early)
+        rows, self._early = [*self._early, *rows], []
+        if not rows:
+            return
+        new: dict[str, NDArray[Any]] = {
+            name: np.array([row.get(name, default) for row in rows], type(default)) for name, default in NUMBERS.items()
+        }
+        new |= {name: self.names[name].numbers([row.get(name, text) for row in rows]) for name, text in TEXTS.items()}
+        new["lane"] = self._lanes.numbers((row.get("pool", ""), row.get("device", "")) for row in rows)
+        call = self._calls.numbers(zip(*(new[name].tolist() for name in CALL), strict=True))
+        order = np.lexsort((-new["end_s"], new["start_s"]))
+        if not last:
+            has_bar = np.zeros(len(self._calls.all), bool)
+            has_bar[self._bars[0]] = True
+            has_bar[call[(new["parent"] == 0) & (new["kind"] != QUEUE)]] = True
+            early = (new["parent"] != 0) & ~has_bar[call]
+            early[:waited] = False
+            self._early = [rows[number] for number in np.flatnonzero(early)]
+            order = order[~early[order]]
+        new, call = {name: column[order] for name, column in new.items()}, call[order]
+        new["sublane"], new["depth"] = self._place(new, call)
+        self.columns = {name: np.concatenate([column, new[name]]) for name, column in self.columns.items()}
+
+    def _place(self, new: Mapping[str, NDArray[Any]], call: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Sub-lane and depth of spans given by start; bars among them go into `_bars`."""
+        sublane, depth = np.zeros(len(call), int), np.zeros(len(call), int)
+        queued = new["kind"] == QUEUE
+        inside = np.flatnonzero((new["parent"] != 0) & ~queued)
+        middle_s = (new["start_s"] + new["end_s"]) / 2
+
+        def put(bars: Sequence[int] | NDArray[np.intp]) -> None:
+            for number in bars:
+                lane = self._sublanes.setdefault(int(new["lane"][number]), SubLanes())
+                sublane[number] = lane.take(float(new["start_s"][number]), float(new["end_s"][number]))
+            fields = (call, new["start_s"], new["end_s"], new["kind"], sublane)
+            self._bars = [np.concatenate([had, field[bars]]) for had, field in zip(self._bars, fields, strict=True)]
+
+        put(np.flatnonzero((new["parent"] == 0) & ~queued))
+        alone: dict[int, list[int]] = {}  # by call: spans that no bar holds are bars, which may hold later ones
+        for number in inside[self._holding(call[inside], middle_s[inside]) < 0].tolist():
+            others = alone.setdefault(int(call[number]), [])
+            if not any(new["start_s"][one] <= middle_s[number] <= new["end_s"][one] for one in others):
+                others.append(number)
+        put(np.array(sorted(number for numbers in alone.values() for number in numbers), np.intp))
+        inside = np.setdiff1d(inside, [number for numbers in alone.values() for number in numbers])
+        bar = self._holding(call[inside], middle_s[inside])
+        sublane[inside] = self._bars[4][bar]
+        depth[inside] = np.where(new["parent"][inside] == self._bars[3][bar], 1, 2)
+
+        first = np.full(len(self._calls.all), -1)  # bar of each call: a queue line lies under the one that it leads to
+        first[self._bars[0][::-1]] = np.arange(len(self._bars[0]))[::-1]
+        queue = np.flatnonzero(queued)[first[call[queued]] >= 0]
+        sublane[queue] = self._bars[4][first[call[queue]]]
+        return sublane, depth
+
+    def _holding(self, call: NDArray[np.int64], at_s: NDArray[np.float64]) -> NDArray[np.intp]:
+        """For each time the first bar of its call that is there then; -1 for none."""
+        calls, start_s, end_s, *_ = self._bars
+        order = np.argsort(calls, kind="stable")
+        place, stop = (np.searchsorted(calls[order], call, side) for side in ("left", "right"))
+        found, left = np.full(len(call), -1), np.arange(len(call))
+        while len(left := left[place[left] < stop[left]]):
+            bar = order[place[left]]
+            holds = (start_s[bar] <= at_s[left]) & (at_s[left] <= end_s[bar])
+            found[left[holds]] = bar[holds]
+            left = left[~holds]
+            place[left] += 1
+        return found
+
+    def row(self, number: int) -> dict[str, Any]:
+        """A span as it was stored, with its duration_s and place."""
+        values = {name: column[number].item() for name, column in self.columns.items()}
+        values |= {name: names.all[values[name]] for name, names in self.names.items()}
+        pool, device = self.lanes[values["lane"]]
+        return {**values, "pool": pool, "device": device, "duration_s": values["end_s"] - values["start_s"]}
+
+    def window(self) -> tuple[float, float]:
+        """From the first start to the last end."""
+        if not len(self):
+            return 0.0, 0.0
+        return float(self.columns["start_s"].min()), float(self.columns["end_s"].max())
+
+    def lives(self, live: Collection[Lane], moves_s: Sequence[float]) -> list[Life]:
+        """`lives_of` the lanes. live: those that are there now."""
+        first_s, last_s = np.full(len(self.lanes), np.inf), np.full(len(self.lanes), -np.inf)
+        np.minimum.at(first_s, self.columns["lane"], self.columns["start_s"])
+        np.maximum.at(last_s, self.columns["lane"], self.columns["end_s"])
+        return lives_of(first_s.tolist(), last_s.tolist(), [one in live for one in self.lanes], moves_s)
+
+    def work(self) -> NDArray[np.uint8]:
+        """What each span is to its device, see `work_of`."""
+        return np.asarray([work_of(kind) for kind in self.names["kind"].all], np.uint8)[self.columns["kind"]]
+
+    def gaps(self, window: tuple[float, float], lives: Sequence[Life] | None = None) -> Gaps:
+        """`idle_gaps` of a window."""
+        lane, start_s, end_s = (self.columns[name] for name in ("lane", "start_s", "end_s"))
+        return idle_gaps(self.lanes, lane, self.work(), start_s, end_s, window, lives)
+
+
+def records(spans: Any) -> list[dict[str, Any]]:
+    """A spans frame, or dicts with its columns, as dicts."""
+    if not hasattr(spans, "columns"):
+        return list(spans)
+    names = list(spans.columns)
+    return [
+        dict(zip(names, values, strict=True)) for values in zip(*(spans[name].tolist() for name in names), strict=True)
+    ]
