@@ -3,9 +3,10 @@
     python benchmarks/panel.py [--spans 1000 10000 100000] [--run-seconds 30]
 
 Spans of eight devices in two pools, written by a telemetry store. For each count: from the cell's start to the first
-paint, and from 200 more spans on disk to the paint that has them (a panel looks every 0.4 s); bytes that went to the
-front end for both; milliseconds of a frame while panning, with everything in sight and zoomed in: of the script, and
-from frame to frame; and from the end of a zoom to the paint of what the kernel has drawn for it. Then the share of the kernel's time that the panel takes while a tiny PPO runs.
+paint, and from 200 more spans on disk to the paint that has them (a panel looks every 0.4 s); from a zoom to the paint
+that the kernel made for it; bytes that went to the front end for the first paint and for the update; milliseconds of a
+frame while panning, with everything in sight and zoomed in: of the script, and from frame to frame. Then the share of
+the kernel's time that the panel takes while a tiny PPO runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ Row = Mapping[str, Any]
 NUMBERS = {"start_s": 0.0, "end_s": 0.0, "processed_tokens": 0, "moved_bytes": 0, "peak_memory_bytes": 0, "run": 0,
            "rank": 0}  # fmt: skip
 TEXTS = {"stage": "", "role": "", "kind": "compute", "parent": "", "note": ""}
-CALL = ("run", "stage", "role", "rank", "lane")  # spans that are equal in these are of one call on one rank
+CALL = ("run", "stage", "role", "rank", "lane")  # what spans of one call on one rank have in common
+DEFAULTS = {**NUMBERS, **TEXTS, "pool": "", "device": ""}
+FIELDS = itemgetter(*DEFAULTS)
 PLACES = ("lane", "sublane", "depth")
 QUEUE = 1 + KINDS.index("queue")  # as a number of `SpanTable.kinds`
 TRANSFER = 1 + KINDS.index("transfer")
@@ -27,19 +30,18 @@ TRANSFER = 1 + KINDS.index("transfer")
 class Names:
     """Texts by number, numbered as they come."""
 
-    def __init__(self, names: Iterable[Any] = ()) -> None:
+    def __init__(self, names: Collection[Any] = ()) -> None:
         self.all: list[Any] = []
         self._numbers: dict[Any, int] = {}
         self.numbers(names)
 
-    def numbers(self, names: Iterable[Any]) -> NDArray[np.int64]:
+    def numbers(self, names: Collection[Any]) -> NDArray[np.int64]:
         """The number of each; those that are new get the next ones."""
-        names = list(names)
         for name in dict.fromkeys(names):
             if name not in self._numbers:
                 self._numbers[name] = len(self.all)
                 self.all.append(name)
-        return np.array([self._numbers[name] for name in names], np.int64)
+        return np.fromiter(map(self._numbers.__getitem__, names), np.int64, len(names))
 
 
 class SpanTable:
@@ -70,7 +72,7 @@ class SpanTable:
     def lanes(self) -> list[Lane]:
         return self._lanes.all
 
-    def know(self, lanes: Iterable[Lane]) -> None:
+    def know(self, lanes: Collection[Lane]) -> None:
         """Lanes that there are, whether a span has come from them or not."""
         self._lanes.numbers(lanes)
 
@@ -81,12 +83,15 @@ class SpanTable:
         rows, self._early = [*self._early, *rows], []
         if not rows:
             return
-        new: dict[str, NDArray[Any]] = {
-            name: np.array([row.get(name, default) for row in rows], type(default)) for name, default in NUMBERS.items()
-        }
-        new |= {name: self.names[name].numbers([row.get(name, text) for row in rows]) for name, text in TEXTS.items()}
-        new["lane"] = self._lanes.numbers((row.get("pool", ""), row.get("device", "")) for row in rows)
-        call = self._calls.numbers(zip(*(new[name].tolist() for name in CALL), strict=True))
+        try:
+            values = zip(*map(FIELDS, rows), strict=True)
+        except KeyError:
+            values = zip(*map(FIELDS, ({**DEFAULTS, **row} for row in rows)), strict=True)
+        given = dict(zip(DEFAULTS, values, strict=True))
+        new: dict[str, NDArray[Any]] = {name: np.array(given[name], type(number)) for name, number in NUMBERS.items()}
+        new |= {name: self.names[name].numbers(given[name]) for name in TEXTS}
+        new["lane"] = self._lanes.numbers(list(zip(given["pool"], given["device"], strict=True)))
+        call = self._calls.numbers(list(zip(*(new[name].tolist() for name in CALL), strict=True)))
         order = np.lexsort((-new["end_s"], new["start_s"]))
         if not last:
             has_bar = np.zeros(len(self._calls.all), bool)
@@ -107,22 +112,26 @@ class SpanTable:
         inside = np.flatnonzero((new["parent"] != 0) & ~queued)
         middle_s = (new["start_s"] + new["end_s"]) / 2
 
-        def put(bars: Sequence[int] | NDArray[np.intp]) -> None:
-            for number in bars:
-                lane = self._sublanes.setdefault(int(new["lane"][number]), SubLanes())
-                sublane[number] = lane.take(float(new["start_s"][number]), float(new["end_s"][number]))
+        def put(bars: NDArray[np.intp]) -> None:
+            times = (new[name][bars].tolist() for name in ("lane", "start_s", "end_s"))
+            taken = [
+                self._sublanes.setdefault(lane, SubLanes()).take(*edges) for lane, *edges in zip(*times, strict=True)
+            ]
+            sublane[bars] = taken
             fields = (call, new["start_s"], new["end_s"], new["kind"], sublane)
             self._bars = [np.concatenate([had, field[bars]]) for had, field in zip(self._bars, fields, strict=True)]
 
         put(np.flatnonzero((new["parent"] == 0) & ~queued))
-        alone: dict[int, list[int]] = {}  # by call: spans that no bar holds are bars, which may hold later ones
-        for number in inside[self._holding(call[inside], middle_s[inside]) < 0].tolist():
-            others = alone.setdefault(int(call[number]), [])
-            if not any(new["start_s"][one] <= middle_s[number] <= new["end_s"][one] for one in others):
-                others.append(number)
-        put(np.array(sorted(number for numbers in alone.values() for number in numbers), np.intp))
-        inside = np.setdiff1d(inside, [number for numbers in alone.values() for number in numbers])
         bar = self._holding(call[inside], middle_s[inside])
+        if (bar < 0).any():  # spans that no bar holds are bars, which may hold later ones
+            alone: dict[int, list[int]] = {}  # by call
+            for number in inside[bar < 0].tolist():
+                others = alone.setdefault(int(call[number]), [])
+                if not any(new["start_s"][one] <= middle_s[number] <= new["end_s"][one] for one in others):
+                    others.append(number)
+            put(own := np.array(sorted(number for numbers in alone.values() for number in numbers), np.intp))
+            inside = np.setdiff1d(inside, own)
+            bar = self._holding(call[inside], middle_s[inside])
         sublane[inside] = self._bars[4][bar]
         depth[inside] = np.where(new["parent"][inside] == self._bars[3][bar], 1, 2)
 

@@ -26,7 +26,8 @@ BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS = 26, 9, 3, 33, 7, 22, 22  # heigh
 QUEUE_LABEL = "in the queue"
 RIGHT = 84  # width of the column of idle shares
 CHAR = 6.3  # mean width of a character of the bars' font; a little wide, so that labels never run over
-NARROW, NARROW_GAP, LEAST_GAP, FUSED = 2.0, 3.0, 1.0, 0.2  # pixels: see `_Bars`, `Drawing._gaps`, `_fused`
+NARROW, NARROW_GAP, FUSED = 2.0, 1.0, 0.2  # pixels: see `_Bars`, `Drawing._gaps`, `_fused`
+MOST_GAPS = 300  # that can be pointed at in one picture
 ON_ANY_GROUND = "#777777"  # text of a picture that cannot know the page's theme: 4.5:1 on white, 4.2:1 on near black
 ID = "\0"  # placeholder of the picture's id; `_text` lets no such character through
 
@@ -247,20 +248,32 @@ class Drawing:
 
     # --- gaps ---------------------------------------------------------------------------------------------------------
 
-    def _gaps(self, section: Section, lane: int, y: float, height: float) -> str:
-        """The gaps of a lane: those that are wide enough can be pointed at, and have the letter of their cause; less than
-        a pixel of ground between bars says nothing."""
-        drawn_s = section.start_s + self.drawn_from_s, min(section.start_s + self.drawn_to_s, section.end_s)
-        here = np.flatnonzero(
-            (self.gaps.lane == lane) & (self.gaps.end_s > drawn_s[0]) & (self.gaps.start_s < drawn_s[1])
-        )
+    def drawn_s(self, section: Section) -> tuple[float, float]:
+        """Which times of a section are drawn."""
+        return section.start_s + self.drawn_from_s, min(section.start_s + self.drawn_to_s, section.end_s)
+
+    def _gap_edges(self, section: Section) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Left and right edge of every gap; one that is not drawn has no width."""
+        drawn_s = self.drawn_s(section)
         left, right = (
-            self.x(np.clip(time, *drawn_s) - section.start_s)
-            for time in (self.gaps.start_s[here], self.gaps.end_s[here])
+            self.x(np.clip(time, *drawn_s) - section.start_s) for time in (self.gaps.start_s, self.gaps.end_s)
         )
-        seen = right - left >= LEAST_GAP
-        here, left, right = here[seen], left[seen], right[seen]
-        cause, narrow = self.gaps.cause[here], right - left < NARROW_GAP
+        return left, right
+
+    @cached_property
+    def _narrow_gap(self) -> float:
+        """Below which width a gap has no shape of its own."""
+        edges = map(self._gap_edges, self.sections)
+        widths = np.concatenate([np.empty(0), *(right - left for left, right in edges)])
+        return max(NARROW_GAP, np.partition(widths, -MOST_GAPS)[-MOST_GAPS] if len(widths) > MOST_GAPS else 0.0)
+
+    def _gaps(self, section: Section, lane: int, y: float, height: float) -> str:
+        """The gaps of a lane: the widest can be pointed at, and have the letter of their cause, others are fused. Less
+        than a pixel of ground between bars says nothing."""
+        left, right = self._gap_edges(section)
+        here = np.flatnonzero((self.gaps.lane == lane) & (right - left >= NARROW_GAP))
+        left, right, cause = left[here], right[here], self.gaps.cause[here]
+        narrow = right - left < self._narrow_gap
         parts = []
         for number in np.unique(cause[narrow]).tolist():
             fill = self.pattern(CAUSES[number].column, ON_ANY_GROUND)
@@ -294,7 +307,7 @@ class _Bars:
         columns = self.spans.columns
         self.sublanes = np.zeros(len(self.spans.lanes), int)
         np.maximum.at(self.sublanes, columns["lane"][rows], columns["sublane"][rows])
-        drawn_s = section.start_s + drawing.drawn_from_s, min(section.start_s + drawing.drawn_to_s, section.end_s)
+        drawn_s = drawing.drawn_s(section)
         self.rows = rows = rows[(columns["end_s"][rows] >= drawn_s[0]) & (columns["start_s"][rows] <= drawn_s[1])]
         self.lane, self.sublane = columns["lane"][rows], columns["sublane"][rows]
         self.level = np.where(columns["kind"][rows] == QUEUE, 3, columns["depth"][rows])
