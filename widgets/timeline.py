@@ -80,7 +80,7 @@ class TimelineView(View):
             self._lives = self._table.lives(live, self._moves_s)
 
     def _gaps(self) -> Gaps:
-        return self._table.gaps(self._window(), self._lives)
+        return self._table.gaps(self._window(), self._lives, self._cells)
 
     def _window(self) -> tuple[float, float]:
         """From the first iteration, or span, to the end of the last span."""

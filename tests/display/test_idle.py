@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.display.by_rows import device_times
 from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, UNCALLED, Gaps, Lane
-from workbench.display.span_table import SpanTable
+from workbench.display.span_table import SpanTable, cells_of
 
 LANES = [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")]
 
@@ -24,7 +24,7 @@ def row(lane: int, start: float, end: float, kind: str = "compute") -> dict[str,
 
 def gaps_of(rows: list[dict[str, Any]], lanes: list[Lane], window: tuple[float, float]) -> Gaps:
     spans = SpanTable(lanes)
-    spans.add(rows)
+    spans.add([{**row, "run": run} for run, row in enumerate(rows)])
     return spans.gaps(window)
 
 
@@ -52,6 +52,19 @@ def test_a_stage_in_the_queue_while_nothing_runs_waits_for_the_controller() -> N
     # what is called on one device keeps all others waiting for the controller too
     gaps = gaps_of([row(0, 0, 3, "queue"), row(0, 3, 4), row(1, 6, 7)], LANES[:2], (0.0, 7.0))
     assert listed(gaps, 1) == [(0, 3, CONTROLLER), (3, 4, RANK), (4, 6, UNCALLED)]
+
+
+def test_between_two_stages_of_one_cell_the_controller_works_and_between_cells_nothing_is_called() -> None:
+    spans = SpanTable(LANES[:1])
+    spans.add([{**row(0, start, start + 1), "run": run} for run, start in enumerate((1, 4, 7, 10))])
+    events = [
+        {"event": "run", "details": {"run": 0, "cell": 1}}, {"event": "run", "details": {"run": 1, "cell": 1}},
+        {"event": "attached", "details": {}}, {"event": "run", "details": {"run": 2, "cell": 1}},
+    ]  # fmt: skip
+    gaps = spans.gaps((0.0, 12.0), cells=cells_of(events))
+    assert listed(gaps, 0) == [
+        (0, 1, UNCALLED), (2, 4, CONTROLLER), (5, 7, UNCALLED), (8, 10, UNCALLED), (11, 12, UNCALLED),
+    ]  # fmt: skip
 
 
 def test_pulling_under_computing_is_no_gap_and_a_window_cuts() -> None:

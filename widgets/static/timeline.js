@@ -236,7 +236,8 @@ export function mountTimeline(area, send) {
 
   function middleOfMark() {
     const bar = find(marked);
-    const middle = bar && (edges(bar)[0] + edges(bar)[1]) / 2;
+    if (!bar) return undefined;
+    const middle = (edges(bar)[0] + edges(bar)[1]) / 2;
     return middle >= view.from && middle <= view.to ? middle : undefined;
   }
 

@@ -34,8 +34,10 @@ CAUSES = (
     Cause("transfer_s", "d", "waiting for data", "its stage pulls its inputs, and nothing computes here"),
     Cause("slowest_rank_s", "s", "waiting for the slowest rank", "a stage of its pool goes on, on other ranks alone"),
     Cause("other_pool_s", "p", "waiting for another pool", "its own pool stands still while another one works"),
-    Cause("controller_s", "c", "controller", "a stage was called, and runs nowhere yet"),
-    Cause("uncalled_s", "n", "nothing called", "no stage is called or runs: the time between your cells"),
+    Cause(
+        "controller_s", "c", "controller", "nothing runs: a stage was called, or its cell has not called the next one"
+    ),
+    Cause("uncalled_s", "n", "nothing called", "no stage runs, and no cell is between two: it waits for you"),
 )
 DATA, RANK, POOL, CONTROLLER, UNCALLED = range(len(CAUSES))
 _BUSY = len(CAUSES)
@@ -76,11 +78,13 @@ def idle_gaps(
     end_s: ArrayLike,
     window: tuple[float, float],
     lives: Sequence[Life] | None = None,
+    cells: tuple[ArrayLike, ArrayLike] = ((), ()),
 ) -> Gaps:
     """Every time in a window at which a device does not compute, each with the one cause that it has.
 
     lanes: the devices. lane, work, start_s, end_s: one value a span; lane: index in lanes; work: see `work_of`. lives:
-    by lane, see `lives_of`; None: each is there all the time. The gaps of a lane do not overlap; with its computing
+    by lane, see `lives_of`; None: each is there all the time. cells: starts and ends of what called several stages. The
+    gaps of a lane do not overlap; with its computing
     they fill what of the window it is there for.
     """
     lane_N, work_N = np.asarray(lane, np.intp), np.asarray(work, np.uint8)
@@ -90,7 +94,11 @@ def idle_gaps(
         return _Times.union(start_N[chosen], end_N[chosen])
 
     works = work_N != QUEUED
-    anywhere, called = times(works), times(~works)
+    anywhere = times(works)
+    in_cells = (np.clip(np.asarray(times_s, np.float64), *window) for times_s in cells)
+    called = _Times.union(
+        *(np.concatenate(pair) for pair in zip((start_N[~works], end_N[~works]), in_cells, strict=True))
+    )
     pool_of_lane = np.asarray([[pool for pool, _ in lanes].index(pool) for pool, _ in lanes], np.intp)
     in_pool = {pool: times(works & (pool_of_lane[lane_N] == pool)) for pool in set(pool_of_lane.tolist())}
     found: list[tuple[NDArray[Any], ...]] = []

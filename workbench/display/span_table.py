@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ NUMBERS = {"start_s": 0.0, "end_s": 0.0, "processed_tokens": 0, "moved_bytes": 0
 TEXTS = {"stage": "", "role": "", "kind": "compute", "parent": "", "note": ""}
 CALL = ("run", "stage", "role", "rank", "lane")  # what spans of one call on one rank have in common
 DEFAULTS = {**NUMBERS, **TEXTS, "pool": "", "device": ""}
-FIELDS = itemgetter(*DEFAULTS)
 PLACES = ("lane", "sublane", "depth")
 QUEUE = 1 + KINDS.index("queue")  # as a number of `SpanTable.kinds`
 TRANSFER = 1 + KINDS.index("transfer")
@@ -42,6 +40,17 @@ class Names:
                 self._numbers[name] = len(self.all)
                 self.all.append(name)
         return np.fromiter(map(self._numbers.__getitem__, names), np.int64, len(names))
+
+
+def _numbered(known: Names, columns: Sequence[NDArray[np.int64]], *names: Names) -> NDArray[np.int64]:
+    """The number of each row of columns in `known`, where it is a tuple: of numbers, or of what they are in `names`."""
+    key = columns[0]
+    for column in columns[1:]:
+        _, key = np.unique(key << 32 | column, return_inverse=True)
+    _, first, row = np.unique(key, return_index=True, return_inverse=True)
+    values = [column[first].tolist() for column in columns]
+    texts = [[one.all[number] for number in numbers] for one, numbers in zip(names, values, strict=False)]
+    return known.numbers(list(zip(*(texts or values), strict=True)))[row]
 
 
 class SpanTable:
@@ -83,15 +92,14 @@ class SpanTable:
         rows, self._early = [*self._early, *rows], []
         if not rows:
             return
-        try:
-            values = zip(*map(FIELDS, rows), strict=True)
-        except KeyError:
-            values = zip(*map(FIELDS, ({**DEFAULTS, **row} for row in rows)), strict=True)
-        given = dict(zip(DEFAULTS, values, strict=True))
+        # column by column: a tuple for each span would wake the garbage collector again and again
+        given = {name: [row.get(name, default) for row in rows] for name, default in DEFAULTS.items()}
         new: dict[str, NDArray[Any]] = {name: np.array(given[name], type(number)) for name, number in NUMBERS.items()}
         new |= {name: self.names[name].numbers(given[name]) for name in TEXTS}
-        new["lane"] = self._lanes.numbers(list(zip(given["pool"], given["device"], strict=True)))
-        call = self._calls.numbers(list(zip(*(new[name].tolist() for name in CALL), strict=True)))
+        places = [Names(), Names()]
+        pool, device = (names.numbers(given[name]) for names, name in zip(places, ("pool", "device"), strict=True))
+        new["lane"] = _numbered(self._lanes, [pool, device], *places)
+        call = _numbered(self._calls, [new[name] for name in CALL])
         order = np.lexsort((-new["end_s"], new["start_s"]))
         if not last:
             has_bar = np.zeros(len(self._calls.all), bool)
@@ -179,10 +187,28 @@ class SpanTable:
         """What each span is to its device, see `work_of`."""
         return np.asarray([work_of(kind) for kind in self.names["kind"].all], np.uint8)[self.columns["kind"]]
 
-    def gaps(self, window: tuple[float, float], lives: Sequence[Life] | None = None) -> Gaps:
-        """`idle_gaps` of a window."""
-        lane, start_s, end_s = (self.columns[name] for name in ("lane", "start_s", "end_s"))
-        return idle_gaps(self.lanes, lane, self.work(), start_s, end_s, window, lives)
+    def gaps(
+        self, window: Life, lives: Sequence[Life] | None = None, cells: Mapping[int, Hashable] | None = None
+    ) -> Gaps:
+        """`idle_gaps` of a window. cells: by run, which cell called it."""
+        run, lane, start_s, end_s = (self.columns[name] for name in ("run", "lane", "start_s", "end_s"))
+        runs, each = np.unique(run, return_inverse=True)
+        known = Names()
+        number = known.numbers([(cells or {}).get(one, -1 - one) for one in runs.tolist()])[each]
+        from_s, to_s = np.full(len(known.all), np.inf), np.full(len(known.all), -np.inf)
+        np.minimum.at(from_s, number, start_s)
+        np.maximum.at(to_s, number, end_s)
+        return idle_gaps(self.lanes, lane, self.work(), start_s, end_s, window, lives, (from_s, to_s))
+
+
+def cells_of(events: Iterable[Mapping[str, Any]]) -> dict[int, Hashable]:
+    """By run, the cell that called it, and in which session of a kernel."""
+    found, session = dict[int, Hashable](), 0
+    for event in events:
+        if event["event"] == "run":
+            found[int(event["details"]["run"])] = int(event["details"]["cell"]), session
+        session += event["event"] == "attached"
+    return found
 
 
 def records(spans: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ a device waits for is told by shading and a small letter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +120,13 @@ def timeline(
     start: float | None = None,
     end: float | None = None,
     width: int = 960,
+    cells: Mapping[int, Hashable] | None = None,
 ) -> Timeline:
     """Draw spans (the spans frame, or dicts with its columns).
 
     devices: which lanes come first; one without a span gets an empty lane. start, end: unix times between which to
-    draw, such as the first and last of the newest iterations; default: all. width: pixels. Raises `BadInput`.
+    draw, such as the first and last of the newest iterations; default: all. width: pixels. cells: by run, which cell
+    called it, see `cells_of`. Raises `BadInput`.
     """
     rows = records(spans)
     start = start if start is not None else min((row["start_s"] for row in rows), default=0.0)
@@ -136,7 +138,7 @@ def timeline(
     found.know(ordered := lanes_of(found.lanes, devices))
     numbers = {lane: number for number, lane in enumerate(found.lanes)}
     section = Section("all", start, end, {numbers[lane]: (start, end) for lane in ordered})
-    return drawn(found, [section], found.gaps((start, end)), width=width)
+    return drawn(found, [section], found.gaps((start, end), cells=cells), width=width)
 
 
 def drawn(
