@@ -21,7 +21,7 @@ from workbench_widgets.view import View, choice, entry, whole_number
 
 WINDOWS = {"last": "last iteration", "several": "last N iterations", "all": "all", "compare": "compare N iterations"}
 MOST_COMPARED = 12
-MOST_STILL_BARS = 250  # keeps the picture in a saved notebook below 200 kB
+MOST_STILL_BARS = 250  # keeps the picture in a saved notebook below 300 kB, however many spans there are
 MOST_LISTED = 500
 LEAST_WIDTH, MOST_WIDTH = 320, 4000  # pixels
 SHORTEST_S = 2e-5

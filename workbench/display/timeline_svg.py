@@ -100,7 +100,7 @@ class Drawing:
 
     def svg(self) -> str:
         legend, top = self._legend()
-        frame, moving, y, number = [legend], list[str](), top, 0
+        frame, moving, y, number = [legend], list[str](), float(top), 0
         for section, rows in zip(self.sections, self._rows, strict=True):
             if len(self.sections) > 1:
                 frame.append(f'<text x="4" y="{y + 15}" font-weight="700">{_text(section.title)}</text>')
