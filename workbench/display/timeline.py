@@ -17,7 +17,8 @@ from workbench.display.html import picture_id, seconds_text, table
 from workbench.display.idle import CAUSES, DATA, Gaps, device_times
 from workbench.display.lanes import lanes_of
 from workbench.display.span_table import Row, SpanTable, records
-from workbench.display.timeline_svg import ID, ON_ANY_GROUND, Drawing, Section, percent
+from workbench.display.timeline_shapes import ID, ON_ANY_GROUND, percent
+from workbench.display.timeline_svg import Drawing, Section
 from workbench.errors import BadInput
 
 if TYPE_CHECKING:

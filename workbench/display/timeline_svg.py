@@ -11,48 +11,42 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.display.html import bytes_text, seconds_text
+from workbench.display.html import seconds_text
 from workbench.display.idle import CAUSES, Gaps
 from workbench.display.palette import RoleStyle, role_styles
 from workbench.display.span_table import QUEUE, TRANSFER, Row, SpanTable
+from workbench.display.timeline_shapes import (
+    AXIS,
+    BAR,
+    CHAR,
+    GAP,
+    HATCHES,
+    HEAD,
+    LANE,
+    NARROW,
+    NARROW_GAP,
+    ON_ANY_GROUND,
+    QUEUE_LINE,
+    STRIP,
+    Patterns,
+    box,
+    cut,
+    fused,
+    hover_text,
+    percent,
+    shortened,
+    strokes,
+    text,
+)
 
-BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS = 26, 9, 3, 33, 7, 22, 22  # heights, pixels
 QUEUE_LABEL = "in the queue"
 RIGHT = 84  # width of the column of idle shares
-CHAR = 6.3  # mean width of a character of the bars' font; a little wide, so that labels never run over
-NARROW, NARROW_GAP, FUSED = 2.0, 1.0, 0.2  # pixels: see `_Bars`, `Drawing._gaps`, `_fused`
 MOST_GAPS = 300  # that can be pointed at in one picture
-ON_ANY_GROUND = "#777777"  # text of a picture that cannot know the page's theme: 4.5:1 on white, 4.2:1 on near black
-ID = "\0"  # placeholder of the picture's id; `_text` lets no such character through
-
-# What is drawn in a tile of 6 x 6 pixels to mark a kind of work.
-HATCHES = {
-    "transfer": "M-1 5L1 7M0 0L6 6M5-1L7 1",
-    "generate": "M0 3H6",
-    "forward": "",
-    "backward": "M3 0V6",
-    "optimizer": "M2 3H4",
-    "communication": "M-1 1L1-1M0 6L6 0M5 7L7 5",
-    "weight_sync": "M0 0L6 6M0 6L6 0",
-    "offload": "M0 2H6M3 2V6",
-    "load": "M0 4H6M3 4V0",
-    "reward": "M1 3H5M3 1V5",
-}
-
-# The same for what a device waits for, by the column of `idle.CAUSES`.
-SHADES = {
-    "transfer_s": "M0 0L6 6M-1 5L1 7M5-1L7 1",
-    "slowest_rank_s": "M1.5 0V6M4.5 0V6",
-    "other_pool_s": "M0 6L6 0M-1 1L1-1M5 7L7 5",
-    "controller_s": "M2.5 3H3.5",
-    "uncalled_s": "",
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class Drawing:
         self.left = min(24 + CHAR * 1.1 * max((len(name) for name in names), default=0), width / 4)
         self.plot = max(width - self.left - RIGHT, 1.0)
         self.styles = role_styles(spans.names["role"].all)
-        self.patterns: dict[tuple[str, str], str] = {}
+        self.pattern = Patterns()
         self.fused = 0  # spans that have no bar of their own
 
     # --- frame --------------------------------------------------------------------------------------------------------
@@ -103,14 +97,14 @@ class Drawing:
         frame, moving, y, number = [legend], list[str](), float(top), 0
         for section, rows in zip(self.sections, self._rows, strict=True):
             if len(self.sections) > 1:
-                frame.append(f'<text x="4" y="{y + 15}" font-weight="700">{_text(section.title)}</text>')
+                frame.append(f'<text x="4" y="{y + 15}" font-weight="700">{text(section.title)}</text>')
                 y += HEAD
             bars, pool = _Bars(self, section, rows), None
             for lane in section.lanes:
                 if self.spans.lanes[lane][0] != pool:
                     pool = self.spans.lanes[lane][0]
                     name = f"pool {pool}" if pool else "no stage"
-                    frame.append(f'<text x="4" y="{y + 14}" font-weight="600">{_text(name)}</text>')
+                    frame.append(f'<text x="4" y="{y + 14}" font-weight="600">{text(name)}</text>')
                     y += HEAD
                 height = bars.height(lane)
                 frame.append(self._head(lane, self.times[number], y, height))
@@ -139,7 +133,7 @@ class Drawing:
             "fill": "currentColor",
         }
         written = " ".join(f'{name}="{value}"' for name, value in attributes.items())
-        return f"<svg {written}><defs>{''.join(self.patterns.values())}</defs>{''.join(frame)}</svg>"
+        return f"<svg {written}><defs>{''.join(self.pattern.definitions.values())}</defs>{''.join(frame)}</svg>"
 
     def x(self, time_s: Any) -> Any:
         """Pixels from the left edge of the plot, of seconds from the start of a section."""
@@ -164,12 +158,12 @@ class Drawing:
             + f", of which {seconds_text(times['queued_s'])} with a stage in the queue; "
             + ", ".join(f"{cause.words} {seconds_text(times[cause.column])}" for cause in CAUSES)
         )
-        name = _cut(self.spans.lanes[lane][1], int((self.left - 18) / CHAR))
+        name = cut(self.spans.lanes[lane][1], int((self.left - 18) / CHAR))
         return (
-            f'<text x="12" y="{middle:.1f}">{_text(name)}</text>'
+            f'<text x="12" y="{middle:.1f}">{text(name)}</text>'
             f'<rect x="{self.left:.1f}" y="{y:.1f}" width="{self.plot:.1f}" height="{height}" opacity=".06"/>'
             f'<text x="{right + 8:.1f}" y="{middle:.1f}">idle {percent(times["idle_share"] * called_s, called_s)}'
-            f"<title>{_text(hover)}</title></text>"
+            f"<title>{text(hover)}</title></text>"
         )
 
     def _axis(self, top: float, bottom: float) -> str:
@@ -228,23 +222,10 @@ class Drawing:
             parts.append(f'<rect x="{x:.1f}" y="{top}" width="16" height="{height}" rx="2" {fill}/>')
             if letter:
                 place = f'x="{x + 8:.1f}" y="{y + 11}" text-anchor="middle"'
-                parts.append(f'<text {place} font-size="11" font-weight="700" fill="{ink}">{_text(letter)}</text>')
-            parts.append(f'<text x="{x + 21:.1f}" y="{y + 11.5}">{_text(name)}</text>')
+                parts.append(f'<text {place} font-size="11" font-weight="700" fill="{ink}">{text(letter)}</text>')
+            parts.append(f'<text x="{x + 21:.1f}" y="{y + 11.5}">{text(name)}</text>')
             x += needed
         return "".join(parts), y + 26
-
-    def pattern(self, kind: str, stroke: str) -> str:
-        """Reference to the hatch of `kind` in `stroke`; `ID` stands for the picture's id until that is known."""
-        name = f"{ID}{kind}-{stroke.lstrip('#')}"
-        lines = HATCHES.get(kind) or SHADES.get(kind, "")
-        drawn = f'<path d="{lines}" stroke="{stroke}" stroke-width="1.3" fill="none"/>' if lines else ""
-        # the ground of a gap lets its lane through, and a kind without a hatch is all ground
-        opacity = 0.06 if kind in SHADES else 0.25 if HATCHES.get(kind) else 0.45
-        ground = f'<rect width="6" height="6" fill="{stroke}" fill-opacity="{opacity}"/>'
-        self.patterns[kind, stroke] = (
-            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{ground}{drawn}</pattern>'
-        )
-        return f"url(#{name})"
 
     # --- gaps ---------------------------------------------------------------------------------------------------------
 
@@ -278,8 +259,8 @@ class Drawing:
         for number in np.unique(cause[narrow]).tolist():
             fill = self.pattern(CAUSES[number].column, ON_ANY_GROUND)
             mine = narrow & (cause == number)
-            strokes = _strokes(*_fused(left[mine], right[mine]), y, height)
-            parts.append(f'<path {strokes} stroke="{fill}" opacity=".6"/>')
+            path = strokes(*fused(left[mine], right[mine]), y, height)
+            parts.append(f'<path {path} stroke="{fill}" opacity=".6"/>')
         for n in np.flatnonzero(~narrow).tolist():
             what, gap = CAUSES[cause[n]], here[n]
             start_s, end_s = float(self.gaps.start_s[gap]), float(self.gaps.end_s[gap])
@@ -288,7 +269,7 @@ class Drawing:
             place = f'x="{left[n]:.1f}" y="{y:.0f}" width="{right[n] - left[n]:.1f}" height="{height:.0f}"'
             told = f'data-gap="{start_s!r} {end_s!r} {cause[n]}"'
             fill = f'fill="{self.pattern(what.column, ON_ANY_GROUND)}" opacity=".6"'
-            parts.append(f'<rect class="gap" {told} {place} {fill}><title>{_text(hover)}</title></rect>')
+            parts.append(f'<rect class="gap" {told} {place} {fill}><title>{text(hover)}</title></rect>')
             inner = max(left[n], 0.0), min(right[n], self.plot)
             if inner[1] - inner[0] >= 12:
                 place = (
@@ -344,22 +325,22 @@ class _Bars:
             mine = which[(looks[0] == sublane) & (looks[1] == role) & (looks[2] == pulls)]
             name = self.spans.names["role"].all[role]
             style = self.drawing.styles[name]
-            top, height = _box(level, y + LANE * sublane)
+            top, height = box(level, y + LANE * sublane)
             paint = f'stroke="{style.colour}"'
             if level in (1, 2):
                 paint = f'stroke="{style.ink}" opacity=".5"'
             elif level == 0 and pulls:
                 paint = f'stroke="{self.drawing.pattern("transfer", style.colour)}"'
             hover = f"{len(mine):,} spans of {name or 'no role'}, too short to draw one by one: zoom in"
-            strokes = _strokes(*_fused(self.left[mine], self.right[mine]), top, height)
-            parts.append(f'<path class="fused" {strokes} {paint}><title>{_text(hover)}</title></path>')
+            path = strokes(*fused(self.left[mine], self.right[mine]), top, height)
+            parts.append(f'<path class="fused" {path} {paint}><title>{text(hover)}</title></path>')
         return parts
 
     def _bar(self, n: int, y: float) -> str:
         row, level = self.spans.row(int(self.rows[n])), int(self.level[n])
         style, pattern = self.drawing.styles[row["role"]], self.drawing.pattern
         left, right, label = self.left[n], self.right[n], ""
-        top, height = _box(level, y)
+        top, height = box(level, y)
         attributes = f'fill="{style.colour}"'
         if level in (1, 2):
             attributes = f'fill="{pattern(row["kind"], style.ink)}"'
@@ -370,92 +351,21 @@ class _Bars:
             label = self._label(row["stage"], style, max(left, 0.0), min(right, self.drawing.plot), top)
         place = f'x="{left:.2f}" y="{top:.1f}" width="{max(right - left, 1):.2f}" height="{height:g}"'
         told = f'data-n="{self.rows[n]}" data-level="{level}"'
-        hover = _text(hover_text(row, self.section.start_s))
+        hover = text(hover_text(row, self.section.start_s))
         return f'<rect class="span" {told} {place} {attributes}><title>{hover}</title></rect>{label}'
 
     def _label(self, stage: str, style: RoleStyle, left: float, right: float, top: float) -> str:
         width = right - left
         if width < 11:
             return ""
-        name = _shortened(stage, int((width - 8) / CHAR) - 2)
-        text = f'<tspan font-weight="700">{_text(style.letter)}</tspan> {_text(name)}'.strip()
+        name = shortened(stage, int((width - 8) / CHAR) - 2)
+        told = f'<tspan font-weight="700">{text(style.letter)}</tspan> {text(name)}'.strip()
         place = f'x="{left + 4:.1f}"' if name else f'x="{left + width / 2:.1f}" text-anchor="middle"'
         y = top + (BAR - STRIP) / 2 + 4
-        return f'<text {place} y="{y:.1f}" font-size="11" fill="{style.ink}" pointer-events="none">{text}</text>'
-
-
-def hover_text(row: Row, zero_s: float) -> str:
-    """What is told of a span. zero_s: unix time from which its times count."""
-    duration_s = row["duration_s"]
-    lines = [
-        f"{row['stage']}: {row['kind']}" + (f" in {row['parent']}" if row["parent"] else ""),
-        f"{row['role']} rank {row['rank']} on {row['device']}, run {row['run']}",
-        f"{seconds_text(duration_s)} (from {row['start_s'] - zero_s:.3f} s to {row['end_s'] - zero_s:.3f} s)",
-    ]
-    if row["moved_bytes"]:
-        lines.append(f"{bytes_text(row['moved_bytes'])} moved")
-    if row["processed_tokens"]:
-        rate = f" ({row['processed_tokens'] / duration_s:,.0f} tokens/s)" if duration_s else ""
-        lines.append(f"{row['processed_tokens']:,} tokens{rate}")
-    if row["peak_memory_bytes"]:
-        lines.append(f"{bytes_text(row['peak_memory_bytes'])} peak memory")
-    return "\n".join([*lines, *filter(None, [row["note"]])])
-
-
-def percent(part_s: float, window_s: float) -> str:
-    return f"{part_s / window_s:.0%}".replace("%", " %") if window_s > 0 else "0 %"
-
-
-def _box(level: int, y: float) -> tuple[float, float]:
-    """Top and height of a bar of a lane at y."""
-    if level == 3:
-        return y + 3 + BAR, QUEUE_LINE
-    height = (BAR, STRIP, STRIP - 4)[level]
-    return y + 2 + BAR - height, height
-
-
-def _fused(left: NDArray[Any], right: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Intervals; those that lie closer than `FUSED` as one."""
-    order = np.argsort(left, kind="stable")
-    left, reached = left[order], np.maximum.accumulate(right[order])
-    opens = np.flatnonzero(np.concatenate([[True], left[1:] > reached[:-1] + FUSED])) if len(left) else np.empty(0, int)
-    return left[opens], reached[np.append(opens[1:], len(left)) - 1] if len(left) else reached
-
-
-def _strokes(left: NDArray[Any], right: NDArray[Any], y: float, height: float) -> str:
-    """Boxes between left and right edges, in order, as strokes of one path: its attributes but for the paint."""
-    starts, stops = np.round(left * 10).astype(int), np.round(right * 10).astype(int)
-    stops = np.maximum(stops, starts + 3)  # so that a span alone is still seen
-    moves = np.diff(starts, append=0)[:-1] - (stops - starts)[:-1]
-    rest = "".join(
-        f"m{_tenths(move)} 0h{_tenths(length)}"
-        for move, length in zip(moves.tolist(), (stops - starts)[1:].tolist(), strict=True)
-    )
-    path = f"M{_tenths(starts[0])} {y + height / 2:g}h{_tenths(stops[0] - starts[0])}{rest}"
-    return f'd="{path}" fill="none" stroke-width="{height:g}"'
-
-
-def _tenths(number: int) -> str:
-    return f"{number / 10:g}".replace("0.", ".", 1) if abs(number) < 10 else f"{number / 10:g}"
+        return f'<text {place} y="{y:.1f}" font-size="11" fill="{style.ink}" pointer-events="none">{told}</text>'
 
 
 def _nice_step(least: float) -> float:
     """The smallest of 1, 2, 5 x 10^k that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: max(most - 1, 0)] + "…"
-
-
-def _shortened(stage: str, most: int) -> str:
-    """A stage's name in at most `most` characters: whole, or what tells it from others, or nothing."""
-    if len(stage) <= most:
-        return stage
-    return _cut(stage.removeprefix("compute_"), most) if most >= 5 else ""
-
-
-def _text(text: str) -> str:
-    """Escaped, and without the control characters that XML does not allow."""
-    return escape("".join(character for character in text if character.isprintable() or character == "\n"))
