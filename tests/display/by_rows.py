@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from workbench.display.span_table import Row
+from workbench.telemetry.spans import union_s
 
 
 def device_times(spans: Sequence[Row], device: str, pool: str, start_s: float, end_s: float) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def device_times(spans: Sequence[Row], device: str, pool: str, start_s: float, e
         within = (
             (max(row["start_s"], start_s), min(row["end_s"], end_s)) for row in here if row["kind"] not in without
         )
-        return _union_s(within)
+        return union_s(within)
 
     busy = covered(without=("queue", "transfer"))
     working = covered(without=("queue",))
@@ -36,13 +37,3 @@ def device_times(spans: Sequence[Row], device: str, pool: str, start_s: float, e
         "queued_s": covered(without=()) - working,
         "idle_share": (window - working) / window if window > 0 else 0.0,
     }
-
-
-def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > max(start, reached):
-            total += end - max(start, reached)
-            reached = end
-    return total
