@@ -3,9 +3,10 @@
     python benchmarks/panel.py [--spans 1000 10000 100000] [--run-seconds 30]
 
 Spans of eight devices in two pools, written by a telemetry store. For each count: from the cell's start to the first
-paint, and from 200 more spans on disk to the paint that has them (a panel looks every 0.4 s); bytes that went to the
-front end for both; milliseconds of a frame while panning, with everything in sight and zoomed in: of the script, and
-from frame to frame. Then the share of the kernel's time that the panel takes while a tiny PPO runs.
+paint, and from 200 more spans on disk to the paint that has them (a panel looks every 0.4 s); from a zoom to the paint
+that the kernel made for it; bytes that went to the front end for the first paint and for the update; milliseconds of a
+frame while panning, with everything in sight and zoomed in: of the script, and from frame to frame. Then the share of
+the kernel's time that the panel takes while a tiny PPO runs.
 """
 
 from __future__ import annotations
@@ -109,15 +110,15 @@ class Bench:
 
 PAN = """
 async (root) => {
-  const canvas = root.querySelector(".wb-tl-canvas");
-  canvas.focus();
-  const box = canvas.getBoundingClientRect();
+  const stage = root.querySelector(".wb-tl-stage");
+  stage.focus();
+  const box = stage.getBoundingClientRect();
   const next = () => new Promise(requestAnimationFrame);
   const [drawn, frames] = [[], []];
   let before = await next();
   for (let n = 0; n < 60; n++) {
     const at = { clientX: box.x + 300, clientY: box.y + 30, bubbles: true, cancelable: true };
-    canvas.dispatchEvent(new WheelEvent("wheel", { ...at, deltaX: n % 20 < 10 ? 40 : -40 }));
+    stage.dispatchEvent(new WheelEvent("wheel", { ...at, deltaX: n % 20 < 10 ? 40 : -40 }));
     const now = await next();
     await new Promise((resolve) => setTimeout(resolve, 0));
     drawn.push(Number(root.dataset.drawMs));
@@ -169,13 +170,19 @@ def measure(notebook: Any, cell: int, count: int) -> dict[str, Any]:
     page.wait_for_timeout(1000)
     update_bytes = notebook.ask("max(bench.sent)")
     all_in_sight = page.evaluate(f"([root]) => ({PAN})(root)", [root.element_handle()])
-    root.locator(".wb-tl-canvas").focus()
+    root.locator(".wb-tl-stage").focus()
+    drawn = float(root.get_attribute("data-painted-at"))
     for _ in range(5):
         page.keyboard.press("+")
+    zoomed_s = time.time()
+    page.wait_for_function(
+        "([root, before]) => Number(root.dataset.paintedAt) > before", arg=[root.element_handle(), drawn]
+    )
+    sharp_s = float(root.get_attribute("data-painted-at")) / 1000 - zoomed_s
     zoomed = page.evaluate(f"([root]) => ({PAN})(root)", [root.element_handle()])
     return {
         "spans": count, "first paint s": f"{first_s:.2f}", "update s": f"{update_s:.2f}",
-        "first kB": f"{first_bytes / 1e3:,.0f}", "update kB": f"{update_bytes / 1e3:,.1f}",
+        "zoom s": f"{sharp_s:.2f}", "first kB": f"{first_bytes / 1e3:,.0f}", "update kB": f"{update_bytes / 1e3:,.1f}",
         **{f"{name} script ms": _spread(found["drawn"]) for name, found in (("all", all_in_sight), ("zoomed", zoomed))},
         **{f"{name} frame ms": _spread(found["frames"]) for name, found in (("all", all_in_sight), ("zoomed", zoomed))},
     }  # fmt: skip

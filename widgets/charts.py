@@ -119,7 +119,7 @@ def _look(curve: Curve) -> tuple[Hashable, ...]:
 
 def _chart(chart: Chart, sent: Mapping[tuple[str, int], int]) -> dict[str, Any]:
     """Plain values; of each curve the points from the first that the page lacks."""
-    plain = {name: getattr(chart, name) for name in ("title", "x", "unit", "log", "note", "at", "limit")}
+    plain = {name: getattr(chart, name) for name in ("title", "x", "y", "unit", "log", "note", "at", "limit")}
     curves = [
         {
             **{name: getattr(curve, name) for name in ("name", "kind", "source", "hatch")},

@@ -27,6 +27,11 @@ FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
     "response_tokens/mean": ("generate_sequences",),
 }
 MOST_RUNS, LISTED_FOR_S = 30, 5.0
+# What a metric counts, by a word in its name; the first that fits.
+COUNTS = {
+    "fraction": "share", "share": "share", "tokens": "tokens", "entropy": "nats", "kl": "nats", "log_prob": "nats",
+    "bytes": "bytes", "seconds": "seconds",
+}  # fmt: skip
 LINEAR, LOG = "linear", "log"
 
 
@@ -148,8 +153,9 @@ class Metrics(Charts):
             if self.y == LOG and (low := sum(value <= 0 for value in points.values)):
                 notes.append(f"{low} not above 0")
         return Chart(
-            title=f"{stage}/{metric}", curves=tuple(curves), log=self.y == LOG, note=", ".join(notes), at=self.iteration
-        )
+            title=f"{stage}/{metric}", curves=tuple(curves), y=counted(metric), log=self.y == LOG,
+            note=", ".join(notes), at=self.iteration,
+        )  # fmt: skip
 
     def empty(self) -> str:
         if self._own.rows or self.others:
@@ -275,6 +281,11 @@ class Metrics(Charts):
             raise BadInput(f"samples of {source}", "this workbench has those of its own run", "choose a point of that")
         self.on_iteration(int(x))
         self.on_samples()
+
+
+def counted(metric: str) -> str:
+    """What a metric counts, where its name says so."""
+    return next((unit for word, unit in COUNTS.items() if word in metric), "")
 
 
 def first_shown(names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -13,27 +12,19 @@ import numpy as np
 from workbench.display.html import bytes_text, kv, seconds_text
 from workbench.display.idle import CAUSES, Gaps, Life, within
 from workbench.display.lanes import TOUCH_S, lanes_of
-from workbench.display.palette import role_styles
-from workbench.display.timeline import HATCHES, SHADES, Timeline, ground_opacity, timeline, times_table
+from workbench.display.span_table import SpanTable
+from workbench.display.timeline import Timeline, drawn, times_table
+from workbench.display.timeline_svg import Section
 from workbench.errors import BadInput
 from workbench.support.notebook_cell import code_of_cell
-from workbench_widgets.span_table import SpanTable
 from workbench_widgets.view import View, choice, entry, whole_number
 
 WINDOWS = {"last": "last iteration", "several": "last N iterations", "all": "all", "compare": "compare N iterations"}
 MOST_COMPARED = 12
-MOST_STILL_BARS = 250  # keeps the picture in a saved notebook below 200 kB
+MOST_STILL_BARS = 250  # keeps the picture in a saved notebook below 300 kB, however many spans there are
 MOST_LISTED = 500
-NO_GAPS = SpanTable().gaps((0.0, 0.0))
-
-
-@dataclass(frozen=True)
-class Section:
-    """Times that are drawn from the left edge on. end_s: None: no end yet."""
-
-    title: str
-    start_s: float
-    end_s: float | None
+LEAST_WIDTH, MOST_WIDTH = 320, 4000  # pixels
+SHORTEST_S = 2e-5
 
 
 class TimelineView(View):
@@ -56,7 +47,12 @@ class TimelineView(View):
         self._session = 0
         self._chosen: Mapping[str, Any] = {}
         self._changes = 0
-        self._sent_spans, self._sent_gaps = 0, NO_GAPS
+        self._width = 960
+        self._looked: tuple[float, float] | None = (
+            None  # what is in sight, seconds from the start of a section; None: all
+        )
+        self._asked = ""  # what the front end last asked for
+        self._titles: list[str] = []
         self._drawn_still: tuple[Hashable, Timeline] | None = None
         self._reading = threading.Lock()  # a picture is asked for in another thread than a payload
 
@@ -79,28 +75,12 @@ class TimelineView(View):
                 elif event["event"] == "attached":
                     self._session += 1
             if self._follow["spans"].grown:
-                self._table.add(self._follow["spans"].new())
+                self._table.add(self._follow["spans"].new(), last=False)
             self._table.know(live := self.lab.devices())
             self._lives = self._table.lives(live, self._moves_s)
 
     def _gaps(self) -> Gaps:
-        return self._table.gaps(self._window(), self._lives)
-
-    def _times_of(self, section: Section) -> tuple[float, float]:
-        """Its times as far as anything was recorded."""
-        last_s = self._table.window()[1]
-        end_s = last_s if section.end_s is None else min(section.end_s, last_s)
-        return section.start_s, max(end_s, section.start_s)
-
-    def _shown(self, section: Section) -> dict[int, tuple[float, float]]:
-        """The lanes that are there in a section, by number, and for which of its times."""
-        times, live = self._times_of(section), set(self.lab.devices())
-        lived = [within(life, *times) for life in self._lives]
-        return {
-            number: (start_s, end_s)
-            for number, (start_s, end_s) in enumerate(lived)
-            if end_s > start_s or (times[0] == times[1] and self._table.lanes[number] in live)
-        }
+        return self._table.gaps(self._window(), self._lives, self._cells)
 
     def _window(self) -> tuple[float, float]:
         """From the first iteration, or span, to the end of the last span."""
@@ -108,25 +88,31 @@ class TimelineView(View):
         return min([first_s, *(start_s for _, start_s in self._starts[:1])]), last_s
 
     def _sections(self) -> list[Section]:
-        first_s, _ = self._window()
-        ends: list[float | None] = [*(start for _, start in self._starts[1:]), None]
-        own = [
-            Section(f"iteration {number}", start, end) for (number, start), end in zip(self._starts, ends, strict=False)
-        ]
+        """What is drawn, as far as anything was recorded."""
+        first_s, last_s = self._window()
+        starts = [(f"iteration {number}", start_s) for number, start_s in self._starts]
+        if self.window == "all" or not starts:
+            return [self._section("all", first_s, last_s)]
+        ends = [*(start_s for _, start_s in starts[1:]), last_s]
+        own = [(title, start_s, end_s) for (title, start_s), end_s in zip(starts, ends, strict=True)]
         if self.window.startswith("iteration "):
-            return [section for section in own if section.title == self.window][-1:]
-        if self.window == "all" or not own:
-            return [Section("all", first_s, None)]
+            return [self._section(*one) for one in own if one[0] == self.window][-1:]
         if self.window == "compare":
-            return own[-min(self.iterations, MOST_COMPARED) :]
-        count = 1 if self.window == "last" else self.iterations
-        shown = own[-count:]
-        title = (
-            shown[0].title
-            if len(shown) == 1
-            else f"iterations {shown[0].title.split()[1]} to {own[-1].title.split()[1]}"
-        )
-        return [Section(title, shown[0].start_s, None)]
+            return [self._section(*one) for one in own[-min(self.iterations, MOST_COMPARED) :]]
+        shown = own[-1:] if self.window == "last" else own[-self.iterations :]
+        numbers = [title.split()[1] for title, *_ in shown]
+        title = shown[0][0] if len(shown) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"
+        return [self._section(title, shown[0][1], last_s)]
+
+    def _section(self, title: str, start_s: float, end_s: float) -> Section:
+        """With the lanes that are there in these times."""
+        end_s = max(start_s, min(end_s, self._table.window()[1]))
+        live = set(self.lab.devices())
+        numbers = {lane: number for number, lane in enumerate(self._table.lanes)}
+        lived = {lane: within(self._lives[number], start_s, end_s) for lane, number in numbers.items()}
+        there = {lane for lane, (a, b) in lived.items() if b > a or (start_s == end_s and lane in live)}
+        devices = [device for _, device in self.lab.devices() if device in {name for _, name in there}]
+        return Section(title, start_s, end_s, {numbers[lane]: lived[lane] for lane in lanes_of(there, devices)})
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 
@@ -137,62 +123,29 @@ class TimelineView(View):
 
     def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
         self._read()
-        table, lanes = self._table, self._table.lanes
-        gaps, before = self._gaps(), self._sent_gaps
-        first = 0 if whole else self._sent_spans
-        same = 0 if whole else _common(gaps, before)
-        self._sent_spans, self._sent_gaps = len(table), gaps
-        styles = role_styles(table.roles.all)
-        shown = {lanes[number] for section in self._sections() for number in self._shown(section)}
-        drawn = {device for _, device in shown}
-        devices = [device for _, device in self.lab.devices() if device in drawn]
-        ordered = lanes_of([{"pool": pool, "device": device} for pool, device in shown], devices)
+        sections, gaps = self._sections(), self._gaps()
+        titles = [section.title for section in sections]
+        if titles != self._titles:
+            self._titles, self._looked = titles, None
+        picture = drawn(self._table, sections, gaps, width=self._width, view=self._looked)
         data = {
-            "first": first,
-            "lanes": lanes,
-            "order": [lanes.index(lane) for lane in ordered],
-            "stages": table.stages.all,
-            "roles": [[role, styles[role].colour, styles[role].letter, styles[role].ink] for role in table.roles.all],
-            "kinds": [[kind, HATCHES.get(kind, ""), ground_opacity(kind)] for kind in table.kinds.all],
-            "causes": [[cause.words, SHADES[cause.column], cause.letter] for cause in CAUSES],
-            "sections": [[section.title, section.start_s, section.end_s] for section in self._sections()],
-            "end_s": table.window()[1],
-            "same_gaps": same,
-            "times": times_table(self._times(gaps), "times by device"),
+            "svg": picture.inline_svg,
+            "spans": len(self._table),
+            "view": self._looked,
+            "length_s": max([section.end_s - section.start_s for section in sections], default=0.0),
+            "asked": self._asked,
+            "times": times_table(picture.summary, "times by device"),
             "details": self._details(gaps),
             "chosen": self._chosen.get("span", -1),
         }
-        columns = (gaps.lane, gaps.start_s, (gaps.end_s - gaps.start_s).astype(np.float32), gaps.cause)
-        return data, [*table.buffers(first), *(column[same:].tobytes() for column in columns)]
-
-    def _times(self, gaps: Gaps) -> list[dict[str, Any]]:
-        """A row a device, and a section where there are several; see `Timeline.summary`."""
-        rows = []
-        sections = self._sections()
-        for section in sections:
-            waits = gaps.seconds(len(self._table.lanes), *self._times_of(section))
-            for number, (start_s, end_s) in self._shown(section).items():
-                (pool, device), window = self._table.lanes[number], end_s - start_s
-                title = {"iteration": section.title.removeprefix("iteration ")} if len(sections) > 1 else {}
-                times = {cause.column: float(waits[number, n]) for n, cause in enumerate(CAUSES)}
-                busy = {"window_s": window, "busy_s": max(window - sum(times.values()), 0.0)}
-                rows.append({**title, "pool": pool, "device": device, **busy, **times})
-        return rows
+        return data, []
 
     def _still(self) -> Timeline:
         self._read()
-        key = self.depends_on()
-        if self._drawn_still is not None and self._drawn_still[0] == key:
-            return self._drawn_still[1]
-        sections = self._sections() or [Section("all", 0.0, None)]
-        start_s, table = sections[0].start_s, self._table
-        rows = [table.row(number) for number, end_s in enumerate(table.columns["end_s"]) if end_s >= start_s]
-        devices = [device for _, device in self.lab.devices()]
-        lives = dict(zip(table.lanes, self._lives, strict=True))
-        end_s = sections[-1].end_s
-        still = timeline(rows, devices=devices, start=start_s, end=end_s, most=MOST_STILL_BARS, lives=lives)
-        self._drawn_still = key, still
-        return still
+        if self._drawn_still is None or self._drawn_still[0] != self.depends_on():
+            still = drawn(self._table, self._sections(), self._gaps(), most=MOST_STILL_BARS)
+            self._drawn_still = self.depends_on(), still
+        return self._drawn_still[1]
 
     def picture(self) -> str:
         return self._still()._repr_html_()
@@ -247,9 +200,8 @@ class TimelineView(View):
     def _gap_details(self, lane: int, start_s: float, end_s: float, cause: int) -> str:
         pool, device = self._table.lanes[lane]
         what, columns = CAUSES[cause], self._table.columns
-        start_N, end_N = np.array(columns["start_s"]), np.array(columns["end_s"])
-        parts = np.array(columns["depth"]) == 0
-        during = np.flatnonzero(parts & (start_N < end_s) & (end_N > start_s))
+        parts = columns["depth"] == 0
+        during = np.flatnonzero(parts & (columns["start_s"] < end_s) & (columns["end_s"] > start_s))
         rows = [self._table.row(int(number)) for number in during[:MOST_LISTED]]
         running = {f"{row['role']}.{row['stage']} on pool {row['pool']}" for row in rows if row["kind"] != "queue"}
         queued = {
@@ -285,9 +237,11 @@ class TimelineView(View):
         self._chosen = chosen
         self._changes += 1
 
-    def on_whole(self) -> None:
-        """A front end lacks what was sent before it was there."""
-        self._sent_spans, self._sent_gaps = 0, NO_GAPS
+    def on_look(self, asked: str, width: int, view: list[float] | None = None) -> None:
+        """Draw for a page so many pixels wide, and with this in sight: seconds from the start of a section."""
+        self._asked, self._width = asked, min(max(int(width), LEAST_WIDTH), MOST_WIDTH)
+        self._looked = None if view is None else (float(view[0]), max(float(view[1]), float(view[0]) + SHORTEST_S))
+        self._changes += 1
 
     def receive(self, iteration: int | None = None, **_: Any) -> None:
         """Show one iteration."""
@@ -306,12 +260,3 @@ def _before(gaps: Gaps, row: Mapping[str, Any]) -> list[float]:
         seconds[gaps.cause[n]] += float(min(gaps.end_s[n], reached_s) - gaps.start_s[n])
         reached_s = gaps.start_s[n]
     return seconds
-
-
-def _common(one: Gaps, other: Gaps) -> int:
-    """How many gaps at the start of both are the same."""
-    shorter = min(len(one), len(other))
-    columns = ("lane", "start_s", "end_s", "cause")
-    differ = [getattr(one, name)[:shorter] != getattr(other, name)[:shorter] for name in columns]
-    different = np.flatnonzero(np.logical_or.reduce(differ))
-    return int(different[0]) if len(different) else shorter

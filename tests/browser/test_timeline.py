@@ -29,7 +29,7 @@ class Drawn:
 
     def __init__(self, notebook: Notebook, panel: Any) -> None:
         self.notebook, self.root = notebook, panel.locator(".wb-tl")
-        self.canvas = panel.locator(".wb-tl-canvas")
+        self.canvas, self.bar = panel.locator(".wb-tl-stage"), panel.locator('.span[data-level="0"]').first
 
     def __getitem__(self, name: str) -> float:
         return float(self.root.get_attribute(f"data-{name}") or "nan")
@@ -102,7 +102,7 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     panel.get_by_role("button", name="zoom in").click()
     drawn.until(lambda: drawn.length < whole, "the button zooms in")
     box = drawn.canvas.bounding_box()
-    middle = (box["x"] + box["width"] / 2, box["y"] + 40)
+    middle = (box["x"] + box["width"] / 2, drawn.bar.bounding_box()["y"] + 4)
     before = drawn["from"]
     notebook.page.mouse.move(*middle)
     notebook.page.mouse.down()
@@ -173,9 +173,9 @@ def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
 
     for step, pause_ms in ((3, 0), (2, 30), (1, 60), (1, 120)):  # what is told follows a frame later, or several
         drawn.canvas.scroll_into_view_if_needed()
-        box = drawn.canvas.bounding_box()
+        box, y = drawn.canvas.bounding_box(), drawn.bar.bounding_box()["y"] + 4
         for x in range(100, int(box["width"]) - 8, step):
-            notebook.page.mouse.move(box["x"] + x, box["y"] + 32)
+            notebook.page.mouse.move(box["x"] + x, y)
             if pause_ms:
                 notebook.page.wait_for_timeout(pause_ms)
             if told():

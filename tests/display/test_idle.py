@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, Gaps, device_times, gaps_of
+from tests.display.by_rows import device_times
+from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, UNCALLED, Gaps, Lane
+from workbench.display.span_table import SpanTable, cells_of
 
 LANES = [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")]
 
@@ -18,6 +20,12 @@ LANES = [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")]
 def row(lane: int, start: float, end: float, kind: str = "compute") -> dict[str, Any]:
     pool, device = LANES[lane]
     return {"pool": pool, "device": device, "kind": kind, "start_s": float(start), "end_s": float(end)}
+
+
+def gaps_of(rows: list[dict[str, Any]], lanes: list[Lane], window: tuple[float, float]) -> Gaps:
+    spans = SpanTable(lanes)
+    spans.add([{**row, "run": run} for run, row in enumerate(rows)])
+    return spans.gaps(window)
 
 
 def listed(gaps: Gaps, lane: int) -> list[tuple[float, float, int]]:
@@ -32,20 +40,36 @@ def test_each_cause_on_an_example_done_by_hand() -> None:
         row(0, 5, 8), row(1, 6, 10),  # rank 1 is slower by two seconds
     ]  # fmt: skip
     gaps = gaps_of(rows, LANES, (0.0, 12.0))
-    assert listed(gaps, 0) == [(0, 4, POOL), (4, 5, DATA), (8, 10, RANK), (10, 12, CONTROLLER)]
-    assert listed(gaps, 1) == [(0, 4, POOL), (4, 6, DATA), (10, 12, CONTROLLER)]
-    assert listed(gaps, 2) == [(4, 10, POOL), (10, 12, CONTROLLER)]
+    assert listed(gaps, 0) == [(0, 4, POOL), (4, 5, DATA), (8, 10, RANK), (10, 12, UNCALLED)]
+    assert listed(gaps, 1) == [(0, 4, POOL), (4, 6, DATA), (10, 12, UNCALLED)]
+    assert listed(gaps, 2) == [(4, 10, POOL), (10, 12, UNCALLED)]
     seconds = gaps.seconds(3, 3.0, 11.0)
-    assert seconds.tolist() == [[1, 2, 1, 1], [2, 0, 1, 1], [0, 0, 6, 1]]
+    assert seconds.tolist() == [[1, 2, 1, 0, 1], [2, 0, 1, 0, 1], [0, 0, 6, 0, 1]]
 
 
 def test_a_stage_in_the_queue_while_nothing_runs_waits_for_the_controller() -> None:
     assert listed(gaps_of([row(0, 0, 3, "queue"), row(0, 3, 4)], LANES[:1], (0.0, 4.0)), 0) == [(0, 3, CONTROLLER)]
+    # what is called on one device keeps all others waiting for the controller too
+    gaps = gaps_of([row(0, 0, 3, "queue"), row(0, 3, 4), row(1, 6, 7)], LANES[:2], (0.0, 7.0))
+    assert listed(gaps, 1) == [(0, 3, CONTROLLER), (3, 4, RANK), (4, 6, UNCALLED)]
+
+
+def test_between_two_stages_of_one_cell_the_controller_works_and_between_cells_nothing_is_called() -> None:
+    spans = SpanTable(LANES[:1])
+    spans.add([{**row(0, start, start + 1), "run": run} for run, start in enumerate((1, 4, 7, 10))])
+    events = [
+        {"event": "run", "details": {"run": 0, "cell": 1}}, {"event": "run", "details": {"run": 1, "cell": 1}},
+        {"event": "attached", "details": {}}, {"event": "run", "details": {"run": 2, "cell": 1}},
+    ]  # fmt: skip
+    gaps = spans.gaps((0.0, 12.0), cells=cells_of(events))
+    assert listed(gaps, 0) == [
+        (0, 1, UNCALLED), (2, 4, CONTROLLER), (5, 7, UNCALLED), (8, 10, UNCALLED), (11, 12, UNCALLED),
+    ]  # fmt: skip
 
 
 def test_pulling_under_computing_is_no_gap_and_a_window_cuts() -> None:
     rows = [row(0, 0, 2), row(0, 1, 4, "transfer"), row(0, 6, 9)]
-    assert listed(gaps_of(rows, LANES[:1], (1.0, 7.0)), 0) == [(2, 4, DATA), (4, 6, CONTROLLER)]
+    assert listed(gaps_of(rows, LANES[:1], (1.0, 7.0)), 0) == [(2, 4, DATA), (4, 6, UNCALLED)]
 
 
 @pytest.mark.parametrize("window", [(0.0, 0.0), (0.0, 5.0)])
@@ -80,7 +104,8 @@ def test_busy_times_and_gaps_fill_the_window_and_every_second_has_the_cause_that
         assert all(a[1] < b[0] or (a[1] == b[0] and a[2] != b[2]) for a, b in pairwise(mine))
         for second in range(start, start + length):  # times are whole: one look a second sees all
             at = second + 0.5
-            now = [r for r in rows if r["start_s"] < at < r["end_s"] and r["kind"] != "queue"]
+            there = [r for r in rows if r["start_s"] < at < r["end_s"]]
+            now = [r for r in there if r["kind"] != "queue"]
             here = [r["kind"] for r in now if r["device"] == device]
             found = [cause for first, last, cause in mine if first < at < last]
             if any(kind != "transfer" for kind in here):
@@ -90,7 +115,7 @@ def test_busy_times_and_gaps_fill_the_window_and_every_second_has_the_cause_that
             elif any(r["pool"] == pool for r in now):
                 assert found == [RANK]
             else:
-                assert found == ([POOL] if now else [CONTROLLER])
+                assert found == ([POOL] if now else [CONTROLLER] if there else [UNCALLED])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1e3), st.floats(0, 1e2)), max_size=25))
@@ -103,5 +128,5 @@ def test_causes_sum_to_the_idle_time_at_any_times(drawn: list[tuple[int, float, 
 
 
 def test_each_cause_is_told_by_its_own_letter_and_words() -> None:
-    assert len({cause.letter for cause in CAUSES}) == len({cause.words for cause in CAUSES}) == 4
+    assert len({cause.letter for cause in CAUSES}) == len({cause.words for cause in CAUSES}) == 5
     assert all(cause.letter.islower() for cause in CAUSES)

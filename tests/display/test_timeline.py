@@ -76,6 +76,7 @@ def test_time_by_device_is_right_on_an_example_done_by_hand():
     assert first == {
         "pool": "main", "device": "slot:0", "window_s": 10.0, "busy_s": 6.0, "transfer_s": 1.0, "idle_s": 3.0,
         "queued_s": 1.0, "idle_share": 0.3, "slowest_rank_s": 3.0, "other_pool_s": 0.0, "controller_s": 0.0,
+        "uncalled_s": 0.0,
     }  # fmt: skip
     assert (second["busy_s"], second["idle_s"], second["idle_share"]) == (9.0, 1.0, 0.1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,14 @@ import pytest
 
 import workbench as wb
 from tests.cases import tiny_lab
-from workbench.display.idle import CAUSES, device_times
-from workbench.display.lanes import place, records
+from tests.display.by_rows import device_times
+from workbench.display.idle import CAUSES
+from workbench.display.span_table import SpanTable
+from workbench.display.timeline import times_of
 from workbench.errors import BadInput
 from workbench.telemetry import Span, TelemetryStore
 from workbench_widgets import Driver
-from workbench_widgets.span_table import COLUMNS, SpanTable
 from workbench_widgets.timeline import WINDOWS, TimelineView
-
-SENT = {name: np.float32 if name in ("end_s", "processed_tokens", "moved_bytes") else np.dtype(code)
-        for name, code in COLUMNS.items()}  # fmt: skip
 
 
 class Lab:
@@ -39,52 +38,67 @@ def span(run: int, start_s: float, end_s: float, device: int = 0, **more: Any) -
     return Span(run=run, rank=device, device=f"cpu:{device}", start_s=start_s, end_s=end_s, **given)
 
 
-class FrontEnd:
-    """Puts together what is sent, as the script does."""
-
-    def __init__(self) -> None:
-        self.columns = {name: np.empty(0, kind) for name, kind in SENT.items()}
-        self.gaps = [np.empty(0, kind) for kind in (np.uint16, np.float64, np.float32, np.uint8)]
-        self.received: list[int] = []
-
-    def take(self, sent: tuple[dict[str, Any], list[bytes]]) -> None:
-        data, buffers = sent
-        parts = zip(self.columns.items(), buffers, strict=False)
-        assert data["first"] <= len(self.columns["run"])
-        self.columns = {
-            name: np.concatenate([have[: data["first"]], np.frombuffer(new, SENT[name])]) for (name, have), new in parts
-        }
-        self.gaps = [
-            np.concatenate([have[: data["same_gaps"]], np.frombuffer(new, have.dtype)])
-            for have, new in zip(self.gaps, buffers[len(COLUMNS) :], strict=True)
-        ]
-        self.received.append(sum(map(len, buffers)))
+def drawing(view: TimelineView) -> dict[str, Any]:
+    return view.payload(whole=False)[0]
 
 
-def test_increments_add_up_to_the_whole(tmp_path: Path) -> None:
+def plain(svg: str) -> str:
+    """A picture without the ids of its patterns and the numbers of its spans."""
+    return re.sub(r't[0-9a-f]{10}(-\d+)?-|data-n="\d+"', "", svg)
+
+
+def titles(view: TimelineView) -> list[str]:
+    return [section.title for section in view._sections()]
+
+
+def times(view: TimelineView) -> list[dict[str, Any]]:
+    return times_of(view._table, view._sections(), view._gaps())
+
+
+def test_what_is_added_piece_by_piece_is_drawn_as_the_whole(tmp_path: Path) -> None:
     lab = Lab(tmp_path, [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")])
-    view, front = TimelineView(lab, None), FrontEnd()
-    front.take(view.payload(whole=True))
+    view = TimelineView(lab, None)
+    view.on_show("all")
+    drawing(view)
     rng = np.random.default_rng(3)
+    sizes = []
     for run in range(40):
         lab.telemetry.append_event("iteration", iteration=run // 4 + 1)
         starts = 1e9 + 2 * run + rng.random(3)
         before = view.depends_on()
         lab.telemetry.append_spans(span(run, starts[n], starts[n] + rng.random(), n, tokens=run) for n in range(3))
         assert view.depends_on() != before
-        front.take(view.payload(whole=False))
+        sizes.append(len(drawing(view)["svg"]))
         after = view.depends_on()
         assert after == view.depends_on()
-    late = FrontEnd()
-    late.take(view.payload(whole=True))
-    for name in COLUMNS:
-        np.testing.assert_array_equal(front.columns[name], late.columns[name])
-    for one, other in zip(front.gaps, late.gaps, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert len(front.columns["run"]) == 120
-    assert max(front.received[5:]) < late.received[0] / 10  # what is new, not all again
-    view.on_whole()  # asked for by a front end that missed something
-    assert view.payload(whole=False)[0]["first"] == 0
+    late = TimelineView(lab, None)
+    late.on_show("all")
+    assert plain(drawing(view)["svg"]) == plain(drawing(late)["svg"])
+    assert drawing(view)["svg"].count('class="span"') == drawing(view)["spans"] == 120
+
+
+def test_a_drawing_of_many_spans_is_not_larger_than_the_page_can_show(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, [("train", "cpu:0"), ("train", "cpu:1")])
+    view = TimelineView(lab, None)
+    view.on_show("all")
+    lab.telemetry.append_spans(
+        span(run, 1e9 + run, 1e9 + run + 0.5 + run % 7 / 14, run % 2, role=("actor", "critic")[run % 3 % 2])
+        for run in range(20_000)
+    )
+    data = drawing(view)
+    assert data["spans"] == 20_000
+    assert data["svg"].count("<rect") + data["svg"].count("<path") < 200
+    assert len(data["svg"]) < 200_000
+    assert "spans of critic, too short to draw one by one: zoom in" in data["svg"]
+    view.act("look", {"asked": "a", "width": 900, "view": [100.0, 110.0]})
+    data = drawing(view)
+    assert data["view"] == (100.0, 110.0)
+    assert data["asked"] == "a"
+    assert 18 <= data["svg"].count('class="span"') <= 22  # those in sight, and as many again at the sides
+    assert "too short" not in data["svg"]
+    assert 'data-n="105"' in data["svg"]
+    view.act("look", {"asked": "b", "width": 10**9, "view": [5.0, 5.0]})  # whatever a page asks for
+    assert drawing(view)["svg"].startswith("<svg")
 
 
 def test_a_table_places_spans_as_the_static_picture_does_whenever_they_come() -> None:
@@ -94,19 +108,27 @@ def test_a_table_places_spans_as_the_static_picture_does_whenever_they_come() ->
         span(1, 0, 2, kind="queue"), span(2, 4, 9), span(3, 8, 12),
     ]  # fmt: skip
     rows = [one.row() for one in spans]
-    expected = {(bar.row["run"], bar.row["kind"]): (bar.sublane, bar.depth) for bar in place(records(rows))}
-    table = SpanTable()
-    table.add([rows[1]])  # a child before the bar of its stage waits for it
-    assert len(table) == 0
-    table.add([rows[0], *rows[2:5]])
-    table.add(rows[5:])
-    found = {
-        (row["run"], row["kind"]): (row["sublane"], row["depth"]) for row in map(table.row, range(len(table)))
+    expected = {
+        (1, "queue"): (0, 0), (1, "compute"): (0, 0), (1, "forward"): (0, 1), (1, "optimizer"): (0, 1),
+        (1, "communication"): (0, 2), (2, "compute"): (1, 0), (3, "compute"): (0, 0),
     }  # fmt: skip
-    assert found == expected
-    table.add([span(9, 20, 21, kind="forward", parent="compute").row()])
-    table.add([])
+    whole = SpanTable()
+    whole.add(rows)
+    assert places(whole) == expected
+    table = SpanTable()
+    table.add([rows[1]], last=False)  # a child before the bar of its stage waits for it
+    assert len(table) == 0
+    table.add([rows[0], *rows[2:5]], last=False)
+    table.add(rows[5:], last=False)
+    assert places(table) == expected
+    table.add([span(9, 20, 21, kind="forward", parent="compute").row()], last=False)
+    table.add([], last=False)
     assert len(table) == 8  # the bar never came
+
+
+def places(table: SpanTable) -> dict[tuple[int, str], tuple[int, int]]:
+    rows = map(table.row, range(len(table)))
+    return {(row["run"], row["kind"]): (row["sublane"], row["depth"]) for row in rows}
 
 
 def test_a_span_is_given_back_as_it_was_stored() -> None:
@@ -129,14 +151,15 @@ def test_times_of_a_live_workbench_agree_with_its_spans(lab: wb.Workbench) -> No
     view = TimelineView(lab, Driver(lab))
     view.on_show("compare")
     data, _ = view.payload(whole=True)
-    assert [title for title, _, _ in data["sections"]] == ["iteration 1", "iteration 2"]
+    assert titles(view) == ["iteration 1", "iteration 2"]
+    assert all(f">{title}</text>" in data["svg"] for title in titles(view))
     spans: list[Any] = lab.spans().to_dict("records")
     (pool, device), *_ = lab.devices()
-    for (_, start_s, end_s), row in zip(data["sections"], view._times(view._gaps()), strict=True):
-        times = device_times(spans, device, pool, start_s, end_s or max(span["end_s"] for span in spans))
-        assert row["busy_s"] == pytest.approx(times["busy_s"], abs=1e-5)
+    for section, row in zip(view._sections(), times(view), strict=True):
+        expected = device_times(spans, device, pool, section.start_s, section.end_s)
+        assert row["busy_s"] == pytest.approx(expected["busy_s"], abs=1e-5)
         assert sum(row[cause.column] for cause in CAUSES) == pytest.approx(
-            times["transfer_s"] + times["idle_s"], abs=1e-5
+            expected["transfer_s"] + expected["idle_s"], abs=1e-5
         )
 
 
@@ -171,17 +194,18 @@ def test_cells_of_another_kernel_are_not_taken_for_ours(tmp_path: Path) -> None:
 def test_windows_and_wrong_values(lab: wb.Workbench) -> None:
     view = TimelineView(lab, Driver(lab))
     view.payload(whole=True)
-    titles = {}
+    found = {}
     for window in WINDOWS:
         view.act("show", {"value": window})
-        titles[window] = [title for title, _, _ in view.payload(whole=False)[0]["sections"]]
-    assert titles == {
+        drawing(view)
+        found[window] = titles(view)
+    assert found == {
         "last": ["iteration 2"], "several": ["iterations 1 to 2"], "all": ["all"],
         "compare": ["iteration 1", "iteration 2"],
     }  # fmt: skip
     view.receive(iteration=1)
-    data, _ = view.payload(whole=False)
-    assert [title for title, _, _ in data["sections"]] == ["iteration 1"]
+    drawing(view)
+    assert titles(view) == ["iteration 1"]
     assert "iteration 1" in view.controls()
     with pytest.raises(BadInput, match="each iteration that has begun"):
         view.act("show", {"value": "iteration 9"})
@@ -221,12 +245,11 @@ def test_after_a_move_a_pool_is_idle_only_while_it_is_there(tmp_path: Path) -> N
     _event(lab, "move", 5.0, placement="", seconds=1.0)
     lab.telemetry.append_spans([span(1, 6.0, 8.0, pool="b"), span(2, 11.0, 14.0, pool="b")])
     view.on_show("all")
-    front = FrontEnd()
-    front.take(view.payload(whole=True))
-    named = {lane: n for n, lane in enumerate(view._table.lanes)}
-    idle = {lane: sum(front.gaps[2][front.gaps[0] == number].tolist()) for lane, number in named.items()}
+    drawing(view)
+    named, gaps = {lane: n for n, lane in enumerate(view._table.lanes)}, view._gaps()
+    idle = {lane: float((gaps.end_s - gaps.start_s)[gaps.lane == number].sum()) for lane, number in named.items()}
     assert idle == {("a", "cpu:0"): 2.0, ("b", "cpu:0"): 5.0, ("b", "cpu:1"): 10.0}
-    rows = {(row["pool"], row["device"]): row for row in view._times(view._gaps())}
+    rows = {(row["pool"], row["device"]): row for row in times(view)}
     assert {lane: (row["busy_s"], row["window_s"]) for lane, row in rows.items()} == {
         ("a", "cpu:0"): (2.0, 4.0), ("b", "cpu:0"): (5.0, 10.0), ("b", "cpu:1"): (0.0, 10.0),
     }  # fmt: skip
@@ -234,14 +257,18 @@ def test_after_a_move_a_pool_is_idle_only_while_it_is_there(tmp_path: Path) -> N
     assert still[("a", "cpu:0")] == 4.0
     assert still[("b", "cpu:0")] == 10.0
     view.on_show("last")
-    data, _ = view.payload(whole=True)
-    assert {tuple(data["lanes"][number]) for number in data["order"]} == {("b", "cpu:0"), ("b", "cpu:1")}
-    assert {row["pool"] for row in view._times(view._gaps())} == {"b"}
+    drawing(view)
+    assert shown(view) == {("b", "cpu:0"), ("b", "cpu:1")}
+    assert {row["pool"] for row in times(view)} == {"b"}
     view.on_show("iteration 1")
     lab._lanes = [("c", "cpu:7")]
     _event(lab, "move", 16.0, placement="", seconds=1.0)
-    data, _ = view.payload(whole=True)
-    assert ("c", "cpu:7") not in [tuple(data["lanes"][number]) for number in data["order"]]
+    drawing(view)
+    assert ("c", "cpu:7") not in shown(view)
+
+
+def shown(view: TimelineView) -> set[tuple[str, str]]:
+    return {view._table.lanes[lane] for section in view._sections() for lane in section.lanes}
 
 
 def _event(lab: Lab, event: str, time_s: float, **details: Any) -> None:

@@ -82,6 +82,7 @@ export function mountCharts(area, send) {
       plotly.react(box, chart.curves.map((curve) => chartTrace(curve, ink)), chartLayout(chart, ink), {
         responsive: true,
         displaylogo: false,
+        displayModeBar: true, // the style sheet shows it where the pointer or the keyboard is
         modeBarButtonsToRemove: ["select2d", "lasso2d"],
       });
       if (!box.dataset.heard) {
@@ -242,6 +243,7 @@ function chartLayout(chart, ink) {
   if (chart.at !== null) shapes.push({ ...along, x0: chart.at, x1: chart.at });
   const small = { showarrow: false, xref: "paper", font: { size: 10, color: ink } };
   const annotations = [{ ...small, text: plainText(chart.note), x: 1, xanchor: "right", yref: "paper", y: 1, yanchor: "bottom" }];
+  if (chart.y) annotations.push({ ...small, text: plainText(chart.y), x: 0, xanchor: "left", yref: "paper", y: 1, yanchor: "bottom" });
   if (chart.limit) annotations.push({ ...small, text: plainText(chart.limit[1]), x: 0, xanchor: "left", y: chart.limit[0], yanchor: "top" });
   return {
     title: { text: `<b>${plainText(chart.title)}</b>`, font: { size: 12 }, x: 0, xref: "paper", y: 0.97, yanchor: "top" },
@@ -254,7 +256,7 @@ function chartLayout(chart, ink) {
     yaxis: {
       ...axis, type: chart.log ? "log" : "linear", ...(bytes ? { tickformat: "~s", ticksuffix: "B", rangemode: "tozero" } : {}),
     },
-    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: chartShade(ink, 0.4), activecolor: ink },
+    modebar: { orientation: "h", bgcolor: "rgba(0,0,0,0)", color: chartShade(ink, 0.4), activecolor: ink },
     shapes, annotations,
   };
 }

@@ -1,23 +1,23 @@
-// The timeline: drag, wheel and keys move it; what is pointed at, or stepped to, is told.
+// The timeline: the kernel draws it as SVG; here drag, wheel and keys move it, and what is pointed at, or stepped to, is
+// told. What is moved is the drawing that there is, until the kernel has drawn what is in sight now.
 import { make } from "./dom.js";
 import { replace } from "./forms.js";
-import { TimelineRecord } from "./timeline_columns.js";
-import { TimelineCanvas } from "./timeline_canvas.js";
 
 const TIMELINE_HELP =
   "drag: pan; wheel after a click, or with Ctrl: zoom. Keys: ← → pan, + − zoom, Home all, n p next and previous span, " +
   "↑ ↓ device, Enter details, Esc none";
 const SHORTEST_VIEW_S = 2e-5;
 const WIDTH_TO_STEP_TO = 3; // pixels: a child span that is narrower is passed over by n and p
+const REST_MS = 120; // without a move, until the kernel is asked to draw
 
 export function mountTimeline(area, send) {
-  const record = new TimelineRecord();
-  const canvas = make("canvas", {
-    class: "wb-tl-canvas", tabindex: "0", role: "application", "aria-roledescription": "timeline",
+  const stage = make("div", {
+    class: "wb-tl-stage", tabindex: "0", role: "application", "aria-roledescription": "timeline",
     "aria-label": `Timeline of devices. ${TIMELINE_HELP}`,
   });
+  const picture = make("div");
   const tip = make("div", { class: "wb-tl-tip", hidden: "" });
-  const legend = make("div", { class: "wb-tl-legend" });
+  stage.append(picture, tip);
   const live = make("div", { class: "wb-tl-live", "aria-live": "polite" }, "");
   const details = make("div", { class: "wb-tl-details" });
   const times = make("div", { class: "wb-tl-times", "data-scrolls": "" });
@@ -30,42 +30,71 @@ export function mountTimeline(area, send) {
     tools.append(control);
   }
   tools.append(make("span", { class: "wb-tl-help" }, TIMELINE_HELP));
-  const root = make("div", { class: "wb-tl" }, tools, legend, make("div", { class: "wb-tl-stage" }, canvas, tip));
-  root.append(live, details, times);
+  const root = make("div", { class: "wb-tl" }, tools, stage, live, details, times);
   area.append(root);
 
-  const view = new TimelineCanvas(canvas, record);
+  const view = { from: 0, to: 1 }; // seconds from the start of a section, at both edges
+  const shown = { from: 0, to: 1, length: 1 }; // the same of the drawing, and the longest section
   let home = true; // all is in sight, also what is added
-  let shownSections = "";
+  let marked = -1; // the span that the keyboard is on
+  let chosen = -1;
+  let asked = ""; // of the kernel, and not drawn yet
   let waiting = 0;
+  let drawnWidth = 0;
   let drag = null;
 
-  function redraw() {
-    waiting ||= requestAnimationFrame(() => {
-      waiting = 0;
-      if (!record.names) return;
-      if (home) [view.from, view.to] = [0, record.length];
-      const began = performance.now();
-      if (!view.draw()) return;
-      const ended = performance.now();
-      Object.assign(root.dataset, {
-        drawMs: (ended - began).toFixed(2), spans: record.spans.count, paintedAt: performance.timeOrigin + ended,
-        from: view.from, to: view.to, marked: view.marked, chosen: view.chosen,
-      });
-    });
+  // --- what is in sight ---
+
+  const plot = () => picture.querySelector(".wb-tl-plot");
+
+  // Left edge and width of the plot in the page.
+  function box() {
+    const there = picture.firstChild.getBoundingClientRect();
+    const scale = there.width / picture.firstChild.viewBox.baseVal.width;
+    return { left: there.left + plot().x.baseVal.value * scale, width: plot().width.baseVal.value * scale };
+  }
+
+  function move() {
+    const moves = picture.querySelector(".wb-tl-moves");
+    if (!moves) return;
+    const began = performance.now();
+    const length = view.to - view.from;
+    const scale = (shown.to - shown.from) / length;
+    const shift = ((shown.from - view.from) / length) * plot().width.baseVal.value;
+    moves.style.transform = Math.abs(scale - 1) < 1e-6 && Math.abs(shift) < 0.01 ? "" : `translate(${shift}px) scale(${scale}, 1)`;
+    moves.style.setProperty("--wb-unscaled", 1 / scale);
+    tell("drawMs", (performance.now() - began).toFixed(2));
+  }
+
+  function tell(name, value) {
+    Object.assign(root.dataset, { from: view.from, to: view.to, marked, chosen, [name]: value });
+  }
+
+  // Ask the kernel for what is in sight, once it rests.
+  function ask() {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => {
+      asked = String(Math.random());
+      drawnWidth = stage.clientWidth;
+      send("look", { asked, width: drawnWidth, view: home ? null : [view.from, view.to] });
+    }, REST_MS);
+    asked = "soon";
   }
 
   function goHome() {
     home = true;
-    redraw();
+    [view.from, view.to] = [0, shown.length];
+    move();
+    ask();
   }
 
   function look(from, to) {
-    const length = Math.min(Math.max(to - from, SHORTEST_VIEW_S), 1.2 * record.length);
-    const middle = Math.min(Math.max((from + to) / 2, 0), record.length);
+    const length = Math.min(Math.max(to - from, SHORTEST_VIEW_S), 1.2 * shown.length);
+    const middle = Math.min(Math.max((from + to) / 2, 0), shown.length);
     [view.from, view.to] = [middle - length / 2, middle + length / 2];
     home = false;
-    redraw();
+    move();
+    ask();
   }
 
   const pan = (seconds) => look(view.from + seconds, view.to + seconds);
@@ -76,204 +105,194 @@ export function mountTimeline(area, send) {
 
   // --- what is pointed at ---
 
-  const facts = (found) =>
-    found.span === undefined ? record.tellGap(found.gap) : record.tellSpan(found.span, found.section);
+  const numberOf = (bar) => Number(bar.dataset.n);
+  const bars = (lane) => [...lane.querySelectorAll(".span")];
+  const find = (number) => picture.querySelector(`[data-n="${number}"]`);
+
+  // What an element's title says: it is taken out of it, so that the browser does not tell it again.
+  function facts(element) {
+    const title = element.querySelector("title");
+    if (title) {
+      element.dataset.facts = title.textContent;
+      title.remove();
+    }
+    return element.dataset.facts || "";
+  }
+
+  function outline() {
+    for (const [name, number] of [["wb-tl-marked", marked], ["wb-tl-chosen", chosen]]) {
+      for (const bar of picture.querySelectorAll(`.${name}`)) bar.classList.remove(name);
+      if (number >= 0) find(number)?.classList.add(name);
+    }
+    tell("marked", marked);
+  }
 
   function choose(found) {
-    view.chosen = found && found.span !== undefined ? found.span : -1;
-    redraw();
+    chosen = found?.dataset.n === undefined ? -1 : numberOf(found);
+    outline();
     if (!found) return send("choose");
-    live.textContent = facts(found).join(", ");
-    if (found.span !== undefined) return send("choose", { span: found.span });
-    const { lane, start, duration, cause } = record.gaps;
-    const n = found.gap;
-    send("choose", { gap: { lane: lane[n], start_s: start[n], end_s: start[n] + duration[n], cause: cause[n] } });
+    live.textContent = facts(found).split("\n").join(", ");
+    if (chosen >= 0) return send("choose", { span: chosen });
+    const [start_s, end_s, cause] = found.dataset.gap.split(" ").map(Number);
+    send("choose", { gap: { lane: Number(found.parentNode.dataset.lane), start_s, end_s, cause } });
   }
+
+  const under = (event) => event.target.closest?.(".span, .gap, .fused");
 
   function point(event) {
-    const box = canvas.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
-  }
-
-  function tell(event) {
-    const [x, y] = point(event);
-    const found = record.names ? view.under(x, y) : null;
+    const found = under(event);
     tip.hidden = !found;
     if (!found) return;
-    tip.textContent = facts(found).join("\n");
-    const room = canvas.clientWidth - tip.offsetWidth - 4;
-    tip.style.left = `${Math.max(0, Math.min(x + 12, room))}px`;
-    tip.style.top = `${y + 16}px`;
+    tip.textContent = facts(found);
+    const place = stage.getBoundingClientRect();
+    const room = stage.clientWidth - tip.offsetWidth - 4;
+    tip.style.left = `${Math.max(0, Math.min(event.clientX - place.left + 12, room))}px`;
+    tip.style.top = `${event.clientY - place.top + 16}px`;
   }
 
-  canvas.addEventListener("pointerdown", (event) => {
-    if (event.button !== 0 || !record.names) return;
-    drag = { at: point(event), from: view.from, to: view.to, moved: false };
-    canvas.setPointerCapture(event.pointerId);
+  stage.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0 || !plot()) return;
+    drag = { x: event.clientX, found: under(event), from: view.from, to: view.to, moved: false };
   });
-  canvas.addEventListener("pointermove", (event) => {
-    if (!drag) return tell(event);
-    const dx = point(event)[0] - drag.at[0];
-    drag.moved ||= Math.abs(dx) > 3;
+  stage.addEventListener("pointermove", (event) => {
+    if (!drag) return point(event);
+    const dx = event.clientX - drag.x;
+    if (!drag.moved && Math.abs(dx) > 3) {
+      drag.moved = true;
+      stage.setPointerCapture(event.pointerId);
+    }
     if (!drag.moved) return;
     tip.hidden = true;
-    const seconds = (-dx / view.plotWidth) * (drag.to - drag.from);
+    const seconds = (-dx / box().width) * (drag.to - drag.from);
     look(drag.from + seconds, drag.to + seconds);
   });
-  canvas.addEventListener("pointerup", (event) => {
-    if (drag && !drag.moved) choose(view.under(...point(event)));
+  stage.addEventListener("pointerup", () => {
+    if (drag && !drag.moved && !drag.found?.classList.contains("fused")) choose(drag.found);
     drag = null;
   });
-  canvas.addEventListener("pointercancel", () => (drag = null));
-  canvas.addEventListener("pointerleave", () => (tip.hidden = true));
-  canvas.addEventListener("wheel", (event) => {
-    if (!record.names || (document.activeElement !== canvas && !event.ctrlKey)) return;
+  stage.addEventListener("pointercancel", () => (drag = null));
+  stage.addEventListener("pointerleave", () => {
+    tip.hidden = true;
+    if (!drag?.moved) drag = null;
+  });
+  stage.addEventListener("wheel", (event) => {
+    if (!plot() || (document.activeElement !== stage && !event.ctrlKey)) return;
     event.preventDefault();
-    const [x] = point(event);
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX / view.plotWidth) * (view.to - view.from));
-    else zoom(Math.exp(Math.max(-1, Math.min(event.deltaY / 300, 1))), view.seconds(x));
+    const { left, width } = box();
+    const length = view.to - view.from;
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) return pan((event.deltaX / width) * length);
+    const about = view.from + ((event.clientX - left) / width) * length;
+    zoom(Math.exp(Math.max(-1, Math.min(event.deltaY / 300, 1))), about);
   }, { passive: false });
 
   // --- keys ---
 
-  // Spans of a lane that can be stepped to, in time order: stages, and what is wide enough to be seen inside them.
+  // Seconds of a bar's edges.
+  function edges(bar) {
+    const [x, width] = [bar.x.baseVal.value, bar.width.baseVal.value];
+    const seconds = (at) => shown.from + (at / plot().width.baseVal.value) * (shown.to - shown.from);
+    return [seconds(x), seconds(x + width)];
+  }
+
+  // Bars of a lane that can be stepped to, in time order: stages, and what is wide enough to be seen inside them.
   function stops(lane) {
-    const { spans, sections, queue } = record;
-    const least = ((view.to - view.from) / view.plotWidth) * WIDTH_TO_STEP_TO;
-    const found = [];
-    for (let i = 0; i < spans.count; i++) {
-      if (spans.lane[i] !== lane || spans.kind[i] === queue) continue;
-      if (spans.depth[i] > 0 && spans.duration[i] < least && i !== view.marked) continue;
-      if (sections.some((section) => spans.start[i] < section.end && spans.start[i] + spans.duration[i] >= section.start)) {
-        found.push(i);
-      }
-    }
-    return found.sort((a, b) => spans.start[a] - spans.start[b] || spans.depth[a] - spans.depth[b]);
+    const scale = (shown.to - shown.from) / (view.to - view.from);
+    const wide = (bar) => bar.dataset.level === "0" || bar.width.baseVal.value * scale >= WIDTH_TO_STEP_TO;
+    const found = bars(lane).filter((bar) => bar.dataset.level !== "3" && (wide(bar) || numberOf(bar) === marked));
+    return found.sort((a, b) => edges(a)[0] - edges(b)[0] || a.dataset.level - b.dataset.level);
   }
 
-  function sectionOf(i) {
-    const { spans, sections } = record;
-    const inside = (section) => spans.start[i] < section.end && spans.start[i] + spans.duration[i] >= section.start;
-    return sections.find(inside) || sections[0];
+  function mark(bar) {
+    if (!bar) return;
+    marked = numberOf(bar);
+    const [start, end] = edges(bar);
+    const half = (view.to - view.from) / 2;
+    if (end < view.from || start > view.to) look(start - half, start + half);
+    live.textContent = facts(bar).split("\n").join(", ");
+    outline();
   }
 
-  function mark(i) {
-    if (i === undefined) return;
-    view.marked = i;
-    const section = sectionOf(i);
-    const start = record.spans.start[i] - section.start;
-    const end = start + record.spans.duration[i];
-    if (end < view.from || start > view.to) {
-      const half = (view.to - view.from) / 2;
-      look(start - half, start + half);
-    }
-    live.textContent = record.tellSpan(i, section).join(", ");
-    redraw();
-  }
+  const lanes = () => [...picture.querySelectorAll("[data-lane]")].filter((lane) => stops(lane).length);
 
   function step(by) {
-    const { order } = record.names;
-    const lane = view.marked < 0 ? order.find((number) => stops(number).length) : record.spans.lane[view.marked];
-    if (lane === undefined) return;
+    const bar = find(marked);
+    const lane = bar ? bar.parentNode : lanes()[0];
+    if (!lane) return;
     const all = stops(lane);
-    const at = all.indexOf(view.marked);
-    mark(all[at < 0 ? (by > 0 ? 0 : all.length - 1) : Math.min(Math.max(at + by, 0), all.length - 1)]);
+    const at = all.indexOf(bar) + by;
+    if (!bar) mark(all[by > 0 ? 0 : all.length - 1]);
+    else if (at >= 0 && at < all.length) mark(all[at]);
+    else if (!home) pan((by * (view.to - view.from)) / 2); // what follows is drawn then
   }
 
   function changeLane(by) {
-    const { order } = record.names;
-    if (view.marked < 0) return step(1);
-    const { spans } = record;
-    const time = spans.start[view.marked];
-    for (let at = order.indexOf(spans.lane[view.marked]) + by; at >= 0 && at < order.length; at += by) {
-      const all = stops(order[at]).filter((i) => spans.depth[i] === 0);
-      const nearest = (a, b) => (Math.abs(spans.start[b] - time) < Math.abs(spans.start[a] - time) ? b : a);
-      if (all.length) return mark(all.reduce(nearest));
-    }
+    const bar = find(marked);
+    if (!bar) return step(1);
+    const all = lanes();
+    const lane = all[all.indexOf(bar.parentNode) + by];
+    const far = (one) => Math.abs(edges(one)[0] - edges(bar)[0]);
+    if (lane) mark(stops(lane).filter((one) => one.dataset.level === "0").sort((a, b) => far(a) - far(b))[0]);
+  }
+
+  function middleOfMark() {
+    const bar = find(marked);
+    if (!bar) return undefined;
+    const middle = (edges(bar)[0] + edges(bar)[1]) / 2;
+    return middle >= view.from && middle <= view.to ? middle : undefined;
   }
 
   const keys = {
     ArrowLeft: () => pan(-(view.to - view.from) / 10), ArrowRight: () => pan((view.to - view.from) / 10),
     "+": () => zoom(0.5, middleOfMark()), "=": () => zoom(0.5, middleOfMark()), "-": () => zoom(2, middleOfMark()),
     Home: goHome, n: () => step(1), p: () => step(-1), ArrowUp: () => changeLane(-1), ArrowDown: () => changeLane(1),
-    Enter: () => view.marked >= 0 && choose({ span: view.marked, section: sectionOf(view.marked) }),
-    Escape: () => { view.marked = -1; choose(null); },
+    Enter: () => find(marked) && choose(find(marked)),
+    Escape: () => { marked = -1; choose(null); },
   };
   keys[" "] = keys.Enter;
 
-  function middleOfMark() {
-    if (view.marked < 0) return undefined;
-    const middle = record.spans.start[view.marked] + record.spans.duration[view.marked] / 2;
-    const at = middle - sectionOf(view.marked).start;
-    return at >= view.from && at <= view.to ? at : undefined;
-  }
-
-  canvas.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key] || !record.names) return;
+  stage.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key] || !plot()) return;
     event.preventDefault();
     event.stopPropagation();
     keys[event.key]();
   });
 
   details.addEventListener("click", (event) => {
-    const asked = event.target.closest("[data-cell]");
-    if (asked) live.textContent = goToCell(root, asked.dataset.cell, details.querySelector("pre").textContent);
+    const cell = event.target.closest("[data-cell]");
+    if (cell) live.textContent = goToCell(root, cell.dataset.cell, details.querySelector("pre").textContent);
   });
 
-  // --- colours and sizes of the page ---
-
-  const size = new ResizeObserver(redraw);
-  size.observe(canvas.parentElement);
-  const theme = new MutationObserver(() => { drawLegend(legend, record, view, true); redraw(); });
-  for (const element of [document.body, document.documentElement]) theme.observe(element, { attributes: true });
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  dark.addEventListener("change", redraw);
+  const size = new ResizeObserver(() => plot() && Math.abs(stage.clientWidth - drawnWidth) > 8 && stage.clientWidth && ask());
+  size.observe(stage);
 
   return {
-    draw(data, buffers) {
-      if (!record.take(data, buffers)) return send("whole");
-      const sections = JSON.stringify(data.sections.map(([title]) => title));
-      if (sections !== shownSections) [home, shownSections] = [true, sections];
-      view.chosen = data.chosen;
-      if (view.marked >= record.spans.count || !data.order.includes(record.spans.lane[view.marked])) view.marked = -1;
+    draw(data) {
+      const began = performance.now();
+      picture.innerHTML = data.svg;
+      [shown.from, shown.to] = data.view || [0, data.length_s || 1e-6];
+      shown.length = data.length_s || 1e-6;
+      if (asked === data.asked) asked = "";
+      if (!asked) {
+        home = !data.view; // also where another page of this panel has moved it
+        [view.from, view.to] = [shown.from, shown.to];
+      } else if (home) [view.from, view.to] = [0, shown.length];
+      move();
+      chosen = data.chosen;
+      outline();
       replace(details, data.details);
       replace(times, data.times);
-      redraw();
-      drawLegend(legend, record, view, false);
+      const ended = performance.now();
+      root.dataset.spans = data.spans;
+      root.dataset.paintedAt = performance.timeOrigin + ended;
+      tell("drawMs", (ended - began).toFixed(2));
+      drawnWidth ||= picture.firstChild.viewBox.baseVal.width;
+      if (Math.abs(stage.clientWidth - drawnWidth) > 8 && stage.clientWidth && !asked) ask();
     },
     end() {
       size.disconnect();
-      theme.disconnect();
-      dark.removeEventListener("change", redraw);
-      cancelAnimationFrame(waiting);
+      clearTimeout(waiting);
     },
   };
-}
-
-function drawLegend(legend, record, view, again) {
-  if (!record.names) return;
-  const { roles, kinds, causes } = record.names;
-  const seen = kinds.filter(([kind], n) => record.kindsSeen.has(n) && kind !== "compute" && kind !== "queue");
-  const key = JSON.stringify([roles, seen]);
-  if (key === legend.dataset.key && !again) return;
-  legend.dataset.key = key;
-  const text = getComputedStyle(legend).color;
-  const swatch = (fill, letter, ink, name) => {
-    const tile = make("canvas", { width: "16", height: "14", "aria-hidden": "true" });
-    const context = tile.getContext("2d");
-    context.fillStyle = fill;
-    context.fillRect(0, 0, 16, 14);
-    context.fillStyle = ink;
-    context.font = "bold 11px system-ui, sans-serif";
-    context.textAlign = "center";
-    context.fillText(letter, 8, 11);
-    return make("span", {}, tile, ` ${name}`);
-  };
-  legend.replaceChildren(
-    ...roles.map(([role, colour, letter, ink]) => swatch(colour, letter, ink, role || "no role")),
-    ...seen.map(([kind, hatch, ground]) => swatch(view.pattern(hatch, text, ground, 1), "", text, kind.replace("_", " "))),
-    ...causes.map(([words, hatch, letter]) => swatch(view.pattern(hatch, text, 0.05, 0.4), letter, text, words)),
-  );
 }
 
 // Bring the cell with a prompt `[n]:` into sight; what became of it, in a line.

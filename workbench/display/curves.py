@@ -67,14 +67,15 @@ class Curve:
 class Chart:
     """Curves over one x.
 
-    unit: "bytes", or "" for plain numbers. log: y in powers of ten; what is not above 0 is left out. note: a line under
-    the title. at: an x that is marked. limit: a y with words for it, drawn across. ends: what stands at the two ends of
-    the x axis in place of its numbers.
+    y: what it counts, in a word over its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten; what is
+    not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for it, drawn
+    across. ends: what stands at the two ends of the x axis in place of its numbers.
     """
 
     title: str
     curves: tuple[Curve, ...]
     x: str = "iteration"
+    y: str = ""
     unit: str = ""
     log: bool = False
     note: str = ""
@@ -151,6 +152,8 @@ def draw(chart: Chart) -> str:
         return bottom - (bottom - TOP) * (scale(y) - scale(low)) / (scale(high) - scale(low))
 
     parts = [_text(0, 12, chart.title, extra='font-weight="600"')]
+    if chart.y:
+        parts.append(_text(LEFT, 25, chart.y, extra='font-size="10" opacity=".75"'))
     if chart.note:
         parts.append(_text(WIDTH - RIGHT, 23, chart.note, anchor="end", extra='font-size="10" opacity=".75"'))
     for y in _ticks(low, high, log=chart.log):

@@ -1,23 +1,20 @@
 """How each device spent a stretch of time, from the spans on it: what it did, and what it waited for.
 
-pool train, cpu:0   | update_actor ..........    d | update_actor .... s s | c c c
-pool train, cpu:1   | update_actor .... s s s    d | update_actor ........ | c c c
-pool rollout, cpu:2 | p p p p p p p p p p p p p p p p p p p p p p p p p p  | c c c
+pool train, cpu:0   | update_actor ..........    d | update_actor .... s s | c c c | n n n n
+pool train, cpu:1   | update_actor .... s s s    d | update_actor ........ | c c c | n n n n
+pool rollout, cpu:2 | p p p p p p p p p p p p p p p p p p p p p p p p p p  | c c c | n n n n
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from workbench.telemetry.spans import union_s
-
-Row = Mapping[str, Any]
 Lane = tuple[str, str]  # pool, device
 Life = tuple[float, float]  # from when to when a lane is there, unix times
 
@@ -37,9 +34,12 @@ CAUSES = (
     Cause("transfer_s", "d", "waiting for data", "its stage pulls its inputs, and nothing computes here"),
     Cause("slowest_rank_s", "s", "waiting for the slowest rank", "a stage of its pool goes on, on other ranks alone"),
     Cause("other_pool_s", "p", "waiting for another pool", "its own pool stands still while another one works"),
-    Cause("controller_s", "c", "controller", "nothing runs anywhere: nothing was called, or a call is on its way"),
+    Cause(
+        "controller_s", "c", "controller", "nothing runs: a stage was called, or its cell has not called the next one"
+    ),
+    Cause("uncalled_s", "n", "nothing called", "no stage runs, and no cell is between two: it waits for you"),
 )
-DATA, RANK, POOL, CONTROLLER = range(len(CAUSES))
+DATA, RANK, POOL, CONTROLLER, UNCALLED = range(len(CAUSES))
 _BUSY = len(CAUSES)
 
 QUEUED, PULLS, COMPUTES = range(3)
@@ -48,36 +48,6 @@ QUEUED, PULLS, COMPUTES = range(3)
 def work_of(kind: str) -> int:
     """What a span of this kind is to its device: `QUEUED`, `PULLS` or `COMPUTES`."""
     return {"queue": QUEUED, "transfer": PULLS}.get(kind, COMPUTES)
-
-
-def device_times(spans: Sequence[Row], device: str, pool: str, start_s: float, end_s: float) -> dict[str, Any]:
-    """What `device` did between two times, seconds; busy_s + transfer_s + idle_s = window_s.
-
-    busy_s: some role computed. transfer_s: inputs were pulled and nothing computed. idle_s: neither.
-    queued_s: the part of idle_s in which a stage was called on the device and waited for other stages.
-    idle_share: idle_s / window_s, between 0 and 1.
-    """
-    here = [row for row in spans if row["device"] == device and row["pool"] == pool]
-
-    def covered(*, without: tuple[str, ...]) -> float:
-        within = (
-            (max(row["start_s"], start_s), min(row["end_s"], end_s)) for row in here if row["kind"] not in without
-        )
-        return union_s(within)
-
-    busy = covered(without=("queue", "transfer"))
-    working = covered(without=("queue",))
-    window = end_s - start_s
-    return {
-        "pool": pool,
-        "device": device,
-        "window_s": window,
-        "busy_s": busy,
-        "transfer_s": working - busy,
-        "idle_s": window - working,
-        "queued_s": covered(without=()) - working,
-        "idle_share": (window - working) / window if window > 0 else 0.0,
-    }
 
 
 @dataclass(frozen=True)
@@ -108,11 +78,13 @@ def idle_gaps(
     end_s: ArrayLike,
     window: tuple[float, float],
     lives: Sequence[Life] | None = None,
+    cells: tuple[ArrayLike, ArrayLike] = ((), ()),
 ) -> Gaps:
     """Every time in a window at which a device does not compute, each with the one cause that it has.
 
     lanes: the devices. lane, work, start_s, end_s: one value a span; lane: index in lanes; work: see `work_of`. lives:
-    by lane, see `lives_of`; None: each is there all the time. The gaps of a lane do not overlap; with its computing
+    by lane, see `lives_of`; None: each is there all the time. cells: starts and ends of what called several stages. The
+    gaps of a lane do not overlap; with its computing
     they fill what of the window it is there for.
     """
     lane_N, work_N = np.asarray(lane, np.intp), np.asarray(work, np.uint8)
@@ -123,6 +95,10 @@ def idle_gaps(
 
     works = work_N != QUEUED
     anywhere = times(works)
+    in_cells = (np.clip(np.asarray(times_s, np.float64), *window) for times_s in cells)
+    called = _Times.union(
+        *(np.concatenate(pair) for pair in zip((start_N[~works], end_N[~works]), in_cells, strict=True))
+    )
     pool_of_lane = np.asarray([[pool for pool, _ in lanes].index(pool) for pool, _ in lanes], np.intp)
     in_pool = {pool: times(works & (pool_of_lane[lane_N] == pool)) for pool in set(pool_of_lane.tolist())}
     found: list[tuple[NDArray[Any], ...]] = []
@@ -130,10 +106,12 @@ def idle_gaps(
         here, pool = lane_N == number, in_pool[pool_of_lane[number]]
         computes, pulls = times(here & (work_N == COMPUTES)), times(here & (work_N == PULLS))
         life = np.clip(window if lives is None else lives[number], *window)
-        edges = np.unique(np.concatenate([window, life, *(t.edges() for t in (computes, pulls, pool, anywhere))]))
+        edges = np.unique(
+            np.concatenate([window, life, *(t.edges() for t in (computes, pulls, pool, anywhere, called))])
+        )
         starts, ends = edges[:-1], edges[1:]
-        tests = [computes.hold(starts), pulls.hold(starts), pool.hold(starts), anywhere.hold(starts)]
-        cause = np.select(tests, [_BUSY, DATA, RANK, POOL], CONTROLLER).astype(np.uint8)
+        tests = [one.hold(starts) for one in (computes, pulls, pool, anywhere, called)]
+        cause = np.select(tests, [_BUSY, DATA, RANK, POOL, CONTROLLER], UNCALLED).astype(np.uint8)
         cause[(starts < life[0]) | (starts >= life[1])] = _BUSY  # or not there: no gap either way
         first = np.flatnonzero(np.diff(cause, prepend=_BUSY + 1))  # of each stretch with one cause
         last = np.append(first[1:], len(cause))[: len(first)] - 1
@@ -145,20 +123,19 @@ def idle_gaps(
     return Gaps(*(column[order].astype(kind) for column, kind in zip(columns, types, strict=True)))
 
 
-def gaps_of(
-    rows: Sequence[Row], lanes: Sequence[Lane], window: tuple[float, float], lives: Sequence[Life] | None = None
-) -> Gaps:
-    """`idle_gaps` of spans as dicts."""
-    number = {name: n for n, name in enumerate(lanes)}
-    return idle_gaps(
-        lanes,
-        [number[row["pool"], row["device"]] for row in rows],
-        [work_of(row["kind"]) for row in rows],
-        [row["start_s"] for row in rows],
-        [row["end_s"] for row in rows],
-        window,
-        lives,
-    )
+def device_times(
+    work: NDArray[np.uint8], start_s: NDArray[np.float64], end_s: NDArray[np.float64], window: tuple[float, float]
+) -> dict[str, float]:
+    """What a device did in a window, seconds, from its spans: window_s, busy_s, transfer_s, idle_s, queued_s."""
+    start_s, end_s = np.clip(start_s, *window), np.clip(end_s, *window)
+
+    def covered_s(chosen: NDArray[np.bool_]) -> float:
+        union = _Times.union(start_s[chosen], end_s[chosen])
+        return float((union.end - union.start).sum())
+
+    busy_s, working_s, window_s = covered_s(work == COMPUTES), covered_s(work != QUEUED), window[1] - window[0]
+    idle = {"idle_s": window_s - working_s, "queued_s": covered_s(work >= QUEUED) - working_s}
+    return {"window_s": window_s, "busy_s": busy_s, "transfer_s": working_s - busy_s, **idle}
 
 
 def lives_of(

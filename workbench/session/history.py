@@ -196,15 +196,19 @@ class History:
 
     def timeline(self, iterations: int | None = 1) -> Timeline:
         """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
+        from workbench.display.span_table import cells_of
         from workbench.display.timeline import timeline
 
-        spans = self.spans()
+        spans, events = self.spans(), self._telemetry.events()
         start = None
         if iterations is not None and len(spans):
-            events = self._telemetry.events()
             starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
             start = starts[0] if starts else None
-        return timeline(spans, devices=[device for _, device in self.devices()], start=start)
+        cells = cells_of(
+            {"event": name, "details": details}
+            for name, details in zip(events["event"], events["details"], strict=True)
+        )
+        return timeline(spans, devices=[device for _, device in self.devices()], start=start, cells=cells)
 
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""

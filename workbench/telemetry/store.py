@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -239,7 +240,17 @@ class Follower:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [row for row in map(_row, whole.split(b"\n")) if row is not None]
+        return _rows(whole)
+
+
+def _rows(text: bytes) -> list[dict[str, Any]]:
+    """The rows of whole lines, but for those that cannot be read."""
+    lines = text.splitlines()
+    with suppress(ValueError):  # as one list it takes a third of the time
+        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(rows) == len(lines):
+            return rows
+    return [row for row in map(_row, lines) if row is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
