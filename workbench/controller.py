@@ -17,6 +17,7 @@ Its parts: `stages` carries out calls, `held_batches` keeps rows on the hosts, `
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -52,7 +53,7 @@ from workbench.predicting import Predicting
 from workbench.prompt_stream import PromptStream
 from workbench.recovering import Recovering
 from workbench.stages import Stages
-from workbench.starting import join_pools, load_roles
+from workbench.starting import Wait, join_pools, load_roles, record_opening
 from workbench.telemetry.store import TelemetryStore
 from workbench.vocabulary import Vocabulary
 from workbench.workers.backends import Backend, InlineBackend, Pending, RayBackend
@@ -205,17 +206,21 @@ class Workbench(Stages, Checkpoints, Recovering, Predicting):
 
     # --- opening and leaving ----------------------------------------------------------------------------------------
 
-    def _start(self, note: Callable[[str], None]) -> None:
-        """Start hosts, join each pool's process group, load the models. note: called with what is waited for."""
-        description = self.description
+    def _start(self, note: Callable[[str], None], began_s: float) -> None:
+        """Start hosts, join each pool's process group, load the models. note: called with what is waited for. began_s:
+        when the opening began, unix time."""
+        description, checked_s = self.description, time.time()
         self._backend = (
             InlineBackend()
             if description.backend == "inline"
             else RayBackend(description.id, description.address, driver=self._id, note=note)
         )
+        waits = [Wait("check", began_s, checked_s, "this process")]
+        waits += [Wait("start", checked_s, time.time(), "Ray")] if description.backend == "ray" else []
         self._backend.start(self._infos)
         join_pools(self._backend, self._infos, note)
         load_roles(self._backend, self._infos, description, note)
+        record_opening(self._backend, self._infos, self.telemetry, waits)
 
     def close(self) -> None:
         """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice, or

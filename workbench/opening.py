@@ -96,6 +96,7 @@ def open(
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
+    began_s = time.time()
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
     registry.check_name(name)
     trackers = [track] if isinstance(track, str) else list(track)
@@ -117,11 +118,11 @@ def open(
             bar.update(0, 0)
 
         if description.backend == "inline":
-            lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+            lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s)
         else:
             # the second of two notebooks that open the same name at once attaches to what the first opened
             with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-                lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+                lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s)
     if save_every is not None:
         lab.autosave(save_every)
     return lab
@@ -129,7 +130,7 @@ def open(
 
 def _open(
     description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None],
-    restoring: Restoring | None,
+    restoring: Restoring | None, began_s: float,
 ) -> Workbench:  # fmt: skip
     name = description.name
     living = _living(name)
@@ -155,7 +156,7 @@ def _open(
         stop(name)
     try:
         _tracked(lab, trackers)  # a tracker that does not start is heard of before models load
-        lab._start(note)
+        lab._start(note, began_s)
         if restoring is not None:
             restoring.load(lab, note)
         if isinstance(lab._backend, RayBackend):

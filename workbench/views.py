@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
+SHORTEST_S = 0.01  # pieces of opening that took less are not listed
+
+
 class Views(Whereabouts):
     """The methods of a `Workbench` that only look."""
 
@@ -206,6 +209,15 @@ class Views(Whereabouts):
         from workbench_widgets import panel
 
         return panel(self, views, algorithm)
+
+    def opening(self) -> pd.DataFrame:
+        """Where the seconds of opening went: a row for each piece of it on each rank, by start. pool, device, role; kind
+        and note say what it was; start_s: since `wb.open` was called; duration_s. A row with a parent lies inside the
+        one of that kind."""
+        spans = self.telemetry.spans(run=0)
+        spans["start_s"] -= spans["start_s"].min()
+        columns = ["pool", "device", "role", "parent", "kind", "note", "start_s", "duration_s"]
+        return spans.loc[spans["duration_s"] >= SHORTEST_S, columns].round(2).reset_index(drop=True)
 
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""

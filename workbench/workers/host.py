@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from workbench.machine import available_bytes, total_bytes
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.state import Part
-from workbench.telemetry import Recorder, Transfer
+from workbench.telemetry import Recorder, Span, Transfer
 from workbench.workers.calls import Call, Failure, HostInfo, Metrics, Output, Reply, Shard, as_metrics, column_summary
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
@@ -58,6 +58,27 @@ class Host(Shards):
         loaded.note()
         torch.set_num_threads(info.threads)
 
+    # --- opening -------------------------------------------------------------------------------------------------
+
+    def _opening(self, role: str = "") -> AbstractContextManager[None]:
+        """The labels of what is recorded while the workbench opens."""
+        info = self.info
+        return self.recorder.bind(stage="open", run=0, role=role, pool=info.pool, rank=info.rank, device=info.device)
+
+    def note_start(self, asked_s: float) -> None:
+        """Record how this process came up. asked_s: when it was asked for, unix time."""
+        import psutil
+
+        now_s = time.time()
+        created_s = min(max(asked_s, psutil.Process().create_time()), now_s)
+        with self._opening():
+            self.recorder.add("start", asked_s, created_s, note="the host's process")
+            self.recorder.add("import", created_s, now_s, note="the host's packages")
+
+    def take_spans(self) -> list[Span]:
+        """The spans recorded since the last stage, or the last call of this."""
+        return self.recorder.drain()[0]
+
     # --- the pool's process group ------------------------------------------------------------------------------------
 
     def open_store(self) -> tuple[str, int]:
@@ -89,8 +110,9 @@ class Host(Shards):
                 )
             return
         backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
-        store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        with self._opening(), self.recorder.span("join", note="joining the pool's process group"):
+            store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +147,7 @@ class Host(Shards):
         try:
             self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
-            with torch.random.fork_rng(enabled=waits):
+            with torch.random.fork_rng(enabled=waits), self._opening(role), self.recorder.span("build"):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
         finally:
             self._busy = ""
@@ -385,7 +407,7 @@ class Host(Shards):
 
     def status(self) -> tuple[str, int, int, int]:
         """(what is running, done, total, tokens): answered while a stage computes."""
-        return (self._busy, *self._progress)
+        return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
         """Process, device, roles and bytes, read from the live objects."""

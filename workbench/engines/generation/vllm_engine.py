@@ -15,7 +15,7 @@ import random
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +85,7 @@ class VllmEngine(GenerationEngine):
         self.weights_version = 0
         # idle: nothing was asked of it since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
-        with _threads(threads), _process_kept(device):
+        with span("start", note="starting vLLM"), _threads(threads), _process_kept(device):
             self._engine: Any = _start(Path(model_path), settings, dtype, device, sleeps=sleeps)
 
     def generate(
@@ -279,8 +279,9 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
-    from vllm import EngineArgs, LLMEngine
-    from vllm.distributed import parallel_state
+    with span("import", note="importing vLLM"):
+        from vllm import EngineArgs, LLMEngine
+        from vllm.distributed import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
@@ -307,7 +308,7 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         use_tqdm_on_load=False,
         seed=0,
     )
-    with _private_shared_memory(on_cpu):
+    with _private_shared_memory(on_cpu), _phases_timed(on_cpu):
         try:
             engine = LLMEngine.from_engine_args(arguments)
         except Exception as error:
@@ -323,6 +324,35 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
     cast(Any, engine.engine_core)._finalizer.detach()
     return engine
+
+
+# What vLLM's worker does while the engine starts: method -> kind and note of its span.
+PHASES = {
+    "load_model": ("read", "vLLM reads the weights"),
+    "determine_available_memory": ("profile", "vLLM compiles and measures memory"),
+    "compile_or_warm_up_model": ("capture", "vLLM warms up and records graphs"),
+}
+
+
+@contextmanager
+def _phases_timed(on_cpu: bool) -> Iterator[None]:
+    """A span for each of vLLM's `PHASES`."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if on_cpu:
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker  # type: ignore[assignment]
+
+    def timed(method: Any, kind: str, note: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with span(kind, note=note):
+                return method(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for name, (kind, note) in PHASES.items():
+            stack.enter_context(_replaced(Worker, name, timed(getattr(Worker, name), kind, note)))
+        yield
 
 
 def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:

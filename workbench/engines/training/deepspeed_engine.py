@@ -353,7 +353,8 @@ class DeepSpeedEngine(TrainingEngine):
 
 def _quiet_deepspeed() -> Any:
     try:
-        import deepspeed
+        with span("import", note="importing DeepSpeed"):
+            import deepspeed
     except ImportError as error:
         raise MissingDependency(
             "deepspeed is not installed", "Training.engine='deepspeed' needs it", "install it or take engine='torch'"

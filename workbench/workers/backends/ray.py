@@ -112,13 +112,14 @@ def _actor_class(ray: Any) -> Any:
     class HostActor:
         """A thin shell: what it runs is looked up by name on the `Host` at call time."""
 
-        def __init__(self, info: HostInfo) -> None:
+        def __init__(self, info: HostInfo, asked_s: float) -> None:
             from workbench.workers.host import Host
             from workbench.workers.logs import send_output_to
 
             if info.log_path:
                 send_output_to(info.log_path)
             self._host = Host(info, _Peers(info.lab))
+            self._host.note_start(asked_s)
             self._driver = ""
             self._watch = Idle(info)
 
@@ -256,11 +257,12 @@ class RayBackend(Backend):
             )  # fmt: skip
 
     def start(self, infos: Sequence[HostInfo]) -> None:
+        asked_s = time.time()
         self.check(infos)
         nodes, first = self._nodes(infos), 0
         for _, ranks in groupby(infos, key=lambda info: info.pool):
             pool = list(ranks)
-            self._start_pool(pool, nodes[first : first + len(pool)])
+            self._start_pool(pool, nodes[first : first + len(pool)], asked_s)
             first += len(pool)
         asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
         while not self.wait(list(asked.values()), POLL_S):
@@ -268,7 +270,7 @@ class RayBackend(Backend):
             self._note("starting hosts")
         self.processes |= {name: pending.result() for name, pending in asked.items()}
 
-    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
+    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str], asked_s: float) -> None:
         ray = self._ray
         group = self._devices(infos, nodes)
         actor_class = _actor_class(ray)
@@ -294,7 +296,7 @@ class RayBackend(Backend):
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
                 ),
-            ).remote(info)
+            ).remote(info, asked_s)
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
