@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import inspect
 import logging
 import os
 import random
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +31,7 @@ from workbench.engines.generation.endings import (
     end_token_ids,
     response_room,
 )
+from workbench.engines.generation.vllm_start import graph_arguments, keep_compiled, phases_timed, replaced
 from workbench.engines.settings import Generation, Sampling
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
@@ -279,6 +279,7 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
+    keep_compiled()
     with span("import", note="importing vLLM"):
         from vllm import EngineArgs, LLMEngine
         from vllm.distributed import parallel_state
@@ -307,8 +308,9 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
+        **({} if on_cpu else graph_arguments(settings.max_rows)),
     )
-    with _private_shared_memory(on_cpu), _phases_timed(on_cpu):
+    with _private_shared_memory(on_cpu), phases_timed(on_cpu):
         try:
             engine = LLMEngine.from_engine_args(arguments)
         except Exception as error:
@@ -324,35 +326,6 @@ def _start(model_path: Path, settings: Generation, dtype: torch.dtype, device: t
     # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
     cast(Any, engine.engine_core)._finalizer.detach()
     return engine
-
-
-# What vLLM's worker does while the engine starts: method -> kind and note of its span.
-PHASES = {
-    "load_model": ("read", "vLLM reads the weights"),
-    "determine_available_memory": ("profile", "vLLM compiles and measures memory"),
-    "compile_or_warm_up_model": ("capture", "vLLM warms up and records graphs"),
-}
-
-
-@contextmanager
-def _phases_timed(on_cpu: bool) -> Iterator[None]:
-    """A span for each of vLLM's `PHASES`."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    if on_cpu:
-        from vllm.v1.worker.cpu_worker import CPUWorker as Worker  # type: ignore[assignment]
-
-    def timed(method: Any, kind: str, note: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with span(kind, note=note):
-                return method(*args, **kwargs)
-
-        return run
-
-    with ExitStack() as stack:
-        for name, (kind, note) in PHASES.items():
-            stack.enter_context(_replaced(Worker, name, timed(getattr(Worker, name), kind, note)))
-        yield
 
 
 def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:
@@ -438,8 +411,8 @@ def _private_shared_memory(on_cpu: bool) -> Iterator[None]:
     name = _CPUSHMDistributed.make_group_name
     private_name = staticmethod(lambda communicator: f"{token[0]}-{name(communicator).replace('/', '')}")
     with (
-        _replaced(_CPUSHMDistributed, "make_group_name", private_name),
-        _replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
+        replaced(_CPUSHMDistributed, "make_group_name", private_name),
+        replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
     ):
         yield
 
@@ -454,19 +427,8 @@ def _default_group_spared() -> Iterator[None]:
             parallel_state._WORLD.destroy()
         parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
-    with _replaced(parallel_state, "destroy_distributed_environment", forget_world):
+    with replaced(parallel_state, "destroy_distributed_environment", forget_world):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while."""
-    before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager
