@@ -33,7 +33,7 @@ from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.telemetry.sinks import check_tracker
 from workbench.workers.backends import RayBackend
 from workbench.workers.backends.ray import end_hosts
-from workbench.workers.cluster import joined_address, joined_head, stop_idle_head
+from workbench.workers.cluster import joined_address, joined_head, start_ahead, stop_idle_head
 
 IfExists = Literal["attach", "replace", "error"]
 
@@ -92,7 +92,7 @@ def open(
     A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
     `workbench.overrides`.
 
-    Everything that can be checked is checked before a process starts; `BadInput` and its kin say what to change. A
+    Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
@@ -102,6 +102,8 @@ def open(
     trackers = [track] if isinstance(track, str) else list(track)
     for tracker in trackers:
         check_tracker(tracker)
+    if backend == "ray" and address is None:
+        start_ahead()  # while models and prompts are read, which takes about as long
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
