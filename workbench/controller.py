@@ -206,14 +206,14 @@ class Workbench(Stages, Checkpoints, Recovering, Predicting):
 
     # --- opening and leaving ----------------------------------------------------------------------------------------
 
-    def _start(self, note: Callable[[str], None], began_s: float) -> None:
+    def _start(self, note: Callable[[str], None], began_s: float, wait_s: float) -> None:
         """Start hosts, join each pool's process group, load the models. note: called with what is waited for. began_s:
-        when the opening began, unix time."""
+        when the opening began, unix time. wait_s: how long to wait for devices that others hold."""
         description, checked_s = self.description, time.time()
         self._backend = (
             InlineBackend()
             if description.backend == "inline"
-            else RayBackend(description.id, description.address, driver=self._id, note=note)
+            else RayBackend(description.id, description.address, driver=self._id, note=note, wait_s=wait_s)
         )
         waits = [Wait("check", began_s, checked_s, "this process")]
         waits += [Wait("start", checked_s, time.time(), "Ray")] if description.backend == "ray" else []

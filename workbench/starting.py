@@ -102,8 +102,10 @@ def record_opening(
 ) -> None:
     """Write down where the seconds of opening went: what all devices waited for, and what each host did."""
     for info in infos:
-        labels = {"role": "", "pool": info.pool, "rank": info.rank, "device": info.device}
-        telemetry.append_spans(Span(stage="open", run=0, **labels, **vars(wait)) for wait in waits)
+        telemetry.append_spans(
+            Span(stage="open", run=0, role="", pool=info.pool, rank=info.rank, device=info.device, **vars(wait))
+            for wait in waits
+        )
         telemetry.append_spans(backend.ask(info.name, "take_spans").result())
 
 

@@ -211,9 +211,11 @@ class Views(Whereabouts):
         return panel(self, views, algorithm)
 
     def opening(self) -> pd.DataFrame:
-        """Where the seconds of opening went: a row for each piece of it on each rank, by start. pool, device, role; kind
-        and note say what it was; start_s: since `wb.open` was called; duration_s. A row with a parent lies inside the
-        one of that kind."""
+        """Where the seconds of opening went: a row for each piece of it on each rank, by start.
+
+        kind and note say what it was. start_s: since `wb.open` was called. A row with a parent lies inside the one of
+        that kind.
+        """
         spans = self.telemetry.spans(run=0)
         spans["start_s"] -= spans["start_s"].min()
         columns = ["pool", "device", "role", "parent", "kind", "note", "start_s", "duration_s"]

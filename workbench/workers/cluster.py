@@ -140,8 +140,8 @@ _ahead: _Ahead | None = None
 
 
 def start_ahead() -> None:
-    """Begin to start this user's head where none runs, and return at once; `connect` waits for it. Where nobody joins it,
-    `stop_idle_head` ends it."""
+    """Begin to start this user's head where none runs, and return at once; `connect` waits for it. Where nobody joins
+    it, `stop_idle_head` ends it."""
     global _ahead
     ray = sys.modules.get("ray")
     joined = ray is not None and ray.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -51,11 +52,8 @@ def graph_sizes(rows: int) -> list[int]:
 @contextmanager
 def phases_timed(on_cpu: bool) -> Iterator[None]:
     """A span for each of vLLM's `PHASES`."""
-    worker: Any
-    if on_cpu:
-        from vllm.v1.worker.cpu_worker import CPUWorker as worker
-    else:
-        from vllm.v1.worker.gpu_worker import Worker as worker
+    module, name = ("cpu_worker", "CPUWorker") if on_cpu else ("gpu_worker", "Worker")
+    worker = getattr(importlib.import_module(f"vllm.v1.worker.{module}"), name)
 
     def timed(method: Callable[..., Any], kind: str, note: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -65,8 +63,8 @@ def phases_timed(on_cpu: bool) -> Iterator[None]:
         return run
 
     with ExitStack() as stack:
-        for name, (kind, note) in PHASES.items():
-            stack.enter_context(replaced(worker, name, timed(getattr(worker, name), kind, note)))
+        for method, (kind, note) in PHASES.items():
+            stack.enter_context(replaced(worker, method, timed(getattr(worker, method), kind, note)))
         yield
 
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from textwrap import shorten
 from typing import Any
 
-from workbench.errors import BadInput, HostDied, NotDriving, NotFound, WorkbenchError
+from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.machine import Process, end
 from workbench.workers.backends.base import Backend, Pending
 from workbench.workers.backends.nodes import nodes_of_pools
@@ -20,7 +20,7 @@ from workbench.workers.calls import Call, HostInfo
 from workbench.workers.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head
 from workbench.workers.idle import Idle
 
-START_TIMEOUT_S = 120
+GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
 ATTACH_TIMEOUT_S = 10
 END_GRACE_S = 10
 SAID = 160  # characters of what Ray says of it
@@ -199,16 +199,16 @@ class RayBackend(Backend):
     lab: the workbench's id, part of the names of all that it has on the cluster. driver: tells kernels apart: hosts
     do what the one says that called `drive` last, and show others what they ask. note: called while waiting, with what
     is waited for. cluster: address of the cluster for other processes; None: this user's own head.
-    processes: of each host.
+    processes: of each host. wait_s: how long `start` waits for devices that others hold.
     """
 
     name = "ray"
 
     def __init__(
         self, lab: str, address: str | None = None, *, driver: str = "", start: bool = True,
-        note: Callable[[str], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None, wait_s: float = 0.0,
     ) -> None:  # fmt: skip
-        self._lab, self._note, self._driver = lab, note, driver
+        self._lab, self._note, self._driver, self._wait_s = lab, note, driver, wait_s
         self._ray = connect(address, start=start, note=note)
         self.cluster = joined_address(self._ray)
         self._head = joined_head()
@@ -319,14 +319,16 @@ class RayBackend(Backend):
             # alone, PACK fills machine after machine, across the borders of pools
             **({"bundle_label_selector": [{NODE_LABEL: node} for node in nodes]} if nodes else {}),
         )
-        ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
+        ready, deadline = group.ready(), time.monotonic() + max(self._wait_s, GRANT_S)
         while not ray.wait([ready], timeout=POLL_S)[0]:
             _need_head(self._head)
             self._note(f"waiting for {len(infos)} free device(s)")
             if time.monotonic() > deadline:
-                raise BadInput(
-                    f"a placement of {len(infos)} devices found no room in {START_TIMEOUT_S} s",
-                    f"the cluster has {ray.available_resources()} free",
+                kind = "GPU" if _gpus(infos[0]) else "CPU"
+                free, total = (f().get(kind, 0) for f in (ray.available_resources, ray.cluster_resources))
+                raise DevicesTaken(
+                    f"{len(infos)} device(s) for pool {infos[0].pool!r} are not free",
+                    f"of {total:g} {kind}(s) of the cluster {free:g} are",
                     "close other workbenches (`wb ls`), or use fewer devices",
                 )
         return group
