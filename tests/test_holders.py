@@ -23,20 +23,20 @@ from workbench.holders import on_cluster, taken, when_free
 from workbench.machine import Process, cores
 from workbench.workers.backends import ray as ray_backend
 
-GPUS = "0, GPU-aaaa, 81559, 23456\n1, GPU-bbbb, 81559, 4\n"
+GPUS = "0, GPU-aaaa, NVIDIA H100, 9.0, 81559, 23456\n1, GPU-bbbb, NVIDIA H100, 9.0, 81559, 4\n"
 PROCESSES = "GPU-aaaa, 4242, 20000\nGPU-aaaa, 4343, [N/A]\n"
 FULL = DevicesTaken("needs 60 GB on cuda:0", "it has 40 GB")
 
 
 def test_what_the_driver_prints_is_read() -> None:
     first, second = parse_gpus(GPUS, PROCESSES)
-    assert first == Gpu(0, "GPU-aaaa", 81559 * MIB, 23456 * MIB, {4242: 20000 * MIB, 4343: None})
+    assert first == Gpu(0, "GPU-aaaa", "NVIDIA H100", 9.0, 81559 * MIB, 23456 * MIB, {4242: 20000 * MIB, 4343: None})
     assert second.holders == {}
     assert first.taken_bytes() == 23456 * MIB
     assert first.taken_bytes([4242]) == 3456 * MIB
     assert second.taken_bytes() == 0  # what an idle GPU has in use is no one's
     assert parse_gpus("", "") == []
-    with pytest.raises(ValueError, match="4 fields"):
+    with pytest.raises(ValueError, match="6 fields"):
         parse_gpus("NVIDIA-SMI has failed", "")
 
 
@@ -49,7 +49,9 @@ def test_gpus_that_this_process_may_not_use_are_left_out(variable: str | None, s
 
 def test_a_process_that_holds_memory_is_named_with_its_user_and_start() -> None:
     here = psutil.Process()
-    gpu = Gpu(0, "GPU-a", 80_000 * MIB, 3_000 * MIB, {here.pid: 2_000 * MIB, 2**22 + 1: 1_000 * MIB})
+    gpu = Gpu(
+        0, "GPU-a", "NVIDIA H100", 9.0, 80_000 * MIB, 3_000 * MIB, {here.pid: 2_000 * MIB, 2**22 + 1: 1_000 * MIB}
+    )
     text = str(taken(FULL, [gpu]))
     assert text.startswith("needs 60 GB on cuda:0. it has 40 GB. Held by: ")
     assert f"process {here.pid} of {here.username()} (" in text
@@ -68,7 +70,7 @@ def test_a_workbench_whose_host_holds_memory_is_named_once(tmp_path: Path, monke
             hosts={"shared-0": Process.current()},
         )  # fmt: skip
         registry.write(record, lab.description)
-    gpu = Gpu(0, "GPU-a", 80_000 * MIB, 41_000 * MIB, {os.getpid(): 40_000 * MIB})
+    gpu = Gpu(0, "GPU-a", "NVIDIA H100", 9.0, 80_000 * MIB, 41_000 * MIB, {os.getpid(): 40_000 * MIB})
     for error in (taken(FULL, [gpu]), taken(FULL, [gpu], [record])):
         text = str(error)
         assert text.count("workbench 'big'") == 1

@@ -16,10 +16,13 @@ IDLE_BYTES = 1024 * MIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. holders: process id -> bytes of it that the process holds; None: the driver does not say how many."""
+    """One GPU. capability: of its instructions, such as 9.0.
+    holders: process id -> bytes of it that the process holds; None: the driver does not say how many."""
 
     index: int
     uuid: str
+    name: str
+    capability: float
     total_bytes: int
     used_bytes: int
     holders: dict[int, int | None]
@@ -37,7 +40,7 @@ def read_gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        gpus = _ask("--query-gpu=index,uuid,memory.total,memory.used")
+        gpus = _ask("--query-gpu=index,uuid,name,compute_cap,memory.total,memory.used")
         processes = _ask("--query-compute-apps=gpu_uuid,pid,used_memory")
         return visible(parse_gpus(gpus, processes), os.environ.get("CUDA_VISIBLE_DEVICES"))
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -50,14 +53,14 @@ def _ask(query: str) -> str:
 
 
 def parse_gpus(gpus: str, processes: str) -> list[Gpu]:
-    """From what the driver prints: "index, uuid, total MiB, used MiB" for each GPU, "uuid, pid, used MiB" for each
-    process on one. `ValueError` for anything else."""
+    """From what the driver prints: "index, uuid, name, capability, total MiB, used MiB" for each GPU, "uuid, pid,
+    used MiB" for each process on one. `ValueError` for anything else."""
     holders: dict[str, dict[int, int | None]] = {}
     for uuid, pid, used in _rows(processes, 3):
         holders.setdefault(uuid, {})[int(pid)] = int(used) * MIB if used.isdigit() else None  # "[N/A]" in containers
     return [
-        Gpu(int(index), uuid, int(total) * MIB, int(used) * MIB, holders.get(uuid, {}))
-        for index, uuid, total, used in _rows(gpus, 4)
+        Gpu(int(index), uuid, name, float(capability), int(total) * MIB, int(used) * MIB, holders.get(uuid, {}))
+        for index, uuid, name, capability, total, used in _rows(gpus, 6)
     ]
 
 
