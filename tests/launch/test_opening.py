@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.backends import registry
 from workbench.config.description import Description
+from workbench.engines.generation.vllm_start import PHASES
 from workbench.errors import BadInput, StageError
+from workbench.telemetry import span
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.worker import Context
 
 
 class BrokenCritic(CriticWorker):
@@ -108,3 +112,57 @@ def test_equal_descriptions_attach_and_others_do_not(tmp_path: Path) -> None:
         with pytest.raises(wb.errors.NameTaken, match=r"description: (seed, training|training, seed) would differ"):
             tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(1.0)), **changed)
         assert replace(lab.description, id="another").digest == lab.description.digest
+
+
+def test_where_the_seconds_of_opening_went(tmp_path: Path) -> None:
+    begun = time.time()
+    with tiny_lab("spans", tmp_path, backend="inline") as lab:
+        took_s = time.time() - begun
+        spans = lab.spans()
+        assert set(spans["stage"]) == {"open"}
+        assert set(zip(spans["pool"], spans["rank"], spans["device"], strict=True)) == {("shared", 0, "cpu:0")}
+        assert {"check", "build", "read", "join"} <= set(spans["kind"])
+        assert set(spans[spans["kind"] == "build"]["role"]) == {"actor", "critic", "reference", "reward", "numeric"}
+        outer, inner = spans[spans["parent"] == ""], spans[spans["parent"] != ""]
+        assert begun <= spans["start_s"].min() + 1e-3
+        assert 0.8 * took_s < outer["duration_s"].sum() <= took_s + 0.01  # one after the other, and little between them
+        for _, child in inner.iterrows():
+            around = outer[(outer["kind"] == child["parent"]) & (outer["role"] == child["role"])]
+            assert ((around["start_s"] <= child["start_s"]) & (child["end_s"] <= around["end_s"])).any()
+        opening = lab.opening()
+        assert opening["start_s"].iloc[0] == 0
+        assert opening[opening["kind"] == "check"]["note"].to_list() == ["this process"]
+        assert "reading tiny-llama-tied" in lab.timeline().svg
+        assert lab.timeline().span_count == len(spans)
+        lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=2)
+        assert len(lab.opening()) == len(opening)  # stages are no part of it
+
+
+def test_where_the_seconds_of_starting_vllm_went(tmp_path: Path) -> None:
+    models = {"actor": TINY, "reward": vowels}
+    with tiny_lab("vllm", tmp_path, backend="inline", models=models, engine="deepspeed", generation="vllm") as lab:
+        spans = lab.spans()
+        inside = spans[(spans["role"] == "actor") & (spans["parent"] != "")]
+        (vllm,) = inside[inside["kind"] == "start"].itertuples()
+        assert vllm.note == "starting vLLM"
+        assert vllm.parent == "build"
+        assert {(s.kind, s.note) for s in inside.itertuples() if s.parent == "start"} == {
+            ("import", "importing vLLM"), *PHASES.values()
+        }  # fmt: skip
+        assert "importing DeepSpeed" in set(inside["note"])
+
+
+def test_what_is_waited_for_is_named(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Watched(CriticWorker):
+        def __init__(self, *args: Any) -> None:
+            context: Context = args[1]
+            host = context.progress.__self__  # type: ignore[attr-defined]
+            with span("read", note="reading something long"):
+                said.append(host.status()[0])
+            said.append(host.status()[0])
+            super().__init__(*args)
+
+    with tiny_lab("named", tmp_path, backend="inline", models=models(critic=wb.Model(TINY, worker=Watched))):
+        assert said == ["loading critic: reading something long", "loading critic"]

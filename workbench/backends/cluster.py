@@ -7,6 +7,7 @@ last workbench closes. Ray's control store listens on every interface whatever i
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -105,6 +106,51 @@ def _start_head(note: Note) -> dict[str, Any]:
     return _try_start_head(note)
 
 
+class _Ahead:
+    """The start of this user's head in a thread, while its process does something else."""
+
+    def __init__(self) -> None:
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._start, name="start of Ray", daemon=True)
+        self._thread.start()
+
+    def _start(self) -> None:
+        # `connect` tries again, and says why it fails
+        with contextlib.suppress(WorkbenchError), locked("head", self._go_on):
+            if running_head() is None:
+                _start_head(lambda text: self._go_on())
+
+    def _go_on(self) -> None:
+        if self._given_up.is_set():
+            raise WorkbenchError("the start of Ray", "it was given up")
+
+    def wait(self, note: Note) -> None:
+        """Until it has ended."""
+        while self._thread.is_alive():
+            note("starting Ray")
+            self._thread.join(0.1)
+
+    def give_up(self) -> None:
+        """End what is half started."""
+        self._given_up.set()
+        self._thread.join()
+
+
+_ahead: _Ahead | None = None
+
+
+def start_ahead() -> None:
+    """Begin to start this user's head where none runs, and return at once; `connect` waits for it. Where nobody joins
+    it, `stop_idle_head` ends it."""
+    global _ahead
+    ray = sys.modules.get("ray")
+    joined = ray is not None and ray.is_initialized()
+    if joined or _ahead is not None or running_head() is not None or importlib.util.find_spec("ray") is None:
+        return
+    _use_token(own_head=True)
+    _ahead = _Ahead()
+
+
 def _try_start_head(note: Note) -> dict[str, Any]:
     port = _free_port()
     log = home() / "head.log"
@@ -130,7 +176,8 @@ def _try_start_head(note: Note) -> dict[str, Any]:
             note("starting Ray")
             time.sleep(0.1)
     except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
-        process.terminate()
+        _end_family(process.pid)
+        process.wait()
         raise
     head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
     _head_file().with_suffix(".new").write_text(json.dumps(head))
@@ -144,7 +191,7 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
     A cluster that the user joined with `ray.init()` is used as it is, and left alone. Raises `BadInput` where this
     process is joined to another cluster than the one asked for. note: called while waiting, with what is waited for.
     """
-    global _joined
+    global _joined, _ahead
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call that comes after the end must not join some cluster
     try:
         import ray
@@ -152,6 +199,9 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
         raise MissingDependency(
             "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
         ) from None
+    if _ahead is not None:
+        _ahead.wait(note)
+        _ahead = None
     with locked("head", lambda: note("waiting for another process that starts or stops Ray")):
         head = running_head()
         if ray.is_initialized():
@@ -309,7 +359,11 @@ def other_clients() -> list[int]:
 
 def stop_idle_head() -> None:
     """Stop the head when no workbench lives on it and no other process is joined to it: Ray would end that one. Where
-    the variable WORKBENCH_KEEP_RAY is set it stays, and the next opening is some ten seconds quicker."""
+    the variable WORKBENCH_KEEP_RAY is set it stays, and the next opening is some seconds quicker."""
+    global _ahead
+    if _ahead is not None:
+        _ahead.give_up()
+        _ahead = None
     if running_head() is None or os.environ.get(KEEP):
         return
     with locked("head"):
@@ -341,13 +395,19 @@ def _end_head() -> None:
             ray.shutdown()
         _joined = None
     if head is not None:
-        top = psutil.Process(head["pid"])
+        _end_family(head["pid"])
+    for process in [p for p in _started if p.poll() is not None]:
+        _started.remove(process)
+    _head_file().unlink(missing_ok=True)
+
+
+def _end_family(pid: int) -> None:
+    """End a head, and every process under it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
         family = [*top.children(recursive=True), top]
         top.send_signal(signal.SIGTERM)
         _, alive = psutil.wait_procs(family, timeout=15)
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5)
-    for process in [p for p in _started if p.poll() is not None]:
-        _started.remove(process)
-    _head_file().unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from workbench.backends import registry
 from workbench.backends.base import Backend, Pending, answered
 from workbench.backends.inline import InlineBackend
 from workbench.backends.ray import RayBackend
-from workbench.backends.starting import join_pools, load_roles
+from workbench.backends.starting import Wait, join_pools, load_roles
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
@@ -68,18 +69,24 @@ class Hosts:
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
-    def start(self, controller: str, note: Callable[[str], None]) -> None:
-        """Start the processes, join each pool's process group, load the models. note: called with what is waited
-        for."""
-        description = self.description
+    def start(self, controller: str, note: Callable[[str], None], began_s: float, wait_s: float) -> list[Wait]:
+        """Start the processes, join each pool's process group, load the models; gives what all devices waited for.
+
+        note: called with what is waited for. began_s: when the opening began, unix time. wait_s: how long to wait for
+        devices that others hold.
+        """
+        description, checked_s = self.description, time.time()
         self.backend = (
             InlineBackend()
             if self.inline
-            else RayBackend(description.id, description.address, driver=controller, note=note)
+            else RayBackend(description.id, description.address, driver=controller, note=note, wait_s=wait_s)
         )
+        waits = [Wait("check", began_s, checked_s, "this process")]
+        waits += [] if self.inline else [Wait("start", checked_s, time.time(), "Ray")]
         self.backend.start(self.infos)
         join_pools(self.backend, self.infos, note)
         load_roles(self.backend, self.infos, description, note)
+        return waits
 
     def attach(self, controller: str, address: str | None) -> set[str]:
         """Find the processes that another kernel started; returns the names of those that are gone."""

@@ -16,11 +16,11 @@ from workbench.backends.base import Backend, Pending
 from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head
 from workbench.backends.idle import Idle
 from workbench.backends.nodes import nodes_of_pools
-from workbench.errors import BadInput, HostDied, NotDriving, NotFound, WorkbenchError
+from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.messages.calls import Call, HostInfo
 from workbench.support.machine import Process, end
 
-START_TIMEOUT_S = 120
+GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
 ATTACH_TIMEOUT_S = 10
 END_GRACE_S = 10
 SAID = 160  # characters of what Ray says of it
@@ -112,14 +112,14 @@ def _actor_class(ray: Any) -> Any:
     class HostActor:
         """A thin shell: what it runs is looked up by name on the `Host` at call time."""
 
-        def __init__(self, info: HostInfo) -> None:
+        def __init__(self, info: HostInfo, asked_s: float) -> None:
             from workbench.workers.host import Host
             from workbench.workers.logs import send_output_to
 
             if info.log_path:
                 send_output_to(info.log_path)
             self._host = Host(info, _Peers(info.lab))
-            self._host.began_s = Process.current().created_s
+            self._host.note_start(asked_s)
             self._driver = ""
             self._watch = Idle(info)
 
@@ -199,16 +199,16 @@ class RayBackend(Backend):
     lab: the workbench's id, part of the names of all that it has on the cluster. driver: tells kernels apart: hosts
     do what the one says that called `drive` last, and show others what they ask. note: called while waiting, with what
     is waited for. cluster: address of the cluster for other processes; None: this user's own head.
-    processes: of each host.
+    processes: of each host. wait_s: how long `start` waits for devices that others hold.
     """
 
     name = "ray"
 
     def __init__(
         self, lab: str, address: str | None = None, *, driver: str = "", start: bool = True,
-        note: Callable[[str], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None, wait_s: float = 0.0,
     ) -> None:  # fmt: skip
-        self._lab, self._note, self._driver = lab, note, driver
+        self._lab, self._note, self._driver, self._wait_s = lab, note, driver, wait_s
         self._ray = connect(address, start=start, note=note)
         self.cluster = joined_address(self._ray)
         self._head = joined_head()
@@ -257,11 +257,12 @@ class RayBackend(Backend):
             )  # fmt: skip
 
     def start(self, infos: Sequence[HostInfo]) -> None:
+        asked_s = time.time()
         self.check(infos)
         nodes, first = self._nodes(infos), 0
         for _, ranks in groupby(infos, key=lambda info: info.pool):
             pool = list(ranks)
-            self._start_pool(pool, nodes[first : first + len(pool)])
+            self._start_pool(pool, nodes[first : first + len(pool)], asked_s)
             first += len(pool)
         asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
         while not self.wait(list(asked.values()), POLL_S):
@@ -269,7 +270,7 @@ class RayBackend(Backend):
             self._note("starting hosts")
         self.processes |= {name: pending.result() for name, pending in asked.items()}
 
-    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
+    def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str], asked_s: float) -> None:
         ray = self._ray
         group = self._devices(infos, nodes)
         actor_class = _actor_class(ray)
@@ -295,7 +296,7 @@ class RayBackend(Backend):
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
                 ),
-            ).remote(info)
+            ).remote(info, asked_s)
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
@@ -318,14 +319,16 @@ class RayBackend(Backend):
             # alone, PACK fills machine after machine, across the borders of pools
             **({"bundle_label_selector": [{NODE_LABEL: node} for node in nodes]} if nodes else {}),
         )
-        ready, deadline = group.ready(), time.monotonic() + START_TIMEOUT_S
+        ready, deadline = group.ready(), time.monotonic() + max(self._wait_s, GRANT_S)
         while not ray.wait([ready], timeout=POLL_S)[0]:
             _need_head(self._head)
             self._note(f"waiting for {len(infos)} free device(s)")
             if time.monotonic() > deadline:
-                raise BadInput(
-                    f"a placement of {len(infos)} devices found no room in {START_TIMEOUT_S} s",
-                    f"the cluster has {ray.available_resources()} free",
+                kind = "GPU" if _gpus(infos[0]) else "CPU"
+                free, total = (f().get(kind, 0) for f in (ray.available_resources, ray.cluster_resources))
+                raise DevicesTaken(
+                    f"{len(infos)} device(s) for pool {infos[0].pool!r} are not free",
+                    f"of {total:g} {kind}(s) of the cluster {free:g} are",
                     "close other workbenches (`wb ls`), or use fewer devices",
                 )
         return group

@@ -15,6 +15,7 @@ from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
 from workbench.placement import Layout
+from workbench.telemetry import Span, TelemetryStore
 from workbench.workers.roles import ROLE_WORKERS
 
 POLL_S = 0.2
@@ -22,6 +23,16 @@ POLL_S = 0.2
 GRACE_S = 2.0
 
 Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A part of opening for which all devices wait: its kind of span, from when to when (unix times), what it is."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    note: str
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,18 @@ def begin_loading(
                 if _failure(loading[-1]):  # inline, where a call is over when it returns
                     settle(backend, loading, note)
     return loading
+
+
+def record_opening(
+    backend: Backend, infos: Sequence[HostInfo], telemetry: TelemetryStore, waits: Sequence[Wait]
+) -> None:
+    """Write down where the seconds of opening went: what all devices waited for, and what each host did."""
+    for info in infos:
+        telemetry.append_spans(
+            Span(stage="open", run=0, role="", pool=info.pool, rank=info.rank, device=info.device, **vars(wait))
+            for wait in waits
+        )
+        telemetry.append_spans(backend.ask(info.name, "take_spans").result())
 
 
 def settle(backend: Backend, steps: Sequence[Step], note: Note) -> list[Any]:

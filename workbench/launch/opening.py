@@ -15,12 +15,14 @@ from typing import Any, Literal
 import psutil
 
 from workbench.backends import RayBackend, registry
-from workbench.backends.cluster import joined_address, joined_head, stop_idle_head
+from workbench.backends.cluster import joined_address, joined_head, start_ahead, stop_idle_head
+from workbench.backends.holders import on_cluster, taken, when_free
 from workbench.backends.ray import end_hosts
+from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, NameTaken, WorkbenchError
+from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import overrides
 from workbench.launch.overrides import overridable
 from workbench.placement import Placement
@@ -31,10 +33,11 @@ from workbench.session.checkpoint.restoring import Restoring, arguments_of, chec
 from workbench.session.handover import Handover
 from workbench.session.saved_state import restore_state
 from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.support.gpus import read_gpus
 from workbench.support.home import locked
 from workbench.support.machine import available_bytes, cores, gpu_bytes
 from workbench.support.notebook_cell import in_notebook
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import at_least, one_of, whole
 from workbench.telemetry.sinks import check_tracker
 
 IfExists = Literal["attach", "replace", "error"]
@@ -62,6 +65,7 @@ def open(
     track: str | Sequence[str] = (),
     resume: str | Path | None = None,
     save_every: int | None = None,
+    wait_s: float = 0.0,
 ) -> Workbench:
     """Open a workbench: start its hosts, load its models, and return the controller.
 
@@ -92,19 +96,25 @@ def open(
         The program is taken to be the one that saved it, run again from its start: `algo.run(n)` and
         `lab.iterations(n)` leave out the iterations that were made before. In a notebook, see `wb.restore`.
     save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
+    wait_s: how long to wait for devices, or memory of GPUs, that others hold. 0: `DevicesTaken` says within seconds who
+        holds them, since when, how much, and how to stop it.
 
     A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
     `workbench.launch.overrides`.
 
-    Everything that can be checked is checked before a process starts; errors say what to change. A
+    Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
+    began_s = time.time()
+    at_least("wait_s", wait_s, 0)
     one_of("if_exists", if_exists, ("attach", "replace", "error"))
     registry.check_name(name)
     trackers = [track] if isinstance(track, str) else list(track)
     for tracker in trackers:
         check_tracker(tracker)
+    if backend == "ray" and address is None:
+        start_ahead()  # while models and prompts are read, which takes about as long
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
@@ -121,11 +131,11 @@ def open(
             bar.update(0, 0)
 
         if description.backend == "inline":
-            lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+            lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
         else:
             # the second of two notebooks that open the same name at once attaches to what the first opened
             with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-                lab = _open(description, run_folder, if_exists, trackers, note, restoring)
+                lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
     if save_every is not None:
         lab.autosave(save_every)
     return lab
@@ -133,7 +143,7 @@ def open(
 
 def _open(
     description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None],
-    restoring: Restoring | None,
+    restoring: Restoring | None, began_s: float, wait_s: float,
 ) -> Workbench:  # fmt: skip
     name = description.name
     living = _living(name)
@@ -154,12 +164,14 @@ def _open(
     lab = _workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
     if restoring is not None:
         restoring.check(lab.prompts)
-    _check_memory(description, replaced=[] if living is None else _processes(name))
+    replaced = [] if living is None else _processes(name)
+    when_free(wait_s, note, lambda: _check_memory(description, replaced))
     if living is not None:
         stop(name)
     try:
         _tracked(lab, trackers)  # a tracker that does not start is refused before models load
-        lab.hosts.start(lab.ownership.controller, note)
+        waits = lab.hosts.start(lab.ownership.controller, note, began_s, wait_s)
+        record_opening(lab.hosts.backend, lab.hosts.infos, lab.telemetry, waits)
         if restoring is not None:
             restoring.load(lab.runner, lab.position, lab.prompts, note)
         backend = lab.hosts.backend
@@ -178,14 +190,16 @@ def _open(
             lab.runner.outcomes.journal = Handover(record.folder, lab.runner, lab.position, lab.checkpoints)
             backend.drive()
             lab.runner.counters.save()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, DevicesTaken) and isinstance(lab.hosts.backend, RayBackend):
+            error = taken(error, read_gpus(), on_cluster(lab.hosts.backend.cluster, description.device))
         lab.telemetry.sinks.close(failed=True)
         if hasattr(lab.hosts, "backend"):
             lab.hosts.backend.close()
         else:  # nothing was started, and nothing is to be read there
             shutil.rmtree(run_folder, ignore_errors=True)
         registry.forget(description.id)
-        raise
+        raise error
     registry.opened[name] = lab
     _record(lab, "opened")
     if in_notebook() and description.backend == "ray" and description.idle_hours is not None:
@@ -254,6 +268,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
     joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to whatever cluster
     if description.address is not None or (joined and joined_address(ray)):
         return
+    mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []
     if description.device == "cuda":
         has = gpu_bytes()
     else:
@@ -268,8 +283,16 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
         )  # fmt: skip
     except BadInput:  # a model whose weights cannot be told from its configuration may well load
         return
-    if doubt := check_fit(estimate, has_bytes=has, models=models):
-        warnings.warn(doubt, stacklevel=5)  # in the line that opens
+    doubt = check_fit(estimate, has_bytes=has, models=models)
+    # others may hold some of the GPUs: the cluster gives the placement as many as it asks for
+    others = sorted(gpu.taken_bytes(mine) for gpu in gpus)[: description.placement.devices][-1:]
+    if any(others):
+        try:
+            doubt = check_fit(estimate, has_bytes=has - others[0], models=models)
+        except BadInput as error:
+            raise taken(DevicesTaken(error.value, error.rule), gpus, mine=mine) from None
+    if doubt:
+        warnings.warn(doubt, stacklevel=7)  # in the line that opens
 
 
 def attach(name: str, *, take_over: bool = False) -> Workbench:

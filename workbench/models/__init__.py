@@ -4,12 +4,19 @@ A name is a hub id ("org/name"), a local folder, the bundled "smollm2-135m", or 
 To add a bundled or a tiny model: one entry in `bundled.BUNDLED` or in `tiny.TINY`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from workbench.models.bundled import BUNDLED
-from workbench.models.dtypes import bf16_is_fast
-from workbench.models.loading import load_backbone, load_causal_lm, load_config
 from workbench.models.resolve import resolve
 from workbench.models.tiny import TINY
 from workbench.models.tokenizers import load_tokenizer, render_prompt
+
+if TYPE_CHECKING:
+    from workbench.models.dtypes import bf16_is_fast
+    from workbench.models.loading import load_backbone, load_causal_lm, load_config
 
 __all__ = [
     "BUNDLED",
@@ -22,3 +29,12 @@ __all__ = [
     "render_prompt",
     "resolve",
 ]
+
+# name -> module; they import torch, which whoever asks only where a model lies can do without
+_LATER = {"bf16_is_fast": "dtypes", "load_backbone": "loading", "load_causal_lm": "loading", "load_config": "loading"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'workbench.models' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"workbench.models.{_LATER[name]}"), name)

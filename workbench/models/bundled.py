@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from workbench.errors import MissingDependency, ModelUnavailable
 from workbench.models.cache import made_once, models_home, save_here
 from workbench.models.quiet import no_chatter
@@ -72,6 +70,7 @@ def _convert(name: str, folder: Path) -> None:
                 f"transformers needs it to read {source.name}",
                 f"run `pip install {package}`",
             )
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with no_chatter():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
-from workbench.models.packing import Pack, run_packed, use_packing
+from workbench.models.packing import Pack, run_packed, tried_once, use_packing
 from workbench.models.tensor_parallel import VocabularyParallelHead
 
 if TYPE_CHECKING:
@@ -337,11 +337,15 @@ def _vocabulary(model: PreTrainedModel) -> frozenset[str]:
 
 
 @torch.no_grad()
-def _require_plain_head(model: PreTrainedModel) -> None:
-    """Some families scale or cap their logits after the head, which computing the head alone would lose silently."""
+def _has_plain_head(model: PreTrainedModel) -> bool:
     tokens = torch.arange(2, device=model.device)[None]
     plain = model.get_output_embeddings()(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
-    if not torch.allclose(model(input_ids=tokens, use_cache=False).logits, plain, rtol=1e-3, atol=1e-3):
+    return torch.allclose(model(input_ids=tokens, use_cache=False).logits, plain, rtol=1e-3, atol=1e-3)
+
+
+def _require_plain_head(model: PreTrainedModel) -> None:
+    """Some families scale or cap their logits after the head, which computing the head alone would lose silently."""
+    if not tried_once("plain head", model, _has_plain_head):
         raise BadInput(
             f"{type(model).__name__}",
             "its logits must be its output head applied to its last hidden state, without scaling or capping",

@@ -11,6 +11,7 @@ import torch
 from workbench.errors import BadInput
 from workbench.models.quiet import quiet_transformers
 from workbench.models.resolve import config_file, resolve
+from workbench.telemetry import span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -73,7 +74,7 @@ def load_backbone(
 def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
     folder = resolve(name)
     config = load_config(folder)
-    with quiet_transformers():
+    with span("read", note=f"reading {Path(name).name}"), quiet_transformers():
         model, report = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )

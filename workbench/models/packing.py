@@ -13,10 +13,10 @@ Shapes: T tokens of all sequences together, S sequences, H heads, K key-value he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Result = TypeVar("Result")
 NAME = "packed_sequences"
 # Layers whose mixing of tokens we are told of: "chunked_attention" shows in the mask alone, others are recurrent.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -115,17 +116,37 @@ def use_packing(model: PreTrainedModel) -> str | None:
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without a pack
     model.set_attn_implementation(NAME)
+    why = tried_once("packing", model, _why_no_packs)
+    if why is not None:
+        model.set_attn_implementation(before)
+    return why
+
+
+_tried: dict[tuple[Any, ...], Any] = {}
+
+
+def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedModel], Result]) -> Result:
+    """What `attempt(model)` gives, which depends on the model's code, configuration, dtype and kind of device alone:
+    models that are alike, such as the roles of a host, are tried once a process."""
+    code = frozenset(type(module).forward for module in model.modules())
+    alike = (what, code, model.dtype, model.device.type, model.config.to_json_string(use_diff=False))
+    if alike not in _tried:
+        _tried[alike] = attempt(model)
+    result: Result = _tried[alike]
+    return result
+
+
+def _why_no_packs(model: PreTrainedModel) -> str | None:
+    """Try it: None, or why the model cannot run packs."""
+    family = type(model).__name__
     try:
         errors = {dtype: _error_of_a_pack(model, dtype) for dtype in _dtypes_of_runs(model)}
     except Exception as refusal:
-        why = f"{family} takes no packs: {refusal}"
-    else:
-        # rounding; one sequence seen by another makes 1
-        if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
-            return None
-        why = f"{family} computes something else in a pack"
-    model.set_attn_implementation(before)
-    return why
+        return f"{family} takes no packs: {refusal}"
+    # rounding; one sequence seen by another makes 1
+    if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
+        return None
+    return f"{family} computes something else in a pack"
 
 
 def _dtypes_of_runs(model: PreTrainedModel) -> tuple[torch.dtype, ...]:

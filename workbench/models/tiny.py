@@ -10,8 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from workbench.models.cache import made_once, save_here
 from workbench.models.quiet import no_chatter
 
@@ -48,6 +46,7 @@ def _write(folder: Path, differences: dict[str, Any]) -> None:
 
 
 def _model(differences: dict[str, Any]) -> PreTrainedModel:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
+SHORTEST_S = 0.01  # pieces of opening that took less are not listed
+
+
 class History:
     """What happened in a workbench, and when; read from the disk.
 
@@ -209,6 +212,17 @@ class History:
             for name, details in zip(events["event"], events["details"], strict=True)
         )
         return timeline(spans, devices=[device for _, device in self.devices()], start=start, cells=cells)
+
+    def opening(self) -> pd.DataFrame:
+        """Where the seconds of opening went: a row for each piece of it on each rank, by start.
+
+        kind and note say what it was. start_s: since `wb.open` was called. A row with a parent lies inside the one of
+        that kind.
+        """
+        spans = self._telemetry.spans(run=0)
+        spans["start_s"] -= spans["start_s"].min()
+        columns = ["pool", "device", "role", "parent", "kind", "note", "start_s", "duration_s"]
+        return spans.loc[spans["duration_s"] >= SHORTEST_S, columns].round(2).reset_index(drop=True)
 
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""

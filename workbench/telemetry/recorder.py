@@ -69,6 +69,7 @@ class Recorder:
         self._transfers: list[Transfer] = []
         self._syncs: list[Sync] = []
         self._meter: PeakMeter | None = None
+        self.doing = ""  # the note of the innermost open span that has one, for a line that says what is waited for
 
     @property
     def pool(self) -> str:
@@ -104,6 +105,7 @@ class Recorder:
         parent = kinds[-1] if kinds else ""
         counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
         kinds.append(kind)
+        before, self.doing = self.doing, note or self.doing
         watch, start_s = meter.open(), self.now_s()
         try:
             yield counts
@@ -113,6 +115,7 @@ class Recorder:
         finally:
             end_s, peak = self.now_s(), meter.close(watch)
             kinds.pop()
+            self.doing = before
             self._add(kind, start_s, end_s, counts, peak, parent)
 
     def begin(self, kind: str, *, bytes: int = 0, note: str = "") -> Callable[[float | None], None]:

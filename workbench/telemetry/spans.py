@@ -21,6 +21,14 @@ KIND_MEANINGS = {
     "offload": "making room on the device for others: tensors moved to host memory, or freed; bytes: of the room",
     "load": "bringing them back",
     "reward": "the user's reward or cost function",
+    "check": "opening, in the notebook: importing packages, checking what was asked for, reading prompts",
+    "start": "opening: starting Ray, the process of a host, or a generation engine",
+    "import": "opening: importing packages",
+    "join": "opening: the ranks of a pool meet in their process group",
+    "build": "opening: making a role, with its model and engines",
+    "read": "reading a model's weights from files",
+    "profile": "opening: a generation engine compiles, warms up and measures the memory that it needs",
+    "capture": "opening: a generation engine warms up its kernels and records CUDA graphs",
 }
 KINDS = tuple(KIND_MEANINGS)
 TransferKind = Literal["batch", "weights", "move"]

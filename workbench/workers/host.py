@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from workbench.placement import Layout
 from workbench.placement.room import Room
 from workbench.placement.state import Part
 from workbench.support.machine import available_bytes, own_gpu_bytes, total_bytes
-from workbench.telemetry import Recorder
+from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
 from workbench.workers.model_worker import set_random_state
@@ -59,10 +60,31 @@ class Host(Shards):
         self._last: tuple[int, Reply] | None = None
         self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
         self._patch = Patch()
-        self.began_s = time.time()  # where the process is this host's alone: when that was created
+        self._began_s = time.time()  # where the process is this host's alone: when that was created
         self._start_s, self._load_s = 0.0, dict[str, float]()
         loaded.note()
         torch.set_num_threads(info.threads)
+
+    # --- opening -------------------------------------------------------------------------------------------------
+
+    def _opening(self, role: str = "") -> AbstractContextManager[None]:
+        """The labels of what is recorded while the workbench opens."""
+        info = self.info
+        return self.recorder.bind(stage="open", run=0, role=role, pool=info.pool, rank=info.rank, device=info.device)
+
+    def note_start(self, asked_s: float) -> None:
+        """Record how this process came up. asked_s: when it was asked for, unix time."""
+        import psutil
+
+        now_s = time.time()
+        self._began_s = created_s = min(max(asked_s, psutil.Process().create_time()), now_s)
+        with self._opening():
+            self.recorder.add("start", asked_s, created_s, note="the host's process")
+            self.recorder.add("import", created_s, now_s, note="the host's packages")
+
+    def take_spans(self) -> list[Span]:
+        """The spans recorded since the last stage, or the last call of this."""
+        return self.recorder.drain()[0]
 
     # --- the pool's process group ------------------------------------------------------------------------------------
 
@@ -95,9 +117,10 @@ class Host(Shards):
                 )
             return
         backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
-        store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-        self._start_s = time.time() - self.began_s
+        with self._opening(), self.recorder.span("join", note="joining the pool's process group"):
+            store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        self._start_s = time.time() - self._began_s
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -135,7 +158,7 @@ class Host(Shards):
         try:
             self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
-            with torch.random.fork_rng(enabled=waits):
+            with torch.random.fork_rng(enabled=waits), self._opening(role), self.recorder.span("build"):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
             self._load_s[role] = time.monotonic() - began
         finally:
@@ -399,7 +422,7 @@ class Host(Shards):
 
     def status(self) -> tuple[str, int, int, int]:
         """(what is running, done, total, tokens): answered while a stage computes."""
-        return (self._busy, *self._progress)
+        return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
         """Process, device, roles and bytes, read from the live objects."""

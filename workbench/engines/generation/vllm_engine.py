@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import inspect
 import logging
 import os
 import random
@@ -33,6 +32,7 @@ from workbench.engines.generation.endings import (
     response_room,
 )
 from workbench.engines.generation.vllm_rows import decode, sampling_params
+from workbench.engines.generation.vllm_start import graph_arguments, keep_compiled, phases_timed, replaced
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.loading import load_config
@@ -93,7 +93,8 @@ class VllmEngine(GenerationEngine):
         # idle: nothing was asked of it since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
-        with _threads(threads), _process_kept(device), _exact_products(self._exact):
+        starting = span("start", note="starting vLLM")
+        with starting, _threads(threads), _process_kept(device), _exact_products(self._exact):
             self._engine: Any = _start(
                 Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes
             )
@@ -273,9 +274,11 @@ def _start(
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
-    from vllm import EngineArgs, LLMEngine
-    from vllm.distributed import parallel_state
-    from vllm.usage.usage_lib import UsageContext
+    keep_compiled()
+    with span("import", note="importing vLLM"):
+        from vllm import EngineArgs, LLMEngine
+        from vllm.distributed import parallel_state
+        from vllm.usage.usage_lib import UsageContext
 
     if parallel_state.model_parallel_is_initialized():
         raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
@@ -304,8 +307,9 @@ def _start(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
+        **({} if on_cpu else graph_arguments(settings.rows_at_once(on_gpu=True))),
     )
-    with _private_shared_memory(on_cpu):
+    with _private_shared_memory(on_cpu), phases_timed(on_cpu):
         try:
             engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
@@ -413,8 +417,8 @@ def _private_shared_memory(on_cpu: bool) -> Iterator[None]:
     name = _CPUSHMDistributed.make_group_name
     private_name = staticmethod(lambda communicator: f"{token[0]}-{name(communicator).replace('/', '')}")
     with (
-        _replaced(_CPUSHMDistributed, "make_group_name", private_name),
-        _replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
+        replaced(_CPUSHMDistributed, "make_group_name", private_name),
+        replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
     ):
         yield
 
@@ -429,19 +433,8 @@ def _default_group_spared() -> Iterator[None]:
             parallel_state._WORLD.destroy()
         parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
-    with _replaced(parallel_state, "destroy_distributed_environment", forget_world):
+    with replaced(parallel_state, "destroy_distributed_environment", forget_world):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while."""
-    before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager
