@@ -724,6 +724,14 @@ class Workbench:
         """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
         return self.history.timeline(iterations)
 
+    def opening(self) -> pd.DataFrame:
+        """Where the seconds of opening went: a row for each piece of it on each rank, by start.
+
+        kind and note say what it was. start_s: since `wb.open` was called. A row with a parent lies inside the one of
+        that kind.
+        """
+        return self.history.opening()
+
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""
         return self.history.trace(path)

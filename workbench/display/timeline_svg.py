@@ -111,9 +111,9 @@ class Drawing:
                 moving.append(f'<g data-lane="{lane}">{self._gaps(section, lane, y, height)}{bars.draw(lane, y)}</g>')
                 y, number = y + height + GAP, number + 1
         note = self._footnote()
-        height = y + AXIS + (18 if note else 0)
+        whole = y + AXIS + (18 if note else 0)
         plot = (
-            f'<svg class="wb-tl-plot" x="{self.left:.1f}" width="{self.plot:.1f}" height="{height}" overflow="hidden">'
+            f'<svg class="wb-tl-plot" x="{self.left:.1f}" width="{self.plot:.1f}" height="{whole}" overflow="hidden">'
             f'<g class="wb-tl-moves">{self._axis(top, y)}{"".join(moving)}</g></svg>'
         )
         place = f'x="{self.width - 4}" y="{y + 34}" text-anchor="end" font-size="11" opacity=".8"'
@@ -122,8 +122,8 @@ class Drawing:
             "xmlns": "http://www.w3.org/2000/svg",
             "color": ON_ANY_GROUND,
             "width": self.width,
-            "height": height,
-            "viewBox": f"0 0 {self.width} {height}",
+            "height": whole,
+            "viewBox": f"0 0 {self.width} {whole}",
             "style": "max-width:100%;height:auto",
             "role": "img",
             "aria-label": f"Timeline of {len({lane for one in self.sections for lane in one.lanes})} devices over "
