@@ -197,7 +197,7 @@ def test_what_looks_at_the_engine_looks_at_theirs(lab: Any, monkeypatch: pytest.
 
     def corrupted(key: str, wanted: Any, checksums: bool) -> Any:
         wire, sums = served(key, wanted, checksums)
-        return {name: (kind, (dtype, -array)) for name, (kind, (dtype, array)) in wire.items()}, sums
+        return [(dtype, -array) for dtype, array in wire], sums
 
     train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
     monkeypatch.setattr(exchange, "served", corrupted)

@@ -26,15 +26,15 @@ def probe() -> tuple[Snapshot, Reshard]:
 
 
 def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
-    """Bytes a second from a host, which has published a `probe` under a key, to this process. ask: as in
-    `WeightExchange`. The first time, in which memory for buckets is made, is not counted."""
+    """Bytes a second from a host, which has published a `probe` under a key, to this process: the faster of two times,
+    after a first one in which memory for buckets is made. ask: as in `WeightExchange`."""
     snapshot, plan = probe()
     intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), ask), checksums=True)
     published = Published(key=key, hosts=(host, "here"), layout=Layout(), kind="move")
-    took_s = 0.0
-    for _ in range(2):
+    took_s = []
+    for _ in range(3):
         (_, shard), target = snapshot.slices["probe"], torch.empty(ROWS, COLUMNS)
         began = time.perf_counter()
         intake.place(published, {"probe": (target, shard)})
-        took_s = time.perf_counter() - began
-    return PROBE_BYTES / took_s
+        took_s.append(time.perf_counter() - began)
+    return PROBE_BYTES / min(took_s[1:])
