@@ -106,7 +106,7 @@ class Drawing:
                     name = f"pool {pool}" if pool else "no stage"
                     frame.append(f'<text x="4" y="{y + 14}" font-weight="600">{text(name)}</text>')
                     y += HEAD
-                height = bars.height(lane)
+                height: float = bars.height(lane)
                 frame.append(self._head(lane, self.times[number], y, height))
                 moving.append(f'<g data-lane="{lane}">{self._gaps(section, lane, y, height)}{bars.draw(lane, y)}</g>')
                 y, number = y + height + GAP, number + 1
