@@ -124,7 +124,7 @@ def grown_by(more_tokens: int) -> int:
     }
     head = TokenLogProbs(llama(**shape), micro_batch_tokens=more_tokens)
     peaks = []
-    for tokens in (2 * ROWS_PER_CALL, ChosenLogProbs, more_tokens):
+    for tokens in (2 * ROWS_PER_CALL, more_tokens):
         ids = torch.arange(tokens)
         log_probs, _ = head(ids, (64,) * (tokens // 64), ids, ids, temperature=0.7)
         log_probs.sum().backward()
