@@ -38,6 +38,7 @@ def passes(head: TokenLogProbs) -> list[tuple[Tensor, dict[str, Tensor]]]:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # torch warns of itself while it compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     "device",
