@@ -133,7 +133,7 @@ class Topology:
         """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
         self._ownership.check_open()
         description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
-        seen = self._seen()
+        seen = self._seen(without=self._hosts.lost)  # hosts of lost pools do not answer
         tokens = {role: held["micro_batch_tokens"] for of in seen for role, held in of["roles"].items()
                   if held.get("micro_batch_tokens")}  # fmt: skip
         return estimate_memory(
