@@ -399,9 +399,12 @@ class TestOnPolicy:
         assert "compute_log_prob" not in grpo.graph().names
         metrics = grpo.iterate()
         assert metrics["update_actor/rollout_gap/max"] < 1e-4 and metrics["update_actor/entropy"] > 0
+        grpo.insert(fresh.actor.compute_log_prob, after="generate_sequences")
+        assert grpo.iterate()["compute_log_prob/rollout_gap/max"] < 1e-4
         needing: dict[str, Any] = {"epochs": 2, "correction": wb.Correction(), "kl_coefficient": 0.1}
         for name, value in needing.items():
-            rloo = wb.RLOO(fresh, prompts=2, samples=2, sampling=short, **{"kl_coefficient": 0.0, name: value})
+            changed = {"kl_coefficient": 0.0, name: value}
+            rloo = wb.RLOO(fresh, prompts=2, samples=2, sampling=short, **changed)
             assert "compute_log_prob" in rloo.graph().names, name
         assert "compute_log_prob" not in wb.RLOO(fresh, prompts=2, samples=2, kl_coefficient=0.0).graph().names
 
