@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import json
 import resource
 import subprocess
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import workbench
+from tests.cases import TINY, tiny_lab, vowels
 from workbench import cli
 from workbench.launch import doctor
 from workbench.support.gpus import Gpu
@@ -47,9 +46,8 @@ def test_the_quick_look_reports_this_machine_within_three_seconds() -> None:
 
 
 def test_the_quick_look_imports_no_engine() -> None:
-    code = (
-        f"import sys; from workbench import doctor; doctor.examine(); print([m for m in {HEAVY} if m in sys.modules])"
-    )
+    look = "import sys; from workbench.launch import doctor; doctor.examine()"
+    code = f"{look}; print([module for module in {HEAVY} if module in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -90,7 +88,7 @@ def test_something_needed_that_is_missing_is_marked_with_its_remedy() -> None:
 
 def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
     """The name of an engine made up for a test."""
-    made = doctor.Engine(**{"code": "pass", "modules": ("pip",), "distributions": ("pip",), **settings})
+    made = doctor.Engine(**{"code": "pass", "modules": ("packaging",), "distributions": ("packaging",), **settings})
     monkeypatch.setitem(doctor.ENGINES, "engine", made)
     return "engine"
 
@@ -98,13 +96,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
 def test_a_missing_package_and_a_package_without_its_compiled_file_are_found_by_looking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check = doctor.looked_at(engine(monkeypatch, modules=("pip", "a_package_that_is_not_there")))
+    check = doctor.looked_at(engine(monkeypatch, modules=("packaging", "a_package_that_is_not_there")))
     assert not check.ok
     assert "No module named 'a_package_that_is_not_there'" in check.found
     assert "run `make`" in check.remedy
-    check = doctor.looked_at(engine(monkeypatch, files=("pip/_native.*.so",)))
-    assert "pip/_native.*.so is missing" in check.found
-    assert doctor.looked_at(engine(monkeypatch, files=("pip/__init__.*",))).ok
+    check = doctor.looked_at(engine(monkeypatch, files=("packaging/_native.*.so",)))
+    assert "packaging/_native.*.so is missing" in check.found
+    assert doctor.looked_at(engine(monkeypatch, files=("packaging/__init__.*",))).ok
 
 
 @pytest.mark.parametrize("cuda", ["None", "'12.8'"])
@@ -186,14 +184,17 @@ def test_gpus_that_torch_does_not_find_are_told_of() -> None:
     assert doctor._devices([H100], doctor._seen_by_torch(probe))[0].ok
 
 
-def test_the_default_dtype_is_what_open_uses() -> None:
+def test_the_default_dtype_is_what_open_uses(tmp_path: Path) -> None:
     from workbench.models import bf16_is_fast
 
     assert doctor.bf16_is_fast([H100])
     assert not doctor.bf16_is_fast([H100, V100])
     found = doctor._devices([], None)[0].found
     assert ("dtype='bfloat16' is fast here" in found) == doctor.bf16_is_fast([]) == bf16_is_fast("cpu")
-    assert f"{inspect.signature(workbench.open).parameters['dtype'].default} by default" in found
+    with tiny_lab("dtype", tmp_path, backend="inline", device="cpu", models={"actor": TINY, "reward": vowels}) as lab:
+        assert f"{lab.actor.spec.dtype} by default" in found
+    assert "bfloat16 by default" in doctor._devices([H100], None)[0].found
+    assert "dtype='float32' is faster" in doctor._devices([V100], None)[0].found
 
 
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,9 +299,11 @@ def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> list[Check]:
     import psutil
 
     told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
-    dtype = ", float32 by default"
-    if bf16_is_fast(gpus):
+    dtype = f", {'bfloat16' if told else 'float32'} by default"
+    if not told and bf16_is_fast(()):
         dtype += " (dtype='bfloat16' is fast here)"
+    elif told and not bf16_is_fast(gpus):
+        dtype += " (dtype='float32' is faster here)"
     memory_gib = psutil.virtual_memory().total / 2**30
     found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}"
     if seen is not None and len(seen) < len(gpus):
