@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -86,10 +85,9 @@ class DeepSpeedEngine(TrainingEngine):
         self._prepare_groups()
         if settings.activation_checkpointing:
             recompute_activations(module)
-        with _without_muon():
-            self._engine, *_ = deepspeed.initialize(
-                model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
-            )
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
+        )
 
     def _prepare_groups(self) -> None:
         """Before DeepSpeed takes the process groups that it computes in, one set a process for all of its engines."""
@@ -363,21 +361,6 @@ def _quiet_deepspeed() -> Any:
     # An operator for tensor-parallel inference on CPU, which nothing here calls; building it needs a compiler and 10 s.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-@contextmanager
-def _without_muon() -> Iterator[None]:
-    """While DeepSpeed looks whether it knows the optimizer. It would import its own Muon, which nothing here uses, and
-    with it torch's compiler: seconds."""
-    name = "deepspeed.runtime.zero.muon.muon_optimizer"
-    there = name in sys.modules
-    if not there:
-        sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if not there:
-            del sys.modules[name]
 
 
 def forget_ended_group() -> None:
