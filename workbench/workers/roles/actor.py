@@ -49,8 +49,9 @@ from workbench.workers.worker import Context
 
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    columns = ["prompt_ids", "response_ids", "response_mask", "advantages"]
+    columns = ["prompt_ids", "response_ids", "response_mask"]
     columns += [] if arguments["on_policy"] else ["old_log_prob"]
+    columns += ["advantages"]
     columns += ["ref_log_prob"] if arguments["kl_coefficient"] else []
     columns += ["pretrain_ids"] if arguments["pretrain_coefficient"] else []
     columns += ["rollout_log_prob"] if arguments["correction"] is not None else []
