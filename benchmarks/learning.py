@@ -72,7 +72,7 @@ def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workb
         f"learning-{arguments.algorithm}",
         models=models,
         prompts="arithmetic",
-        generation=wb.Generation(engine=arguments.generation, max_model_tokens=128, max_rows=128),
+        generation=wb.Generation(engine=arguments.generation, max_model_tokens=128, max_rows=max(128, arguments.rows)),
         dtype="bfloat16" if bf16_is_fast() else "float32",
         backend="inline",
         seed=seed,
