@@ -171,7 +171,8 @@ def a_pass(module: PackedModule, tokens: int, device: torch.device) -> Pass:
     positions = torch.arange(sum(rows), device=device).view(-1, ROW_TOKENS)[:, :-1].flatten()
     inputs: dict[str, Any] = {"input_ids": ids, "lengths": tuple(rows), "positions": positions}
     if isinstance(module, TokenLogProbs):
-        inputs |= {"targets": ids[positions + 1]}
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        inputs |= {"targets": ids[positions + 1], "with_entropy": trained}  # as updates report it
 
     def loss(output: Any) -> torch.Tensor:
         values: torch.Tensor = output[0] if isinstance(output, tuple) else output

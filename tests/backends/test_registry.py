@@ -102,7 +102,7 @@ def test_an_unreadable_record_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
-    record = opened(describe(), format=1)
+    record = replace(opened(describe(), format=1), format=1)
     assert registry.get("mine") == record
     with pytest.raises(BadInput, match=r"record has format 1.*reads 2.*wb stop mine"):
         registry.description(record)

@@ -34,7 +34,7 @@ def open_lab(name: str, runs: Path, share_memory: Any, **options: Any) -> wb.Wor
 
 def moves(lab: wb.Workbench) -> list[tuple[str, str, str, str]]:
     spans = lab.spans()
-    spans = spans[spans["kind"].isin(["offload", "load"])]
+    spans = spans[spans["kind"].isin(["offload", "load"]) & (spans["stage"] != "open")]
     assert set(spans["parent"]) <= {"compute", "weight_sync"}
     return list(zip(spans["stage"], spans["role"], spans["kind"], spans["note"], strict=True))
 

@@ -16,6 +16,7 @@ from benchmarks.memory import measured as measured_passes
 from tests.cases import rollouts, tiny_lab, train_on
 from tests.engines.training_ranks import Alone, run_ranks
 from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_of
+from workbench.backends.hosts import Hosts
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.launch import opening
@@ -201,7 +202,7 @@ def test_opening_refuses_what_cannot_fit_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(opening, "available_bytes", lambda: 2_000_000)
     with monkeypatch.context() as nothing_starts:
-        nothing_starts.setattr(opening.Workbench, "_start", lambda *_: pytest.fail("started"))
+        nothing_starts.setattr(Hosts, "start", lambda *_: pytest.fail("started"))
         for backend in ("ray", "inline"):
             with pytest.raises(BadInput, match=r"needs .* on this machine.*it has 2\.0 MB"):
                 tiny_lab("large", tmp_path, backend=backend)

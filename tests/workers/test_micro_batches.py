@@ -108,7 +108,7 @@ def test_shared_prompts_stay_within_the_budget(rows: list[tuple[int, int]], budg
     (micros,) = each_minibatch(given_shard, budget, ALONE, torch.device("cpu"))
     assert sorted(i for micro in micros for i in micro.index) == list(range(len(rows)))
     for micro in micros:
-        assert len(micro.inputs["input_ids"]) <= budget
+        assert len(micro.inputs["input_ids"]) <= budget or len(micro.index) == 1
         assert len(micro.inputs["input_ids"]) == sum(micro.inputs["lengths"])
 
 

@@ -54,7 +54,7 @@ def test_a_pass_of_as_many_tokens_as_fit_fits(trained: bool) -> None:
     tokens = worker.micro_batch_tokens
     assert (tokens % 512, worker.describe()["micro_batch_tokens"]) == (0, tokens)
     one = a_pass(worker.engine.module, tokens, torch.device("cpu"))
-    assert worker.engine.module.head_calls == tokens // 512
+    assert worker.engine.module.micro_batch_tokens == tokens
 
     def work() -> None:
         if trained:

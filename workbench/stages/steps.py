@@ -116,15 +116,16 @@ class StageSteps:
         for reply in collected:
             merge_metrics(metrics, reply.metrics)
         run.metrics = MetricValues(reported(metrics))
-        self._count_update(run)
+        self._count_update(call, run)
         if not call.operation.protocol.joins:
             return [reply.value for reply in collected]
         made = self._next_version(call, run)
         return run.metrics if made is None else made
 
-    def _count_update(self, run: Run) -> None:
+    def _count_update(self, call: StageCall, run: Run) -> None:
         weights, role = self._counters.weights, run.group.role
-        if run.updates and role in weights:
+        # a run may take its turn as an update does and change no weights, such as `check_sync` of rollout workers
+        if call.operation.updates and role in weights:
             weights[role] = Weights.anew(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
             self._counters.save()
 

@@ -156,7 +156,8 @@ class Host(Shards):
         self._busy, began = f"loading {role}", time.monotonic()
         loaded.note()
         try:
-            self._device.clear_for(role)
+            with self._opening():
+                self._device.clear_for(role)
             # the process goes on drawing where it stood, whatever is loaded beside what it has
             with torch.random.fork_rng(enabled=waits), self._opening(role), self.recorder.span("build"):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
