@@ -18,8 +18,6 @@ MICRO_BATCH_ROWS = (1, 2, 4, 8)
 TOLERANCE = 1e-5
 # How weights moved is a difference of fp32 numbers: the last place of those from 1 to 2, as norms have.
 WEIGHT_ROUNDING = 1.2e-7
-    1.2e-7  # the last place of fp32 weights from 1 to 2, as of norms: how they moved is a difference of such
-)
 FEW, ALL = (0, 1, 2, 4, 6), tuple(range(ROWS))  # of two ranks, FEW leaves one of them nothing to do
 ENGINES = ("torch", "zero1", "zero2", "zero3")
 
