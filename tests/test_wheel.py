@@ -17,8 +17,6 @@ import pytest
 from tests.cases import TINY
 from workbench_widgets import front_end
 
-pytest.importorskip("pip")
-
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "workbench", "workbench_widgets", "widgets", "datasets")
 BUILD = "from setuptools import build_meta; build_meta.{hook}('dist')"
