@@ -171,7 +171,7 @@ class TimelineView(View):
         rate = f" ({tokens / took_s:,.0f} tokens/s)" if took_s else ""
         facts = {
             "what": row["kind"] + (f" in {row['parent']}" if row["parent"] else ""),
-            "role": f"{row['role']}, rank {row['rank']}",
+            "role": f"{row['role']}, rank {row['rank']}" if row["role"] else "",
             "device": f"{row['device']} of pool {row['pool']}",
             "run": row["run"],
             "took": seconds_text(took_s),

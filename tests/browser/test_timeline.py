@@ -117,6 +117,8 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     drawn.until(lambda: drawn.length == whole, "the button shows all")
 
     # spans by keyboard, their facts, and the way to their cell
+    window.select_option("last")  # in "all", what opening did comes first, where it took long enough to be stepped to
+    drawn.until(lambda: drawn.length < 0.99 * all_s, "the last iteration is drawn")
     drawn.key("n")
     drawn.until(lambda: drawn["marked"] >= 0, "a span is marked")
     first = drawn.told
@@ -142,8 +144,6 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
 
     # what is pointed at is told; a click chooses it
     tip = panel.locator(".wb-tl-tip")
-    window.select_option("last")
-    drawn.until(lambda: drawn.length < 0.99 * all_s, "the last iteration is drawn")
     assert _hovered(notebook, drawn, tip, "update_actor: ")
     notebook.picture("timeline_hover")
     notebook.page.mouse.down()

@@ -66,7 +66,7 @@ def hover_text(row: Row, zero_s: float) -> str:
     duration_s = row["duration_s"]
     lines = [
         f"{row['stage']}: {row['kind']}" + (f" in {row['parent']}" if row["parent"] else ""),
-        f"{row['role']} rank {row['rank']} on {row['device']}, run {row['run']}",
+        f"{row['role']} rank {row['rank']} on {row['device']}, run {row['run']}".lstrip(),
         f"{seconds_text(duration_s)} (from {row['start_s'] - zero_s:.3f} s to {row['end_s'] - zero_s:.3f} s)",
     ]
     if row["moved_bytes"]:
