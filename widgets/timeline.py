@@ -75,7 +75,7 @@ class TimelineView(View):
                 elif event["event"] == "attached":
                     self._session += 1
             if self._follow["spans"].grown:
-                self._table.add(self._follow["spans"].new(), last=False)
+                self._table.add(self._follow["spans"].new_spans(), last=False)
             self._table.know(live := self.lab.devices())
             self._lives = self._table.lives(live, self._moves_s)
 

@@ -19,6 +19,7 @@ from workbench.display.span_table import SpanTable
 from workbench.display.timeline import times_of
 from workbench.errors import BadInput
 from workbench.telemetry import Span, TelemetryStore
+from workbench.telemetry.span_lines import SpanLines
 from workbench_widgets import Driver
 from workbench_widgets.timeline import WINDOWS, TimelineView
 
@@ -113,16 +114,16 @@ def test_a_table_places_spans_as_the_static_picture_does_whenever_they_come() ->
         (1, "communication"): (0, 2), (2, "compute"): (1, 0), (3, "compute"): (0, 0),
     }  # fmt: skip
     whole = SpanTable()
-    whole.add(rows)
+    whole.add(SpanLines.of_rows(rows))
     assert places(whole) == expected
     table = SpanTable()
-    table.add([rows[1]], last=False)  # a child before the bar of its stage waits for it
+    table.add(SpanLines.of_rows([rows[1]]), last=False)  # a child before the bar of its stage waits for it
     assert len(table) == 0
-    table.add([rows[0], *rows[2:5]], last=False)
-    table.add(rows[5:], last=False)
+    table.add(SpanLines.of_rows([rows[0], *rows[2:5]]), last=False)
+    table.add(SpanLines.of_rows(rows[5:]), last=False)
     assert places(table) == expected
-    table.add([span(9, 20, 21, kind="forward", parent="compute").row()], last=False)
-    table.add([], last=False)
+    table.add(SpanLines.of_rows([span(9, 20, 21, kind="forward", parent="compute").row()]), last=False)
+    table.add(SpanLines.of_rows([]), last=False)
     assert len(table) == 8  # the bar never came
 
 
@@ -134,7 +135,7 @@ def places(table: SpanTable) -> dict[tuple[int, str], tuple[int, int]]:
 def test_a_span_is_given_back_as_it_was_stored() -> None:
     given = span(7, 1.25, 3.5, tokens=11, bytes=2**40, peak_memory_bytes=2**41, note="late", parent="").row()
     table = SpanTable([("train", "cpu:0")])
-    table.add([given])
+    table.add(SpanLines.of_rows([given]))
     row = table.row(0)
     assert {name: row[name] for name in given} == given
     assert row["duration_s"] == 2.25

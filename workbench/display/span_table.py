@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from workbench.display.idle import Gaps, Lane, Life, idle_gaps, lives_of, work_of
 from workbench.display.lanes import SubLanes
+from workbench.telemetry.span_lines import SpanLines
 from workbench.telemetry.spans import KINDS
 
 Row = Mapping[str, Any]
@@ -19,7 +20,7 @@ NUMBERS = {"start_s": 0.0, "end_s": 0.0, "processed_tokens": 0, "moved_bytes": 0
            "rank": 0}  # fmt: skip
 TEXTS = {"stage": "", "role": "", "kind": "compute", "parent": "", "note": ""}
 CALL = ("run", "stage", "role", "rank", "lane")  # what spans of one call on one rank have in common
-DEFAULTS = {**NUMBERS, **TEXTS, "pool": "", "device": ""}
+DEFAULTS = {**NUMBERS, **TEXTS}
 PLACES = ("lane", "sublane", "depth")
 QUEUE = 1 + KINDS.index("queue")  # as a number of `SpanTable.kinds`
 TRANSFER = 1 + KINDS.index("transfer")
@@ -72,7 +73,7 @@ class SpanTable:
         self._calls = Names()
         # of bars at depth 0: call, start_s, end_s, kind, sublane
         self._bars: list[NDArray[Any]] = [np.empty(0, kind) for kind in (int, float, float, int, int)]
-        self._early: list[Row] = []
+        self._early = {name: self.columns[name] for name in (*DEFAULTS, "lane")} | {"call": np.empty(0, int)}
 
     def __len__(self) -> int:
         return len(self.columns["start_s"])
@@ -85,33 +86,50 @@ class SpanTable:
         """Lanes that there are, whether a span has come from them or not."""
         self._lanes.numbers(lanes)
 
-    def add(self, rows: Sequence[Row], *, last: bool = True) -> None:
-        """Take in spans as they are stored. last: else a span inside a stage whose bar has not come waits for it until
-        the next `add`."""
-        waited = len(self._early)
-        rows, self._early = [*self._early, *rows], []
-        if not rows:
-            return
-        # column by column: a tuple for each span would wake the garbage collector again and again
-        given = {name: [row.get(name, default) for row in rows] for name, default in DEFAULTS.items()}
-        new: dict[str, NDArray[Any]] = {name: np.array(given[name], type(number)) for name, number in NUMBERS.items()}
-        new |= {name: self.names[name].numbers(given[name]) for name in TEXTS}
-        places = [Names(), Names()]
-        pool, device = (names.numbers(given[name]) for names, name in zip(places, ("pool", "device"), strict=True))
-        new["lane"] = _numbered(self._lanes, [pool, device], *places)
-        call = _numbered(self._calls, [new[name] for name in CALL])
+    def add(self, spans: SpanLines, *, last: bool = True) -> None:
+        """Take in spans. last: else a span inside a stage whose bar has not come waits for it until the next `add`."""
+        waited = len(self._early["call"])
+        columns = self._columns_of(spans)
+        new = {name: np.concatenate([early, columns[name]]) for name, early in self._early.items()}
         order = np.lexsort((-new["end_s"], new["start_s"]))
-        if not last:
+        if last:
+            early = np.zeros(len(order), bool)
+        else:
             has_bar = np.zeros(len(self._calls.all), bool)
             has_bar[self._bars[0]] = True
-            has_bar[call[(new["parent"] == 0) & (new["kind"] != QUEUE)]] = True
-            early = (new["parent"] != 0) & ~has_bar[call]
+            has_bar[new["call"][(new["parent"] == 0) & (new["kind"] != QUEUE)]] = True
+            early = (new["parent"] != 0) & ~has_bar[new["call"]]
             early[:waited] = False
-            self._early = [rows[number] for number in np.flatnonzero(early)]
-            order = order[~early[order]]
-        new, call = {name: column[order] for name, column in new.items()}, call[order]
-        new["sublane"], new["depth"] = self._place(new, call)
+        self._early = {name: column[early] for name, column in new.items()}
+        order = order[~early[order]]
+        new = {name: column[order] for name, column in new.items()}
+        new["sublane"], new["depth"] = self._place(new, new["call"])
         self.columns = {name: np.concatenate([column, new[name]]) for name, column in self.columns.items()}
+
+    def _columns_of(self, spans: SpanLines) -> dict[str, NDArray[Any]]:
+        """The columns that spans come with, their lanes and calls."""
+
+        def column(rows: Sequence[Row], name: str) -> NDArray[Any]:
+            values = [row.get(name, DEFAULTS[name]) for row in rows]
+            if name in self.names:
+                return self.names[name].numbers(values)
+            return np.array(values, type(NUMBERS[name]))
+
+        labels = {name: column(spans.labels, name) for name in ("stage", "run", "role", "rank", "kind")}
+        places = [Names(), Names()]
+        pool, device = (
+            names.numbers([row.get(name, "") for row in spans.labels])
+            for names, name in zip(places, ("pool", "device"), strict=True)
+        )
+        labels["lane"] = _numbered(self._lanes, [pool, device], *places)
+        labels["call"] = _numbered(self._calls, [labels[name] for name in CALL])
+        counts = {name: column(spans.counts, name) for name in DEFAULTS.keys() - labels.keys() - {"start_s", "end_s"}}
+        return {
+            "start_s": spans.start_s,
+            "end_s": spans.end_s,
+            **{name: values[spans.label] for name, values in labels.items()},
+            **{name: values[spans.count] for name, values in counts.items()},
+        }
 
     def _place(self, new: Mapping[str, NDArray[Any]], call: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Sub-lane and depth of spans given by start; bars among them go into `_bars`."""

@@ -20,6 +20,7 @@ from workbench.display.span_table import Row, SpanTable, records
 from workbench.display.timeline_shapes import ID, ON_ANY_GROUND, percent
 from workbench.display.timeline_svg import Drawing, Section
 from workbench.errors import BadInput
+from workbench.telemetry.span_lines import SpanLines
 
 if TYPE_CHECKING:
     import pandas
@@ -141,7 +142,7 @@ def timeline(
     if end < start:
         raise BadInput(f"timeline from {start} to {end}", "the start must not lie after the end", "swap the two")
     found = SpanTable()
-    found.add([row for row in rows if row["end_s"] >= start and row["start_s"] <= end])
+    found.add(SpanLines.of_rows([row for row in rows if row["end_s"] >= start and row["start_s"] <= end]))
     found.know(ordered := lanes_of(found.lanes, devices))
     numbers = {lane: number for number, lane in enumerate(found.lanes)}
     section = Section("all", start, end, {numbers[lane]: (start, end) for lane in ordered})

@@ -20,6 +20,7 @@ from workbench.errors import BadInput
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
+from workbench.telemetry.span_lines import SpanLines
 from workbench.telemetry.spans import Span, Transfer
 from workbench.telemetry.syncs import Sync, judged
 from workbench.telemetry.transfer_sums import TransferSums
@@ -233,14 +234,22 @@ class Follower:
 
     def new(self) -> list[dict[str, Any]]:
         """The rows that were added, as they are stored; a line that is still being written comes when it is whole."""
+        return _rows(self._new_lines())
+
+    def new_spans(self) -> SpanLines:
+        """The same of a file of spans, several times as fast."""
+        text = self._new_lines()
+        return SpanLines.of_text(text) or SpanLines.of_rows(_rows(text))
+
+    def _new_lines(self) -> bytes:
         if not self.grown:
-            return []
+            return b""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return _rows(whole)
+        return whole
 
 
 def _rows(text: bytes) -> list[dict[str, Any]]:
