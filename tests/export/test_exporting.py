@@ -11,7 +11,7 @@ from workbench.errors import BadInput
 from workbench.export.back import notebook_of
 from workbench.export.cells import Cell, read_notebook
 from workbench.export.exporting import script_of
-from workbench.export.looking import LAB_LOOKS
+from workbench.export.looking import LAB_LOOKS, frame_looks
 
 LESSONS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 OPEN = 'lab = wb.open("x", models={"actor": "tiny-llama"}, placement=wb.Placement.colocate(1), prompts=["a"])'
@@ -236,3 +236,34 @@ def test_the_way_back_wants_a_main() -> None:
 def test_cells_are_named_as_the_page_shows_them() -> None:
     assert str(Cell(4, "x", count=7)) == "cell 4 (In [7])"
     assert str(Cell(0, "x", count=7)) == "a deleted cell (In [7])"
+
+
+def test_what_changes_a_thing_in_place_has_no_name_of_a_frames_method_that_only_looks() -> None:
+    import io
+    import threading
+    from collections import deque
+    from pathlib import Path as FilePath
+
+    import torch
+
+    for kind in (torch.nn.Module, torch.optim.Optimizer, threading.Thread, io.TextIOWrapper, list, set, dict, deque):
+        shared = set(dir(kind)) & frame_looks()
+        assert shared <= {"copy", "count", "get", "index", "items", "keys", "type", "values"}, kind
+    assert set(dir(FilePath)) & frame_looks() <= {"rename"}
+    for name in ("groupby", "agg", "sort_values", "pivot_table", "describe", "to_dict", "bar"):
+        assert name in frame_looks()
+    for name in ("sample", "to_csv", "isetitem", "insert", "update", "apply", "eval"):
+        assert name not in frame_looks()
+
+
+def test_calls_that_do_something_stay_whatever_their_name() -> None:
+    does = [
+        "lab.drop('critic')", "lab.actor.mean()", "group.count(2)", "frame.sample(2)", "rows.sort()",
+        "frame.to_csv('a.csv')", "np.random.seed(3)", "frame.query('x > 1', inplace=True)", "np.add(a, a, out=a)",
+        "frame.agg(mine)", "sorted(rows, key=mine)",
+    ]  # fmt: skip
+    made = "group = lab.actor\nframe = pd.DataFrame({'x': [1, 2]})\nrows = [2, 1]\na = np.ones(2)"
+    mine = "def mine(x):\n    rows.append(x)"
+    cells = page(IMPORT, "import pandas as pd\nimport numpy as np", OPEN, made, mine, *does)
+    text = script_of(cells).text.replace('"', "'")
+    assert [line for line in does if line not in text] == []

@@ -1,13 +1,15 @@
 """What a statement is for: does it only look at what is there, does it make a value, or does it do something?
 
-Known are the workbench's own methods, pandas' and Python's common ones, and modules that draw. A call of anything else
-may do something, and stays.
+Four kinds of calls only look: the workbench's own methods in `LAB_LOOKS`, Python's builtins, functions and methods of
+modules for data, and modules that draw; but not where their name says that they change something (`CHANGES`), or where
+they are given a function that may. A call of anything else may do something, and stays.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Sequence
 from enum import Enum
 from functools import cache
@@ -16,8 +18,8 @@ from workbench.export.statements import IN_PLACE, Statement, at_margin, root
 
 
 class Purpose(Enum):
-    """Of a statement. LOOK: shows or prints nothing that lasts, leaves no trace. PRINT: the same, by `print`. VALUE:
-    binds what it reads, and is needed only where that is. EFFECT: does something."""
+    """Of a statement. LOOK: shows something, and changes nothing. DRAW: the same, by a picture. PRINT: the same, by
+    `print`. VALUE: binds what it reads, and is needed only where that is. EFFECT: does something."""
 
     LOOK = "look"
     DRAW = "draw"
@@ -32,59 +34,25 @@ LAB_LOOKS = {
     "memory", "metrics", "open_runs", "panel", "peek", "read_memory", "runs", "select", "spans", "sync_plans",
     "syncs", "tensordict", "timeline", "topology", "traffic", "transfers", "weight_digests",
 }  # fmt: skip
-FRAME_LOOKS = {
-    "agg", "aggregate", "all", "any", "assign", "astype", "bar", "copy", "corr", "count", "cumsum", "describe",
-    "drop_duplicates", "dropna", "ewm", "fillna", "filter", "first", "groupby", "head", "hist", "idxmax", "idxmin",
-    "info", "isin", "isna", "items", "iterrows", "itertuples", "keys", "last", "line", "max", "mean", "median",
-    "melt", "merge", "min", "nlargest", "notna", "nsmallest", "nunique", "pivot", "pivot_table", "plot", "quantile",
-    "query", "reindex", "rename", "reset_index", "rolling", "round", "set_index", "sort_index", "sort_values",
-    "stack", "std", "sum", "tail", "to_dict", "to_list", "to_numpy", "to_string", "tolist", "transpose",
-    "unique", "unstack",
-    "value_counts", "values", "var",
-}  # fmt: skip
-FUNCTIONS = {
-    "abs", "all", "any", "bool", "dict", "enumerate", "filter", "float", "format", "frozenset", "getattr",
-    "hasattr", "id", "int", "isinstance", "issubclass", "len", "list", "map", "max", "min", "range", "repr",
-    "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "vars", "zip",
-}  # fmt: skip
-TEXT_METHODS = {
-    "format",
-    "join",
-    "split",
-    "strip",
-    "upper",
-    "lower",
-    "replace",
-    "startswith",
-    "endswith",
-    "ljust",
-    "rjust",
-}
 DISPLAYS = {"display", "clear_output", "HTML", "Markdown", "Image", "SVG", "JSON", "Pretty", "Code"}
 DRAWING = {"IPython", "ipywidgets", "matplotlib", "seaborn", "plotly", "pylab", "altair", "bokeh", "workbench_widgets"}
-SAVES = {"savefig", "write_html", "write_image", "write_json", "save"}
 STREAMS = {"enumerate", "filter", "iter", "map", "open", "reversed", "zip"}  # what they give is read once
-CALLING = {"map", "filter", "sorted", "max", "min"}  # of these a function may be given, which may do something
-MODULE_VALUES = {
-    "pandas": {
-        "DataFrame", "Index", "NA", "Series", "Timestamp", "concat", "crosstab", "cut", "date_range", "isna", "merge",
-        "notna", "pivot_table", "qcut", "read_csv", "read_json", "read_parquet", "to_datetime", "to_numeric",
-    },
-    "numpy": {
-        "abs", "all", "allclose", "any", "arange", "argmax", "argmin", "argsort", "array", "array_equal", "asarray",
-        "concatenate", "corrcoef", "cumsum", "diff", "dot", "exp", "eye", "full", "histogram", "isclose", "isfinite",
-        "isnan", "linspace", "log", "max", "maximum", "mean", "median", "min", "minimum", "ones", "percentile",
-        "quantile", "round", "sign", "sqrt", "stack", "std", "sum", "unique", "var", "where", "zeros",
-    },
-    "json": {"dumps", "loads"},
-    "collections": {"Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"},
-    "itertools": {"accumulate", "chain", "combinations", "count", "permutations", "product", "repeat"},
-    "pprint": {"pformat", "pprint"},
+BUILTIN_EFFECTS = {
+    "breakpoint", "compile", "delattr", "eval", "exec", "exit", "globals", "input", "iter", "locals", "next", "open",
+    "print", "quit", "setattr",
 }  # fmt: skip
+DATA_MODULES = {"collections", "itertools", "json", "math", "numpy", "pandas", "pprint", "statistics", "textwrap"}
+# Names of what changes a thing in place, a setting or a random generator, writes, or calls a function that it is given.
+# A test holds this to the methods that frames have in common with things that can be changed.
+CHANGES = re.compile(
+    "add$|apply|clear$|combine$|compare$|copyto|discard|drop$|dump$|eval$|extend|fill_|from|insert|isetitem|join|map$|"
+    "memmap|name$|option|piecewise|pipe$|place|pop|put|random|register|remove|replace$|reset_opt|reverse|sample|save|"
+    "seed|set(?!_index|_axis)|shuffle|sort$|starmap|to_(?!dict|list|numpy|string)|transform$|truncate|update|vectorize|"
+    "write"
+)
 # What gives a thing of its own, which nothing else holds.
 MAKE_ANEW = {
-    "Counter", "DataFrame", "copy", "defaultdict", "dict", "float", "int", "len", "list", "metrics", "query",
-    "reset_index", "round", "set", "spans", "str", "sum", "topology", "transfers",
+    "Counter", "DataFrame", "copy", "defaultdict", "len", "metrics", "round", "spans", "sum", "topology", "transfers",
 }  # fmt: skip
 PLAIN_DECORATORS = {"staticmethod", "classmethod", "property"}
 
@@ -93,8 +61,9 @@ class Looking:
     """Judges the statements of one notebook, in order, and remembers what names stand for.
 
     modules: name -> the top module that it was imported from. drawn: names that hold pictures, and functions that only
-    show; printing: functions that only print. defined: functions and classes of the notebook. streams: names of
-    what can be read once and is read again, so that looking at it takes it away.
+    show; printing: functions that only print. defined: functions and classes of the notebook. live: names of what `wb`
+    made, such as a workbench, and of its parts. streams: names of what can be read once and is read again, so that
+    looking at it takes it away.
     """
 
     def __init__(self, statements: Sequence[Statement]) -> None:
@@ -107,6 +76,8 @@ class Looking:
                 self.modules |= {(a.asname or a.name).partition(".")[0]: a.name.partition(".")[0] for a in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 self.modules |= {a.asname or a.name: node.module.partition(".")[0] for a in node.names}
+        self.live: set[str] = set()
+        self._find_live(statements)
         bound = {name for s in statements if not s.is_import for name in s.names.binds}
         self.drawn = {name for name, module in self.modules.items() if module in DRAWING}
         self.drawn |= DISPLAYS - set(self.modules) - bound
@@ -211,30 +182,69 @@ class Looking:
 
     def _harmless(self, call: ast.Call) -> bool:
         called, start = call.func, root(call.func)
+        if self._may_act(call):
+            return False
         if isinstance(called, ast.Name):
-            if called.id in CALLING and not _calls_only_known(call):
-                return False
-            return called.id in FUNCTIONS or called.id in self.drawn | self.printing - {"print"} | _wb_values()
+            return self._is_pure(called.id) or called.id in self.drawn | self.printing - {"print"} | _wb_values()
         if not isinstance(called, ast.Attribute):
             return False
         if self._draws(call):
-            return called.attr not in SAVES
-        if isinstance(called.value, ast.Constant | ast.JoinedStr) and called.attr in TEXT_METHODS:
+            return not called.attr.startswith(("save", "write"))
+        if isinstance(called.value, ast.Constant | ast.JoinedStr):
             return True
-        module = self.modules.get(start or "")
-        if isinstance(called.value, ast.Name) and module is not None:
-            if module == "workbench":
-                return called.attr in _wb_values() or called.attr == "ls"
-            return called.attr in MODULE_VALUES.get(module, ()) or module in ("math", "statistics", "textwrap")
+        module, of_module = self.modules.get(start or ""), isinstance(called.value, ast.Name)
+        if module == "workbench" and of_module:
+            return called.attr in _wb_values() or called.attr == "ls"
         if module == "workbench" and called.attr in ("of", "colocate", "split", "standalone"):
             return True
-        if start in self.modules and module not in ("workbench", "pandas", "numpy"):
+        if any(keyword.arg in ("inplace", "out") for keyword in call.keywords):
             return False
-        if any(keyword.arg == "inplace" for keyword in call.keywords):
-            return False
+        if module is not None and of_module:
+            return module in DATA_MODULES and not CHANGES.match(called.attr)
         if module == "pandas" and not called.attr.startswith("to_"):
             return True  # of a frame that was made in this very expression
-        return called.attr in LAB_LOOKS | FRAME_LOOKS | _placement_methods()
+        if module not in (None, "workbench", "pandas", "numpy"):
+            return False
+        looks = LAB_LOOKS | _placement_methods()
+        # the operations of a workbench's workers may have any name
+        return called.attr in (looks if self._is_live(called.value) else looks | frame_looks())
+
+    def _find_live(self, statements: Sequence[Statement]) -> None:
+        for node in at_margin([statement.node for statement in statements]):
+            value = node.value if isinstance(node, ast.Assign) else getattr(node, "context_expr", None)
+            maker = value.func.value if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else None
+            made = isinstance(maker, ast.Name) and self.modules.get(maker.id) == "workbench"
+            if value is not None and (made or self._is_live(value)):
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "optional_vars", None)]
+                self.live |= {target.id for target in targets if isinstance(target, ast.Name)}
+
+    def _is_live(self, node: ast.AST) -> bool:
+        """Whether it is what `wb` made, or a part of it: `lab.actor`."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in self.live
+
+    def _is_pure(self, name: str) -> bool:
+        """Whether a name is that of a builtin function that changes nothing."""
+        other = name in BUILTIN_EFFECTS or name in self.defined or name in self.modules
+        return not other and callable(getattr(builtins, name, None))
+
+    def _may_act(self, call: ast.Call) -> bool:
+        """Whether a call is given a function that may do something."""
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        called = [keyword.value for keyword in call.keywords if keyword.arg == "key"]
+        if isinstance(call.func, ast.Name) and call.func.id in ("map", "filter"):
+            called += call.args[:1]
+        for one in given:
+            if isinstance(one, ast.Lambda):
+                if any(isinstance(node, ast.Call) for node in ast.walk(one)):
+                    return True
+            elif isinstance(one, ast.Name):
+                if one.id in self.defined or (one in called and not self._is_pure(one.id)):
+                    return True
+            elif one in called or (isinstance(one, ast.Attribute) and CHANGES.match(one.attr)):
+                return True
+        return False
 
     def working_part(self, node: ast.expr) -> ast.expr:
         """Of `mine.run(2)[columns].head()`, which does something and then shows some of it, what does it."""
@@ -280,21 +290,20 @@ def _owned(statements: Sequence[Statement]) -> set[str]:
     owned: dict[str, bool] = {}
     for statement in statements:
         node = statement.node
-        if isinstance(node, ast.AugAssign):
-            continue
-        fresh = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
-            node.value,
-            ast.Dict | ast.List | ast.Set | ast.Constant | ast.ListComp | ast.DictComp | ast.Call | ast.BinOp,
-        )
-        if fresh and isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
-            called = node.value.func
-            name = (
-                called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-            )
-            fresh = name in MAKE_ANEW
-        for name in statement.names.binds:
-            owned[name] = owned.get(name, True) and fresh
+        if not isinstance(node, ast.AugAssign):
+            fresh = isinstance(node, ast.Assign | ast.AnnAssign) and _is_new(node.value)
+            for name in statement.names.binds:
+                owned[name] = owned.get(name, True) and fresh
     return {name for name, fresh in owned.items() if fresh}
+
+
+def _is_new(value: ast.expr | None) -> bool:
+    """Whether an expression gives a thing of its own, which nothing else holds."""
+    if not isinstance(value, ast.Call):
+        return isinstance(value, ast.Dict | ast.List | ast.Set | ast.Constant | ast.ListComp | ast.DictComp | ast.BinOp)
+    if isinstance(value.func, ast.Name):
+        return isinstance(getattr(builtins, value.func.id, None), type) or value.func.id in MAKE_ANEW
+    return isinstance(value.func, ast.Attribute) and value.func.attr in MAKE_ANEW | _frames_alone()
 
 
 def _is_stream(node: ast.stmt, makers: set[str]) -> bool:
@@ -311,16 +320,26 @@ def _prints(function: ast.FunctionDef) -> bool:
     return any(isinstance(one, ast.Name) and one.id == "print" for one in ast.walk(function))
 
 
-def _calls_only_known(call: ast.Call) -> bool:
-    """Whether the function that `map`, `sorted(key=)` and the like are given is a known one."""
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "key"]
-    if isinstance(call.func, ast.Name) and call.func.id in ("map", "filter"):
-        given += call.args[:1]
-    return all(
-        (isinstance(one, ast.Name) and one.id in FUNCTIONS)
-        or (isinstance(one, ast.Lambda) and not any(isinstance(node, ast.Call) for node in ast.walk(one)))
-        for one in given
-    )
+def _methods(*kinds: type) -> set[str]:
+    return {name for kind in kinds for name in dir(kind) if not name.startswith("_")}
+
+
+@cache
+def frame_looks() -> set[str]:
+    """Methods of pandas' frames, series, groups and plots that change nothing."""
+    from pandas import DataFrame, Series
+    from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
+
+    kinds = (DataFrame, Series, DataFrameGroupBy, SeriesGroupBy, DataFrame.plot)
+    return {name for name in _methods(*kinds) if not CHANGES.match(name)}
+
+
+@cache
+def _frames_alone() -> set[str]:
+    """Of these, what gives a frame of its own: pandas copies on write; what arrays have too may be a view."""
+    from numpy import ndarray
+
+    return frame_looks() - _methods(ndarray)
 
 
 @cache
