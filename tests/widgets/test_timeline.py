@@ -28,10 +28,10 @@ class Lab:
     """Of a workbench what the view looks at: real telemetry, no workers."""
 
     def __init__(self, folder: Path, lanes: list[tuple[str, str]]) -> None:
-        self.telemetry, self._lanes = TelemetryStore(folder), lanes
+        self.telemetry, self.lanes = TelemetryStore(folder), lanes
 
     def devices(self) -> list[tuple[str, str]]:
-        return self._lanes
+        return self.lanes
 
 
 def span(run: int, start_s: float, end_s: float, device: int = 0, **more: Any) -> Span:
@@ -242,7 +242,7 @@ def test_after_a_move_a_pool_is_idle_only_while_it_is_there(tmp_path: Path) -> N
         _event(lab, "iteration", at, iteration=number + 1)
     lab.telemetry.append_spans([span(0, 1.0, 3.0, pool="a")])
     view.payload(whole=True)
-    lab._lanes = [("b", "cpu:0"), ("b", "cpu:1")]  # nothing runs on cpu:1
+    lab.lanes = [("b", "cpu:0"), ("b", "cpu:1")]  # nothing runs on cpu:1
     _event(lab, "move", 5.0, placement="", seconds=1.0)
     lab.telemetry.append_spans([span(1, 6.0, 8.0, pool="b"), span(2, 11.0, 14.0, pool="b")])
     view.on_show("all")
@@ -262,7 +262,7 @@ def test_after_a_move_a_pool_is_idle_only_while_it_is_there(tmp_path: Path) -> N
     assert shown(view) == {("b", "cpu:0"), ("b", "cpu:1")}
     assert {row["pool"] for row in times(view)} == {"b"}
     view.on_show("iteration 1")
-    lab._lanes = [("c", "cpu:7")]
+    lab.lanes = [("c", "cpu:7")]
     _event(lab, "move", 16.0, placement="", seconds=1.0)
     drawing(view)
     assert ("c", "cpu:7") not in shown(view)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from workbench.display.html import bytes_text
+from workbench.display.html import bytes_text, svg
 from workbench.display.palette import role_styles
 from workbench.telemetry.memory import MemoryReading
 
@@ -107,13 +107,8 @@ def _svg(shown: DeviceMap) -> str:
     used = {share.use.replace("_", " ") for box in shown.boxes for share in box.shares if share.bytes}
     legend, needed = _legend(used)
     width, tall = max(columns * (WIDTH + GAP) - GAP, math.ceil(needed)), top + lines * (height + GAP)
-    label = escape(f"{shown.what}: {len(shown.boxes)} devices")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" '
-        f'role="img" aria-label="{label}" style="font:11px system-ui,sans-serif">'
-        f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
-        f"{legend}{''.join(parts)}</svg>"
-    )
+    title = f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
+    return svg(f"{title}{legend}{''.join(parts)}", width, tall, f"{shown.what}: {len(shown.boxes)} devices")
 
 
 def _legend(used: set[str]) -> tuple[str, float]:

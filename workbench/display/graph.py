@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
+from workbench.display.html import svg
 from workbench.display.palette import role_styles
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 44, 34, 14, 8
@@ -72,14 +73,10 @@ def draw(graph: GraphRecord, marks: Mapping[str, Mark] | None = None, *, live: b
         boxes += _box(stage, place[stage.name], style, (marks or {}).get(stage.name), live)
     width = 2 * MARGIN + (1 + max(depth.values())) * (WIDTH + GAP_X) - GAP_X
     height = 2 * MARGIN + (1 + max(rows.values())) * (HEIGHT + GAP_Y) - GAP_Y
-    label = escape(f"{graph.title}: " + ", ".join(f"{s.name} on {s.role}" for s in graph.stages))
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="{"group" if live else "img"}" aria-label="{label}" style="font:12px system-ui,sans-serif">'
-        f"{arrows}{boxes}</svg>"
-    )
+    label = f"{graph.title}: " + ", ".join(f"{stage.name} on {stage.role}" for stage in graph.stages)
+    picture = svg(f"{arrows}{boxes}", width, height, label, role="group" if live else "img", font="12px")
     caption = f'<div style="font-size:13px;font-weight:600;padding:2px 4px">Dataflow of {escape(graph.title)}</div>'
-    return f'<div style="overflow-x:auto">{caption}{svg}</div>'
+    return f'<div style="overflow-x:auto">{caption}{picture}</div>'
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:

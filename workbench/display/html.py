@@ -54,6 +54,15 @@ def table(
     return f'<table style="{_TABLE}">{_caption(caption)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
+def svg(inner: str, width: float, height: float, label: str, *, role: str = "img", font: str = "11px") -> str:
+    """An svg of this size around its drawing, with its label for those who do not see it; the label is escaped."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="{role}" aria-label="{escape(label)}" '
+        f'style="font:{font} system-ui,sans-serif">{inner}</svg>'
+    )
+
+
 def kv(pairs: Mapping[str, Any], *, caption: str = "") -> str:
     """An html table of names and values, one pair a row. Everything is escaped."""
     name_style = f"{_CELL};text-align:left;font-weight:600"

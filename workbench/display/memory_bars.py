@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from workbench.display.html import bytes_text
+from workbench.display.html import bytes_text, svg
 
 # what a bar says -> (how opaque it is, how its edge is drawn)
 TIMES = {
@@ -54,11 +54,7 @@ def memory_svg(devices: Sequence[DeviceMemory], *, moves: bool = True) -> str:
     each = HEAD + LINE * (len(TIMES) if moves else len(NOTHING_MOVES)) + GAP
     width, height = LEFT + BARS + RIGHT, each * len(devices)
     parts = [_device(device, device.bars(moves=moves), n * each, scale) for n, device in enumerate(devices)]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="memory of {len(devices)} devices, estimated" style="font:11px system-ui,sans-serif">'
-        f"{''.join(parts)}</svg>"
-    )
+    return svg("".join(parts), width, height, f"memory of {len(devices)} devices, estimated")
 
 
 def _device(device: DeviceMemory, bars: Sequence[tuple[str, int]], y: float, scale: int) -> str:

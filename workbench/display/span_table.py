@@ -227,13 +227,3 @@ def cells_of(events: Iterable[Mapping[str, Any]]) -> dict[int, Hashable]:
             found[int(event["details"]["run"])] = int(event["details"]["cell"]), session
         session += event["event"] == "attached"
     return found
-
-
-def records(spans: Any) -> list[dict[str, Any]]:
-    """A spans frame, or dicts with its columns, as dicts."""
-    if not hasattr(spans, "columns"):
-        return list(spans)
-    names = list(spans.columns)
-    return [
-        dict(zip(names, values, strict=True)) for values in zip(*(spans[name].tolist() for name in names), strict=True)
-    ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.display.html import picture_id, seconds_text, table
 from workbench.display.idle import CAUSES, DATA, Gaps, device_times
 from workbench.display.lanes import lanes_of
-from workbench.display.span_table import Row, SpanTable, records
+from workbench.display.span_table import Row, SpanTable
 from workbench.display.timeline_shapes import ID, ON_ANY_GROUND, percent
 from workbench.display.timeline_svg import Drawing, Section
 from workbench.errors import BadInput
@@ -136,7 +136,7 @@ def timeline(
     draw, such as the first and last of the newest iterations; default: all. width: pixels. cells: by run, which cell
     called it, see `cells_of`. Raises `BadInput`.
     """
-    rows = records(spans)
+    rows: list[Any] = list(spans) if isinstance(spans, Sequence) else spans.to_dict("records")
     start = start if start is not None else min((row["start_s"] for row in rows), default=0.0)
     end = end if end is not None else max((row["end_s"] for row in rows), default=start)
     if end < start:

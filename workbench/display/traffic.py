@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from workbench.display.html import bytes_text
+from workbench.display.html import bytes_text, svg
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +53,7 @@ class Traffic:
     @property
     def svg(self) -> str:
         """The matrix as a picture."""
-        return _svg(self)
+        return _matrix(self)
 
     @property
     def figures(self) -> str:
@@ -135,18 +135,14 @@ def flow(shown: Traffic, *, alone: bool = False) -> str:
             )
     tail = CHARACTER * max((len(name) for name in destinations), default=0) + 80
     height = max([FLOW_HEIGHT, *(y + 10 for tops in reached.values() for y in tops.values())])
-    body = "".join(parts)
-    told = escape(f"flow of {shown.what} from {len(sources)} to {len(destinations)} processes")
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + tail:g} {height:g}" width="{right + tail:g}" '
-        f'height="{height:g}" role="img" aria-label="{told}" style="font:11px system-ui,sans-serif">{body}</svg>'
-    )
+    label = f"flow of {shown.what} from {len(sources)} to {len(destinations)} processes"
+    picture = svg("".join(parts), right + tail, height, label)
     if alone:
-        return svg
-    return f'<div style="color:inherit">{svg}<div style="font-size:12px">{escape(shown.figures)}</div></div>'
+        return picture
+    return f'<div style="color:inherit">{picture}<div style="font-size:12px">{escape(shown.figures)}</div></div>'
 
 
-def _svg(shown: Traffic) -> str:
+def _matrix(shown: Traffic) -> str:
     names = [str(name) for name in shown.matrix.index]
     cells = shown.matrix.to_numpy()
     most = max(1, int(cells.max(initial=0)))
@@ -181,9 +177,4 @@ def _svg(shown: Traffic) -> str:
             )
     tail = CHARACTER * len(names[-1]) * 0.72 if names else 0
     width, height = left + len(names) * CELL + tail, top + len(names) * CELL + 4
-    label = escape(f"matrix of {shown.what} between {len(names)} processes")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{label}" style="font:11px system-ui,sans-serif">'
-        f"{''.join(parts)}</svg>"
-    )
+    return svg("".join(parts), width, height, f"matrix of {shown.what} between {len(names)} processes")

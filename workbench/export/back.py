@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.export.program import lines_in_strings
+from workbench.export.statements import first_line
 
 RULE = "a script as `wb export` writes it: imports, definitions, and one function that is run at the end"
 
@@ -39,7 +40,9 @@ def notebook_of(script: str, name: str = "script") -> Any:
         cells.append(v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
     for node in body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
-            cells += _pieces(_above(lines, tree.body, node) + _lines(lines, node))
+            place = tree.body.index(node)
+            start = tree.body[place - 1].end_lineno if place else 0  # with the comments above it
+            cells += _pieces(lines[start : node.end_lineno])
     first, last = main.body[0], main.body[-1]
     assert last.end_lineno is not None
     start = _comment_start(lines, first.lineno - 1, main)
@@ -118,20 +121,6 @@ def _is_annotated(annotation: ast.Subscript) -> bool:
     return isinstance(annotation.value, ast.Name) and annotation.value.id == "Annotated"
 
 
-def _lines(lines: Sequence[str], node: ast.stmt) -> list[str]:
-    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-    assert node.end_lineno is not None
-    return list(lines[first - 1 : node.end_lineno])
-
-
-def _above(lines: Sequence[str], body: Sequence[ast.stmt], node: ast.stmt) -> list[str]:
-    """The comments between a statement and the one before it."""
-    place = body.index(node)
-    end = body[place - 1].end_lineno if place else 0
-    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-    return list(lines[end or 0 : first - 1])
-
-
 def _comment_start(lines: Sequence[str], first: int, main: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Where the body of main begins, with the comments above its first statement."""
     start = first
@@ -161,7 +150,7 @@ def _blocks(lines: Sequence[str]) -> list[list[str]]:
     text = "\n".join(lines).strip("\n")
     whole = text.split("\n")
     tree = ast.parse(text)
-    inside = {n for node in tree.body for n in range(_start(node), (node.end_lineno or 0) + 1)}
+    inside = {n for node in tree.body for n in range(first_line(node), (node.end_lineno or 0) + 1)}
     blocks: list[list[str]] = [[]]
     for number, line in enumerate(whole, 1):
         if not line.strip() and number not in inside:
@@ -169,7 +158,3 @@ def _blocks(lines: Sequence[str]) -> list[list[str]]:
         else:
             blocks[-1].append(line)
     return [block for block in blocks if block]
-
-
-def _start(node: ast.stmt) -> int:
-    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 from functools import cache
+from typing import Any
 
 from workbench.export.statements import IN_PLACE, Statement, at_margin, root
 
@@ -320,7 +321,7 @@ def _prints(function: ast.FunctionDef) -> bool:
     return any(isinstance(one, ast.Name) and one.id == "print" for one in ast.walk(function))
 
 
-def _methods(*kinds: type) -> set[str]:
+def _methods(*kinds: Any) -> set[str]:
     return {name for kind in kinds for name in dir(kind) if not name.startswith("_")}
 
 

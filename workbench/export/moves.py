@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from workbench.export.looking import builtin
 from workbench.export.statements import Statement, at_margin, root
+from workbench.export.syntax import replaced
 
 MOVES = {"move", "relayout", "resize"}
 WORKBENCH = {"wb", "workbench"}  # names of the module
@@ -123,8 +124,7 @@ def _with_placement(statement: Statement, placement: str) -> Statement:
     assert call is not None
     for keyword in call.keywords:
         if keyword.arg == "placement":
-            node: ast.expr = keyword.value
-            return statement.with_text(_exchanged(statement.text, node, placement))
+            return statement.with_text(replaced(statement.text, [(keyword.value, placement)]))
     assert call.end_lineno is not None and call.end_col_offset is not None
     lines = statement.text.split("\n")
     line = lines[call.end_lineno - 1].encode()
@@ -143,13 +143,3 @@ def _ends_with_comma(lines: Sequence[str], call: ast.Call, head: str) -> bool:
     if last.end_lineno == call.end_lineno:
         between = between[: len(between) - len(lines[call.end_lineno - 1]) + len(head)]
     return "," in between.partition("#")[0]
-
-
-def _exchanged(text: str, node: ast.expr, new: str) -> str:
-    lines = text.split("\n")
-    assert node.end_lineno is not None and node.end_col_offset is not None
-    first, last = lines[node.lineno - 1].encode(), lines[node.end_lineno - 1].encode()
-    lines[node.lineno - 1 : node.end_lineno] = [
-        first[: node.col_offset].decode() + new + last[node.end_col_offset :].decode()
-    ]
-    return "\n".join(lines)

@@ -15,6 +15,7 @@ from workbench.errors import MissingDependency
 from workbench.export.loops import Repeat, Step, iterated
 from workbench.export.parameters import Parameter
 from workbench.export.statements import Statement, at_margin, root
+from workbench.export.syntax import replaced
 from workbench.messages.protocols import PAPERS
 
 LINE_LENGTH = 100
@@ -213,17 +214,14 @@ def _local(statement: Statement, local: set[str]) -> str:
     text = statement.text
     if not statement.names.rebinds & local:
         return text
-    lines = text.split("\n")
-    found = [node for node in ast.walk(statement.node) if isinstance(node, ast.Global)]
-    for node in sorted(found, key=lambda one: -one.lineno):
-        ours = [name for name in node.names if name in local]
-        others = [name for name in node.names if name not in local]
-        parts = [f"nonlocal {', '.join(ours)}"] * bool(ours) + [f"global {', '.join(others)}"] * bool(others)
-        line = lines[node.lineno - 1].encode()
-        assert node.end_col_offset is not None
-        new = line[: node.col_offset].decode() + "; ".join(parts) + line[node.end_col_offset :].decode()
-        lines[node.lineno - 1] = new
-    return "\n".join(lines)
+    changes = []
+    for node in ast.walk(statement.node):
+        if isinstance(node, ast.Global):
+            ours = [name for name in node.names if name in local]
+            others = [name for name in node.names if name not in local]
+            parts = [f"nonlocal {', '.join(ours)}"] * bool(ours) + [f"global {', '.join(others)}"] * bool(others)
+            changes.append((node, "; ".join(parts)))
+    return replaced(text, changes)
 
 
 def indented(text: str, by: str = "    ") -> str:

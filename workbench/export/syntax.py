@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
@@ -41,7 +41,7 @@ def python_of(cell: Cell) -> str:
             where = f", line {line}" if line else ""
             raise BadInput(f"{cell}{where}: {error}", "cells are Python", "mend it, or tag it `skip-export`") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
-    return _replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
+    return replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
 
 
 def _cell_magic(cell: Cell) -> str:
@@ -127,8 +127,8 @@ MEANINGS: dict[str, tuple[str, Callable[[str], str | None]]] = {
 }  # fmt: skip
 
 
-def _replaced(text: str, changes: list[tuple[ast.stmt, str]]) -> str:
-    """The text with these statements exchanged, last first, so that places stay right."""
+def replaced(text: str, changes: Sequence[tuple[ast.stmt | ast.expr, str]]) -> str:
+    """The text with these parts of it exchanged, last first, so that places stay right."""
     lines = text.split("\n")
     for node, new in sorted(changes, key=lambda change: (-change[0].lineno, -change[0].col_offset)):
         assert node.end_lineno is not None and node.end_col_offset is not None
