@@ -23,7 +23,7 @@ def plotly_js() -> bytes:
 
 
 class Charts(View):
-    """A view that is a sheet of charts. A view of this kind says which, and its script is `static/chart.js`.
+    """A view that is a sheet of charts. Subclasses say which charts; the script is `static/chart.js`.
 
     The page asks for plotly (`library`) when it first shows charts and has none, and shows the svg meanwhile. Where
     loading fails it says so (`stills`), and stays with the svg.

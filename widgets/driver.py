@@ -1,4 +1,4 @@
-"""Runs what a panel's buttons ask for, beside the notebook's own thread, so that the notebook stays awake meanwhile."""
+"""Runs what a panel's buttons start, in a thread of its own, so that the notebook stays responsive."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Driver:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called: who steps stops between two steps."""
+        """Whether `stop` was called; loops end between two steps."""
         return self._stopping.is_set()
 
     def start(self, what: str, work: Callable[[], object]) -> None:
-        """Begin; `BadInput` while another thing is under way. work: its result is dropped, and told if it is text."""
+        """Begin; `BadInput` while something else is running. work: its result is shown if it is text, else dropped."""
         if self.busy:
             raise BadInput(f"{what} now", f"{self.busy} is under way", "wait, or press Stop")
         self._lab.check_driver()

@@ -19,7 +19,7 @@ from workbench_widgets.memory_history import MemoryHistory
 from workbench_widgets.view import button, entry
 
 EVERY_S = 2.0
-# Use -> hatch; the role says the colour.
+# Use -> hatch; the colour is that of the role.
 USE_HATCHES = {
     "parameters": "", "gradients": "/", "optimizer": "\\", "generation weights": "-", "generation kv_cache": "|",
     "batches": "x", "published weights": "+",
@@ -31,10 +31,9 @@ PEAK = Stroke("currentColor", marker="diamond")
 class Memory(Charts):
     """A chart a device: areas are what hosts said that they hold, marks the highest use within a stage.
 
-    Marks come from the spans, which every stage leaves. By owner hosts are asked while this view is looked at, after
-    something has happened, every two seconds at the most, and what they say is kept with the telemetry: asking costs a
-    stage nothing, nobody pays for it who does not look, and what was seen can be drawn again later. Of a long
-    record the highest of several readings, or stages, is drawn.
+    Marks come from the spans that every stage records. Areas come from readings: while this view is shown, hosts are
+    asked after something has happened, at most every two seconds, and their answers are kept with the telemetry. A
+    reading does not slow down a stage. Of a long record the highest of several readings, or stages, is drawn.
 
     capacity: whether charts go up to all that the device has, as they do at first on GPUs, or only to what was used.
     """

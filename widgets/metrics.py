@@ -66,7 +66,7 @@ class MetricCurves:
                     (points.aside_values if apart else points.values).append(float(value))
 
     def points(self, name: tuple[str, str]) -> Points:
-        """A metric's points by now."""
+        """A metric's points so far."""
         with self._lock:
             found = self.by_name.get(name, Points())
             return Points(*(list(numbers) for numbers in vars(found).values()))
@@ -284,7 +284,7 @@ class Metrics(Charts):
 
 
 def counted(metric: str) -> str:
-    """What a metric counts, where its name says so."""
+    """The unit of a metric, where its name tells it."""
     return next((unit for word, unit in COUNTS.items() if word in metric), "")
 
 

@@ -23,7 +23,10 @@ from workbench_widgets.pulse import Pulse
 from workbench_widgets.view import View
 
 EVERY_S = 0.4
-REST, MOST_REST_S = 150, 5.0  # times as long as a drawing took, and seconds: until the next one that nobody asked for
+REST, MOST_REST_S = (
+    150,
+    5.0,
+)  # times as long as a drawing took, and seconds: until the next drawing that no action asked for
 BUSY_SLOW_S = 2.0  # after how long a kernel counts as blocked while the panel itself keeps it busy
 AGAIN_S = 2.0  # between two tries to draw what fails
 ASK_EVERY, REST_AFTER = 25, 75  # draws: how often the page is asked whether it is there, and after how many it is not
@@ -69,7 +72,7 @@ class Panel:
         self._controls: dict[str, str] = {}
         self._unsent = set(self.views)  # whose next drawing is a whole one
         self._status: dict[str, str] = {}
-        self._said = ""  # why the last action came to nothing
+        self._said = ""  # why the last action failed
         self._faults: dict[str, str] = {}  # of views that could not be drawn
         self._rest_until_s = 0.0  # monotonic: what follows a run by itself takes less than 1 % of the kernel's time
         self._again_s = 0.0  # when such a one is tried again; monotonic
@@ -147,8 +150,8 @@ class Panel:
         return self._front
 
     def _in_turn(self, job: Callable[[], None]) -> None:
-        """Do something with the views: in their thread, where they have one, and not longer than `answer_s` waited for.
-        What it raises is raised here."""
+        """Run a job in the thread of the views, if there is one, and wait at most `answer_s` for it. Its error is raised
+        here."""
         if self._thread is None or threading.current_thread() is self._thread or self._ended.is_set():
             job()
             return
@@ -177,8 +180,8 @@ class Panel:
             self.work_s += time.thread_time() - began_s
 
     def _look(self) -> None:
-        """Draw the view that is shown where there is something new in it; tell what keeps buttons from working."""
-        # what a button started may compute in this process, and leaves others little time without blocking them
+        """Draw the view that is shown if there is something new in it; send why buttons do not work now."""
+        # work that a button started may run in this process, and slow down the event loop without blocking it
         blocked = self._pulse.blocked(BUSY_SLOW_S) if self.driver.busy else self._pulse.blocked()
         if self._unanswered > REST_AFTER and not blocked:
             self._heard = False  # the page is gone
@@ -198,7 +201,7 @@ class Panel:
         self._tell(blocked)
 
     def _draw(self) -> None:
-        """Send the view that is shown; where that fails, why is told, and it is tried again."""
+        """Send the view that is shown; where that fails, the reason is shown, and it is tried again."""
         view = self.views[self.shown]
         if self._front is None:
             return
@@ -258,7 +261,7 @@ class Panel:
             self._draw()
 
     def _tell(self, blocked: bool) -> None:
-        """Send what keeps buttons from working, and what became of the last one, where that has changed."""
+        """Send why buttons do not work now, and the result of the last one, where that has changed."""
         reason = ""
         if blocked:
             running = next((run for run in self.lab.open_runs() if run.state == "running"), None)

@@ -1,4 +1,4 @@
-"""What a workbench says of placements when it is asked: by a thread of its own, as hosts take their time to answer."""
+"""Costs of placements, asked of a workbench in a thread of its own, because hosts may answer slowly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Offer:
 
 
 class Costs:
-    """Answers the newest question, then says what the plans on offer cost. count: grows with each answer."""
+    """Answers the newest question, then prices the plans on offer. count: grows with each answer."""
 
     def __init__(self, lab: Any) -> None:
         self._lab = lab

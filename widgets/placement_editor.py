@@ -16,11 +16,11 @@ from workbench_widgets.placement_costs import Answer, Costs, Question
 from workbench_widgets.placement_html import change_html, inside_of_card, memory_html, note_of, offers_html
 from workbench_widgets.view import View, button, choice, entry
 
-STILL_WAIT_S = 20.0  # how long a picture that must stand alone waits for the hosts
+STILL_WAIT_S = 20.0  # how long a still picture waits for the hosts
 
 
 class PlacementEditor(View):
-    """Where roles run, and a draft of where they could: what `lab.diff` says of it, and `lab.move`.
+    """Where roles run, and a draft of another placement: its costs by `lab.diff`, and the move by `lab.move`.
 
     draft: the placement that is edited; None: the one that there is. It follows what cells move.
     """
@@ -35,7 +35,7 @@ class PlacementEditor(View):
         self._base: Placement = lab.placement  # what there was when the draft was begun
         self._before: list[Placement] = []  # what `Undo` goes back to, the last one first to go
         self._costs = Costs(lab)
-        self._opened = ""  # the role whose card is
+        self._opened = ""  # the role whose card is open
         self._refused = self._asked_again = 0
         self._moving = False
 

@@ -39,7 +39,7 @@ def plans(lab: Any) -> list[Plan]:
 
 def suggested(lab: Any, devices: int) -> list[Plan]:
     """The quickest placements by the cost model that is fitted to this workbench; none before `lab.calibrate()`."""
-    if lab.placement.has_rollout:  # the search knows no rollout workers
+    if lab.placement.has_rollout:  # the search does not place rollout workers
         return []
     try:
         quickest = lab.suggest(devices=devices, top=len(SUGGESTED))

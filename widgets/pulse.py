@@ -1,4 +1,4 @@
-"""Whether the notebook hears its buttons now."""
+"""Whether the kernel can react to buttons now."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SLOW_S = 0.35
 
 
 class Pulse:
-    """Asks the kernel's event loop, which is also what hears buttons, to answer. A cell that blocks it does not."""
+    """Pings the kernel's event loop, which also handles buttons. While a cell blocks the kernel, no answer comes."""
 
     def __init__(self) -> None:
-        # outside a kernel nobody presses buttons, whatever else has a loop there
+        # outside a kernel there are no buttons, even if there is an event loop
         self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop() if in_notebook() else None
         self._asked_s = 0.0
 

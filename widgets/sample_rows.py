@@ -25,7 +25,7 @@ ALLOWED = (
 
 
 class SampleRows:
-    """What is looked at of one batch, by its name in the store: it keeps no handle, so that the store may let go.
+    """What is looked at of one batch, by its name in the store: it keeps no handle, so that the store can release it.
 
     numbers: a frame of all rows with the columns of one number a row, `response_tokens`, counted on the hosts, and
     `truncated`. token_names: columns of numbers that are, in every row, as many as the response's tokens. Columns of

@@ -1,4 +1,4 @@
-"""The stepper: the stages of an iteration, how each stands, and buttons that carry them out."""
+"""The stepper: the stages of an iteration, the state of each, and buttons that run them."""
 
 from __future__ import annotations
 

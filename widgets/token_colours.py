@@ -74,7 +74,7 @@ def number(value: float) -> str:
 
 
 def legend(scale: Scale, title: str, meaning: str = "") -> str:
-    """A line with the scale's colours, and the numbers that they stand for."""
+    """A line with the scale's colours, and the number of each."""
     places = (-1.0, -0.5, 0.0) if scale.kind == "sequential" else (-1.0, -0.5, 0.0, 0.5, 1.0)
     ends = {-1.0: "\N{LESS-THAN OR EQUAL TO} ", 1.0: "\N{GREATER-THAN OR EQUAL TO} "}
     boxes = "".join(

@@ -42,7 +42,7 @@ class View:
         return ""
 
     def picture(self) -> str:
-        """Html that stands for itself: in a saved notebook it is all there is."""
+        """Html without a script, as a saved notebook shows it."""
         raise NotImplementedError
 
     def still(self) -> str:

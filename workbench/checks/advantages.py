@@ -36,7 +36,7 @@ ROUNDING = 1e-4  # computed in float32 whatever the models are
 
 def check_advantages(subject: Subject) -> Finding:
     """Advantages and returns are those of their estimator's formula over the whole batch, for scores of responses and
-    of tokens; and they depend neither on what stands outside the mask nor on where a row lies."""
+    of tokens; and they depend neither on values outside the mask nor on the order of rows."""
     table, lab = _table(subject), subject.lab
     order = np.random.default_rng(SEED).permutation(subject.rows)
     dealt, back = rows_of(table, order), np.argsort(order)

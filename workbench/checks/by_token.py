@@ -43,7 +43,7 @@ class ByToken:
         return numbers
 
     def scores(self, name: str) -> tuple[Numbers, list[Numbers]]:
-        """Of each response, and of each of its tokens. The score of a whole response stands on its last token; of one
+        """Of each response, and of each of its tokens. The score of a whole response is on its last token; of one
         whose tokens are all masked out every token counts towards the response's score."""
         if isinstance(self._table[name], Tensor):
             whole = self.numbers(name)

@@ -21,7 +21,7 @@ HARDLY_ANY = 1e-9
 
 
 def check_masks(subject: Subject) -> Finding:
-    """Tokens outside the mask change neither loss nor gradient, whatever stands there."""
+    """Tokens outside the mask change neither loss nor gradient, whatever their values."""
     every = range(subject.rows)
 
     def change(role: str, number: int, rows: Sequence[int]) -> tuple[float, str]:

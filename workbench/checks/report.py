@@ -16,7 +16,7 @@ Verdict = Literal["ok", "failed", "not applicable"]
 
 
 class NotApplicable(Exception):
-    """Raised by a check that says nothing about this workbench; the message says why."""
+    """Raised by a check that does not apply to this workbench; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,7 +283,7 @@ def mean_gaps(one: Ragged, two: Ragged) -> list[float]:
 
 
 def worst(gaps: Sequence[float]) -> tuple[float, int]:
-    """The largest, and where it stands."""
+    """The largest, and its index."""
     row = max(range(len(gaps)), key=lambda i: gaps[i])
     return gaps[row], row
 

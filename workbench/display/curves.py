@@ -1,4 +1,4 @@
-"""Charts of curves: plain records, and each as a small svg with axes and a key, which stands for itself."""
+"""Charts of curves: plain records, and each drawn as a small svg with axes and a key, without a script."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Curve:
 
     kind: "line"; "faint", the ground of another line; "points", not joined; "area", stacked on the areas before it,
     which have the same x. source: which run it is of; "" for the one that is looked at. hatch: of an area, see
-    `HATCHES`. words: what each point is, for who points at it.
+    `HATCHES`. words: what each point is, shown where the pointer is.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Chart:
 
     y: what it counts, in a word over its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten; what is
     not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for it, drawn
-    across. ends: what stands at the two ends of the x axis in place of its numbers.
+    across. ends: words at the two ends of the x axis, in place of its numbers.
     """
 
     title: str
@@ -104,11 +104,11 @@ def smoothed(values: Sequence[float], factor: float) -> list[float]:
 # --- as svg -----------------------------------------------------------------------------------------------------------
 
 
-def sheet(charts: Sequence[Chart], *, key: bool = True) -> str:
+def sheet(charts: Sequence[Chart]) -> str:
     """Charts in columns under one key of their curves, as one svg."""
     columns = min(COLUMNS, max(1, len(charts)))
     width = columns * (WIDTH + GAP) - GAP
-    head, top = _key((curve for chart in charts for curve in chart.curves), width) if key else ("", 0.0)
+    head, top = _key((curve for chart in charts for curve in chart.curves), width)
     parts = [head]
     for n, chart in enumerate(charts):
         x, y = n % columns * (WIDTH + GAP), top + n // columns * (HEIGHT + GAP)

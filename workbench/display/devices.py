@@ -11,7 +11,7 @@ from workbench.display.html import bytes_text, svg
 from workbench.display.palette import role_styles
 from workbench.telemetry.memory import MemoryReading
 
-# Use -> how opaque its part of a bar is: the role says the colour.
+# Use -> how opaque its part of a bar is; the colour is that of the role.
 USES = {
     "parameters": 1.0,
     "optimizer": 0.75,

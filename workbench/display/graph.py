@@ -41,7 +41,7 @@ class GraphRecord(Protocol):
 
 @dataclass(frozen=True)
 class Mark:
-    """How a stage stands: a sign and words for it, and which share of it is done. chosen: drawn with a frame."""
+    """The state of a stage: a sign and words for it, and which share of it is done. chosen: drawn with a frame."""
 
     sign: str
     words: str
@@ -52,7 +52,7 @@ class Mark:
 def draw(graph: GraphRecord, marks: Mapping[str, Mark] | None = None, *, live: bool = False) -> str:
     """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote.
 
-    marks: how stages stand, by name. live: each of these boxes is a control, whose action is "choose" with the stage's
+    marks: states of stages, by name. live: each of these boxes is a control, whose action is "choose" with the stage's
     name.
     """
     edges = graph.edges()

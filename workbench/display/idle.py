@@ -33,7 +33,7 @@ class Cause:
 CAUSES = (
     Cause("transfer_s", "d", "waiting for data", "its stage pulls its inputs, and nothing computes here"),
     Cause("slowest_rank_s", "s", "waiting for the slowest rank", "a stage of its pool goes on, on other ranks alone"),
-    Cause("other_pool_s", "p", "waiting for another pool", "its own pool stands still while another one works"),
+    Cause("other_pool_s", "p", "waiting for another pool", "its own pool is idle while another one works"),
     Cause(
         "controller_s", "c", "controller", "nothing runs: a stage was called, or its cell has not called the next one"
     ),

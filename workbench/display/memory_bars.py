@@ -8,7 +8,7 @@ from html import escape
 
 from workbench.display.html import bytes_text, svg
 
-# what a bar says -> (how opaque it is, how its edge is drawn)
+# what a bar means -> (how opaque it is, how its edge is drawn)
 TIMES = {
     "before": (0.25, ""),
     "while it moves": (0.6, ""),
@@ -43,7 +43,7 @@ class DeviceMemory:
 
 
 def memory_svg(devices: Sequence[DeviceMemory], *, moves: bool = True) -> str:
-    """Bars of one scale. A line stands at a device's capacity, where that is within what the widest bars reach.
+    """Bars of one scale. A line marks a device's capacity, where it lies within the width of the bars.
 
     moves: else before, meanwhile and after are one, "held".
     """

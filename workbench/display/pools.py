@@ -17,7 +17,7 @@ _CHIP = f"border:1px solid {LINE};border-radius:3px;padding:0 5px;font-size:11px
 class Card:
     """A role in a pool. note: what is to become of it, such as "moves from policy"; a card with a note is dashed.
 
-    attributes, inside: raw html of who makes it a control: of the card's element, and below its text.
+    attributes, inside: raw html that makes it a control: attributes of the card's element, and what is below its text.
     """
 
     role: str
@@ -41,7 +41,7 @@ class PoolBox:
 
 
 def pools_html(boxes: Sequence[PoolBox], after: str = "") -> str:
-    """The boxes side by side. after: raw html of what stands behind the last one."""
+    """The boxes side by side. after: raw html shown after the last one."""
     styles = role_styles(card.role for box in boxes for card in box.cards)
     shown = "".join(_box(box, styles) for box in boxes)
     return f'<div style="display:flex;flex-wrap:wrap;gap:10px;align-items:stretch;margin:6px 0">{shown}{after}</div>'

@@ -19,7 +19,7 @@ REFRESH_S = 0.25
 
 Shown = Literal["changing", "logged", "nothing"]
 _shown: Shown = "changing"
-_heading = ""  # on a terminal, what stands before each line: how far the loop is
+_heading = ""  # on a terminal, the start of each line: how far the loop is
 
 
 def show(what: Shown) -> Shown:

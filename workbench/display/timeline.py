@@ -1,4 +1,4 @@
-"""A picture of who worked when: one lane a device, one bar a span, as plain SVG that needs no script.
+"""A picture of which device worked when: one lane a device, one bar a span, as plain SVG that needs no script.
 
     pool      | A generate_sequences |   R compute_ref..  | A update_actor ////  |   idle 12 %
     cpu:0     -----------------------------------------------------------------
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A drawn timeline. `svg` stands alone as a file; `summary` has one row a device, and a section where there are
+    """A drawn timeline. `svg` can be saved as a file; `summary` has one row a device, and a section where there are
     several: see `times_of`."""
 
     drawn: str
@@ -127,13 +127,12 @@ def timeline(
     devices: Sequence[str] = (),
     start: float | None = None,
     end: float | None = None,
-    width: int = 960,
     cells: Mapping[int, Hashable] | None = None,
 ) -> Timeline:
     """Draw spans (the spans frame, or dicts with its columns).
 
     devices: which lanes come first; one without a span gets an empty lane. start, end: unix times between which to
-    draw, such as the first and last of the newest iterations; default: all. width: pixels. cells: by run, which cell
+    draw, such as the first and last of the newest iterations; default: all. cells: by run, which cell
     called it, see `cells_of`. Raises `BadInput`.
     """
     rows: list[Any] = list(spans) if isinstance(spans, Sequence) else spans.to_dict("records")
@@ -146,7 +145,7 @@ def timeline(
     found.know(ordered := lanes_of(found.lanes, devices))
     numbers = {lane: number for number, lane in enumerate(found.lanes)}
     section = Section("all", start, end, {numbers[lane]: (start, end) for lane in ordered})
-    return drawn(found, [section], found.gaps((start, end), cells=cells), width=width)
+    return drawn(found, [section], found.gaps((start, end), cells=cells))
 
 
 def drawn(

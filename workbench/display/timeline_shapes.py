@@ -48,7 +48,7 @@ class Patterns:
         self.definitions: dict[tuple[str, str], str] = {}
 
     def __call__(self, kind: str, stroke: str) -> str:
-        """Reference to the hatch of `kind` in `stroke`; `ID` stands for the picture's id until that is known."""
+        """Reference to the hatch of `kind` in `stroke`; `ID` is replaced by the picture's id once that is known."""
         name = f"{ID}{kind}-{stroke.lstrip('#')}"
         lines = HATCHES.get(kind) or SHADES.get(kind, "")
         drawn = f'<path d="{lines}" stroke="{stroke}" stroke-width="1.3" fill="none"/>' if lines else ""
@@ -62,7 +62,7 @@ class Patterns:
 
 
 def hover_text(row: Row, zero_s: float) -> str:
-    """What is told of a span. zero_s: unix time from which its times count."""
+    """What the tooltip of a span says. zero_s: unix time from which its times count."""
     duration_s = row["duration_s"]
     lines = [
         f"{row['stage']}: {row['kind']}" + (f" in {row['parent']}" if row["parent"] else ""),

@@ -150,7 +150,7 @@ class Drawing:
         return sum(map(len, self._rows))
 
     def _head(self, lane: int, times: Row, y: float, height: float) -> str:
-        """What stands beside a lane, and its ground."""
+        """The name and the idle share beside a lane, and its background."""
         middle, right = y + (height - QUEUE_LINE) / 2 + 4, self.left + self.plot
         called_s = times["window_s"] - times["uncalled_s"]
         hover = (
@@ -249,8 +249,8 @@ class Drawing:
         return max(NARROW_GAP, np.partition(widths, -MOST_GAPS)[-MOST_GAPS] if len(widths) > MOST_GAPS else 0.0)
 
     def _gaps(self, section: Section, lane: int, y: float, height: float) -> str:
-        """The gaps of a lane: the widest can be pointed at, and have the letter of their cause, others are fused. Less
-        than a pixel of ground between bars says nothing."""
+        """The gaps of a lane: the widest can be pointed at, and have the letter of their cause, others are fused. Gaps
+        of less than a pixel are not drawn."""
         left, right = self._gap_edges(section)
         here = np.flatnonzero((self.gaps.lane == lane) & (right - left >= NARROW_GAP))
         left, right, cause = left[here], right[here], self.gaps.cause[here]

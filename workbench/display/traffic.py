@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CELL, LEFT, TOP, CHARACTER = 44, 12, 28, 6.6
 FLOW_FILLS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # Okabe and Ito
-FILL = "#0072b2"  # Okabe and Ito's blue; how opaque says how much
+FILL = "#0072b2"  # Okabe and Ito's blue; its opacity shows how many bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ RULE = "a script as `wb export` writes it: imports, definitions, and one functio
 
 def notebook_of(script: str, name: str = "script") -> Any:
     """A notebook (nbformat 4.5) with the docstring as its first text, a cell of imports, one of parameters, one for
-    each definition, and the body of main, cut where a comment stands alone. `BadInput` for a script of another
+    each definition, and the body of main, cut where a comment has lines of its own. `BadInput` for a script of another
     shape."""
     from nbformat import v4
 
@@ -70,7 +70,7 @@ def write_notebook(script: str | Path, output: str | Path) -> Path:
 
 
 def _of_functions_here(statement: ast.stmt) -> list[ast.AST]:
-    """What stands in functions of main, but not in functions of these: there `nonlocal` means a variable of main."""
+    """Nodes in the functions of main, but not in their inner functions: there `nonlocal` means a variable of main."""
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         methods = [one for one in ast.walk(statement) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
         return [node for method in methods for node in ast.walk(method)]
@@ -130,7 +130,7 @@ def _comment_start(lines: Sequence[str], first: int, main: ast.FunctionDef | ast
 
 
 def _pieces(lines: Sequence[str]) -> list[Any]:
-    """Cells: a comment between blank lines is a text, what stands between two of them is code."""
+    """Cells: a comment between blank lines is a text, the lines between two of these are code."""
     from nbformat import v4
 
     cells: list[Any] = []

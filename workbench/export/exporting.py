@@ -43,8 +43,8 @@ def script_of(
     """A program of the cells, in their order.
 
     used: keep only what results of the run depend on. parameters: names of assignments that become options, beside
-    those of cells tagged `parameters`. loops: write lines that stand there again and again as a loop, with how often
-    as an option. moves: "opening": a workbench that was moved opens where it ended; "steps": the moves stay.
+    those of cells tagged `parameters`. loops: write lines that are repeated as a loop; how often becomes an
+    option. moves: "opening": a workbench that was moved opens where it ended; "steps": the moves stay.
     placements: name of a workbench -> where it ended, as an expression, where that was recorded.
 
     Raises `BadInput` that names the cell for what cannot be in a script.
@@ -85,7 +85,7 @@ def script_of(
 
 
 def _title(cells: Sequence[Cell]) -> str:
-    """The first text of the page, if it stands before all code."""
+    """The first text of the page, if no code comes before it."""
     for cell in cells:
         if cell.code and not cell.blank:
             break
@@ -96,7 +96,7 @@ def _title(cells: Sequence[Cell]) -> str:
 
 
 def _explanations(cells: Sequence[Cell], selection: Selection) -> dict[int, str]:
-    """The page's text before a cell, for the first statement that is left of the cells which it stands above."""
+    """The page's text before a cell, by the first kept statement of the cells below it."""
     first_of: dict[int, Statement] = {}
     for statement in selection.kept:
         if statement.is_import:

@@ -59,7 +59,7 @@ PLAIN_DECORATORS = {"staticmethod", "classmethod", "property"}
 
 
 class Looking:
-    """Judges the statements of one notebook, in order, and remembers what names stand for.
+    """Judges the statements of one notebook, in order, and remembers what their names mean.
 
     modules: name -> the top module that it was imported from. drawn: names that hold pictures, and functions that only
     show; printing: functions that only print. defined: functions and classes of the notebook. live: names of what `wb`
@@ -287,7 +287,7 @@ class Looking:
 
 
 def _owned(statements: Sequence[Statement]) -> set[str]:
-    """Names that stand for nothing but what is made where they are bound: a literal container, a number, a frame."""
+    """Names that are bound to new things alone, which no other name has: a literal container, a number, a frame."""
     owned: dict[str, bool] = {}
     for statement in statements:
         node = statement.node

@@ -40,13 +40,13 @@ BEGIN = (".next", ".iterate", ".iterations", *MANY)
 
 
 def found_repeats(statements: Sequence[Statement]) -> list[Step]:
-    """The same program, in which statements that follow each other again and again stand once, with how often.
+    """The same program, with statements that are repeated one after the other written once, with their count.
 
-    Of all that could be a loop, first the one that stands for the most statements; among equals the shortest body.
+    Of all that could be a loop, first the one that covers the most statements; among equals the shortest body.
     """
     keys = [ast.dump(statement.node) for statement in statements]
     fixed = [statement.is_import or statement.is_definition for statement in statements]
-    best = (0, 0, 0, 0)  # statements that it stands for, -length, start, count
+    best = (0, 0, 0, 0)  # statements that it covers, -length, start, count
     for length in range(1, len(keys) // 2 + 1):
         for start in range(len(keys) - 2 * length + 1):
             if any(fixed[start : start + length]) or not _does(statements[start : start + length]):
@@ -76,7 +76,7 @@ def iterated(repeat: Repeat, program: Sequence[Statement]) -> str | None:
         return None
     plain = [node.value for node in body if isinstance(node, ast.Expr | ast.Assign)]
     call = next((node for node in plain if isinstance(node, ast.Call) and ast.unparse(node.func) == begins[0]), None)
-    if call is None:  # it stands in a block or a comprehension
+    if call is None:  # it is inside a block or a comprehension
         return None
     lab = root(call)
     if begins[0] == f"{lab}.prompts.next":

@@ -85,7 +85,7 @@ def _parameter(statement: Statement) -> Parameter | None:
         return None
     text = ast.get_source_segment(statement.text, node.value)
     assert text is not None
-    if isinstance(node.value, ast.Tuple):  # it may stand without parentheses
+    if isinstance(node.value, ast.Tuple):  # it may have no parentheses
         text = ast.unparse(node.value)
     return Parameter(target.id, annotation or _kind(value), text, _comment(statement.text))
 

@@ -63,7 +63,7 @@ def program(
 def hoisted(
     statements: Sequence[Statement], parameters: set[str], bound: Counter[str]
 ) -> tuple[dict[int, Statement], dict[int, Statement]]:
-    """Imports that can stand on top, and definitions and constants that can stand at module level: by `id`.
+    """Imports that can move to the top, and definitions and constants that can move to module level: by `id`.
 
     A definition can where all that it reads is there as well, and its name means one thing only.
     """
@@ -174,7 +174,7 @@ def _main(
         statements = step.body if isinstance(step, Repeat) else (step,)
         text = ""
         if isinstance(step, Repeat) and (above := _explained(statements[0], explained)):
-            lines.append(above)  # it speaks of all turns
+            lines.append(above)  # it explains all turns
             explained = {place: told for place, told in explained.items() if place != id(statements[0])}
         for statement in statements:
             if cell is not None and statement.cell != cell:
@@ -224,11 +224,11 @@ def _local(statement: Statement, local: set[str]) -> str:
     return replaced(text, changes)
 
 
-def indented(text: str, by: str = "    ") -> str:
+def indented(text: str) -> str:
     """Text one step further in; lines inside a string of several lines stay where they are."""
     inside = lines_in_strings(text)
     lines = text.split("\n")
-    return "\n".join(by + line if line.strip() and n not in inside else line for n, line in enumerate(lines, 1))
+    return "\n".join("    " + line if line.strip() and n not in inside else line for n, line in enumerate(lines, 1))
 
 
 def lines_in_strings(text: str) -> set[int]:

@@ -64,7 +64,7 @@ class Proof:
 def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any] | None = None) -> Proof:
     """Run a notebook headless and a script as a program, each in a fresh process, and compare their metrics.
 
-    settings: values of parameters, for both. opening: values that both give to `wb.open`, whatever their text says.
+    settings: values of parameters, for both. opening: values that both give to `wb.open`, in place of their own.
     Both work in the notebook's folder; what they leave goes to a temporary one. Workbenches that live are not touched.
     Raises `ProofFailed` with the last lines of the one that did not run to its end.
     """
@@ -85,7 +85,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
             }  # fmt: skip
             try:
                 run(notebook, script, settings, own, environment)
-            finally:  # what did not close its workbenches: nobody would find them any more
+            finally:  # ends workbenches that were left open: no later process would find them
                 end = [sys.executable, "-m", "workbench.launch.execute"]
                 subprocess.run(end, env=environment, capture_output=True)
             ran[name] = own / "runs"

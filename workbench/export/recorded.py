@@ -1,5 +1,5 @@
-"""What was really run, beside what the page says: from the record that a workbench keeps, or from the page's
-numbers."""
+"""Which cells were run, and when, compared with the page: from the record of a workbench, or from the cells'
+execution numbers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def doubts(notebook: Notebook, record: Record | None) -> list[str]:
 
 
 def _last(cell: Cell, record: Record | None) -> int | None:
-    """Where a cell's last run stands in the order of all; None where it was not run."""
+    """The position of a cell's last run in the order of all runs; None where it was not run."""
     if record is not None and record.runs:
         runs = record.run_of(cell)
         return record.runs.index(runs[-1]) if runs else None
@@ -122,7 +122,7 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
 
 
 def _stale(ran: Sequence[tuple[Cell, int]]) -> list[str]:
-    """Cells that went by a value which a cell above them has made anew since."""
+    """Cells that read a value which a cell above them has made again since."""
     told = []
     names = {id(cell): _names(cell) for cell, _ in ran}
     for place, (cell, number) in enumerate(ran):
@@ -144,7 +144,7 @@ def _names(cell: Cell) -> tuple[set[str], set[str]]:
 
 def as_run(notebook: Notebook, record: Record) -> list[Cell]:
     """The cells in the order in which they were run, with the text that they had then; what failed is left out. The
-    page's text stands before the first run of the cell that it stands above."""
+    page's text comes before the first run of the cell below it."""
     if not record.runs:
         raise BadInput("a notebook without a record", "cells are recorded from the moment a workbench is opened",
                        "give the run folder with --run, or export --as-written")  # fmt: skip

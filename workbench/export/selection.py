@@ -17,7 +17,7 @@ PURE_STAGES = {
     "compute_advantages", "compute_cost", "compute_log_prob", "compute_loss", "compute_ref_log_prob", "compute_reward",
     "compute_values", "compare", "check",
 }  # fmt: skip
-# What a run is for, whoever looks at it afterwards.
+# The results of a run: these are kept whether something reads them or not.
 RESULTS = {
     "add", "attach", "close", "drop", "evaluate", "iterate", "move", "open", "relayout", "refresh_reference", "resize",
     "run", "save", "savefig", "step", "to_csv", "to_json", "to_parquet", "trace", "write_html",
@@ -110,7 +110,7 @@ def _twins(statements: Sequence[Statement]) -> dict[str, set[str]]:
 
 
 def _held(value: ast.expr) -> set[str]:
-    """Names whose things an expression gives, or gives a container of."""
+    """Names whose values an expression gives, or puts into a container."""
     if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
         name = root(value)
         return {name} if name else set()
@@ -151,7 +151,7 @@ def _is_result(statement: Statement, looking: Looking) -> bool:
 
 
 def _serves(statement: Statement, makes: bool, needed: set[str]) -> bool:
-    """Whether what is needed may depend on it: what it makes, or what a call that stands alone does to what it
+    """Whether what is needed may depend on it: what it makes, or what a call without a result does to what it
     reads."""
     node = statement.node
     if statement.is_definition or isinstance(node, ast.With | ast.AsyncWith):

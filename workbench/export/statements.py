@@ -16,7 +16,7 @@ from workbench.errors import BadInput
 from workbench.export.cells import Cell
 from workbench.export.syntax import python_of
 
-AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")  # scopes of their own that run where they stand
+AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")  # scopes of their own that run at once
 IN_PLACE = (ast.Subscript, ast.Attribute)
 
 
@@ -161,7 +161,7 @@ class OwnNames:
 
 
 def own_names(text: str) -> OwnNames:
-    """Names whose meaning depends on whether the code stands in a module or in a function."""
+    """Names whose meaning depends on whether the code is in a module or in a function."""
     classes: set[str] = set()
     hidden: set[str] = set()
 
@@ -205,7 +205,7 @@ def names_of_module(node: ast.ImportFrom) -> set[str]:
 
 
 def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes that run in the scope in which they stand: not the bodies of functions and lambdas."""
+    """All nodes that run in the scope that they are written in: not the bodies of functions and lambdas."""
     for node in nodes:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -45,7 +45,7 @@ def python_of(cell: Cell) -> str:
 
 
 def _cell_magic(cell: Cell) -> str:
-    """The body of a cell magic that stands before Python; nothing of one that only looks."""
+    """The body of a cell magic that runs Python; nothing of one that only shows something."""
     head, _, body = cell.text.lstrip().partition("\n")
     name = re.split(r"[\s]", head[2:].strip() + " ")[0]
     if name in BODIES:

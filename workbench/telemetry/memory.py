@@ -14,7 +14,7 @@ class MemoryReading:
     """The memory of one host, as it answered.
 
     time_s: unix time. device: such as "cuda:0". held: bytes by role and use, on the device, except "offloaded", which
-    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that wait for who takes them: in host
+    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that others have not taken yet: in host
     memory. resident_bytes: of its process. used_bytes: of its GPU, by all processes; 0 on a CPU. capacity_bytes: of the
     GPU, or of the machine, whose processes share it. error: why it did not answer; then all figures are 0.
     """
@@ -35,7 +35,7 @@ class MemoryReading:
 
     @classmethod
     def of(cls, seen: Mapping[str, Any], *, time_s: float, iteration: int) -> MemoryReading:
-        """From what `Host.describe` says."""
+        """From the answer of `Host.describe`."""
         held = {
             role: {use: n for use, n in held.items() if isinstance(n, int) and use != "micro_batch_tokens"}
             for role, held in seen["roles"].items()

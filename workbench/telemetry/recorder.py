@@ -69,7 +69,9 @@ class Recorder:
         self._transfers: list[Transfer] = []
         self._syncs: list[Sync] = []
         self._meter: PeakMeter | None = None
-        self.doing = ""  # the note of the innermost open span that has one, for a line that says what is waited for
+        self.doing = (
+            ""  # the note of the innermost open span that has one, for the line that shows what a stage waits for
+        )
 
     @property
     def pool(self) -> str:

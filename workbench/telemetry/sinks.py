@@ -24,7 +24,7 @@ PROJECT = "workbench"  # where none is named
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run: its name, its folder, and what it was opened with, by name."""
+    """What a tracker gets to know of a run: its name, its folder, and the settings that it was opened with, by name."""
 
     name: str
     folder: Path

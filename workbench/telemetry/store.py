@@ -50,7 +50,7 @@ class TelemetryStore:
 
     torn_lines: for each file, how many unreadable lines the last reading passed over. A line still being written by
     another process counts until it is whole.
-    aside: whether metrics come from a comparison or a check, after which all is as before; each row of them says so.
+    aside: whether metrics come from a comparison or a check, after which the state is as before; stored with each row.
     sinks: the trackers to which all other metrics go too. transfer_sums: how much has moved, without reading all of it
     again.
     """
