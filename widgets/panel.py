@@ -150,8 +150,8 @@ class Panel:
         return self._front
 
     def _in_turn(self, job: Callable[[], None]) -> None:
-        """Run a job in the thread of the views, if there is one, and wait at most `answer_s` for it. Its error is raised
-        here."""
+        """Run a job in the thread of the views, if there is one, and wait at most `answer_s` for it. Its error is
+        raised here."""
         if self._thread is None or threading.current_thread() is self._thread or self._ended.is_set():
             job()
             return

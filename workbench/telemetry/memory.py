@@ -14,7 +14,7 @@ class MemoryReading:
     """The memory of one host, as it answered.
 
     time_s: unix time. device: such as "cuda:0". held: bytes by role and use, on the device, except "offloaded", which
-    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that others have not taken yet: in host
+    is in host memory. batch_bytes, published_bytes: rows of batches, and weights that others have yet to take: in host
     memory. resident_bytes: of its process. used_bytes: of its GPU, by all processes; 0 on a CPU. capacity_bytes: of the
     GPU, or of the machine, whose processes share it. error: why it did not answer; then all figures are 0.
     """
