@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from workbench.display.curves import Chart, Curve, key, sheet, told
+from workbench.display.curves import Chart, Curve, key, sheet, summary
 from workbench_widgets.view import View
 
 
@@ -71,7 +71,7 @@ class Charts(View):
     def text(self) -> str:
         charts = self.charts()
         return "\n".join(
-            [self.title, *(f"  {told(chart)}" for chart in charts)] if charts else [f"{self.title}: nothing"]
+            [self.title, *(f"  {summary(chart)}" for chart in charts)] if charts else [f"{self.title}: nothing"]
         )
 
     def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
@@ -131,7 +131,7 @@ def _chart(chart: Chart, sent: Mapping[tuple[str, int], int]) -> dict[str, Any]:
         }
         for n, curve in enumerate(chart.curves)
     ]
-    return {**plain, "told": told(chart), "curves": curves}
+    return {**plain, "summary": summary(chart), "curves": curves}
 
 
 def _numbers(values: Sequence[float]) -> list[float | None]:

@@ -12,13 +12,13 @@ from workbench.errors import BadInput, WorkbenchError
 class Driver:
     """One thing at a time, in a thread: `driver.start("an iteration of PPO", algorithm.iterate)`.
 
-    busy: what is under way; "" for nothing. error: how the last one failed. told: how it ended, in a line. While it is
-    busy, cells that call stages are refused (`lab.driving`), and cells that look are not.
+    busy: what is under way; "" for nothing. error: how the last one failed. outcome: how it ended, in a line.
+    While it is busy, cells that call stages are refused (`lab.driving`), and cells that look are not.
     """
 
     def __init__(self, lab: Any) -> None:
         self._lab = lab
-        self.busy = self.error = self.told = ""
+        self.busy = self.error = self.outcome = ""
         self._stopping = threading.Event()
         self._others: set[Any] = set()  # runs that were open before
         self._thread: threading.Thread | None = None
@@ -33,7 +33,7 @@ class Driver:
         if self.busy:
             raise BadInput(f"{what} now", f"{self.busy} is under way", "wait, or press Stop")
         self._lab.check_driver()
-        self.busy, self.error, self.told = what, "", ""
+        self.busy, self.error, self.outcome = what, "", ""
         self._stopping.clear()
         self._others = set(self._lab.open_runs())
         self._thread = threading.Thread(target=self._work, args=(what, work), name="workbench-panel", daemon=True)
@@ -43,10 +43,10 @@ class Driver:
         try:
             with self._lab.driving(f"{what} (started in the panel)", self._stopping.is_set):
                 result = work()
-            self.told = result if isinstance(result, str) else f"{what}: done"
+            self.outcome = result if isinstance(result, str) else f"{what}: done"
         except Exception as error:
             stopped = self.stopping and isinstance(error, WorkbenchError)
-            self.told = f"{what}: stopped. {error}" if stopped else ""
+            self.outcome = f"{what}: stopped. {error}" if stopped else ""
             self.error = "" if stopped else f"{what}: {type(error).__name__}: {error}"
         finally:
             self.busy = ""

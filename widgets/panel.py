@@ -72,12 +72,12 @@ class Panel:
         self._controls: dict[str, str] = {}
         self._unsent = set(self.views)  # whose next drawing is a whole one
         self._status: dict[str, str] = {}
-        self._said = ""  # why the last action failed
+        self._action_error = ""  # why the last action failed
         self._faults: dict[str, str] = {}  # of views that could not be drawn
         self._rest_until_s = 0.0  # monotonic: what follows a run by itself takes less than 1 % of the kernel's time
         self._again_s = 0.0  # when such a one is tried again; monotonic
         self._places: list[Any] = []  # where it is shown
-        self._heard = False  # whether a page is there
+        self._page_is_there = False  # whether a page is there
         self._unanswered = 0  # draws since the page was last heard
         self._ended = threading.Event()
 
@@ -134,7 +134,7 @@ class Panel:
         for place in self._places:
             place.update(bundle, raw=True)
         self._places.clear()
-        self.send({"kind": "status", "blocked": "the workbench is closed", "busy": "", "told": "", "error": ""})
+        self.send({"kind": "status", "blocked": "the workbench is closed", "busy": "", "outcome": "", "error": ""})
 
     # --- its thread ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Panel:
         if self._front is None:
             titles = [[view.name, view.title, view.script] for view in self.views.values()]
             self._front = Front(titles=titles, shown=self.shown)
-            self._front.on_msg(lambda _, message, buffers: self._jobs.put(lambda: self._hear(message)))
+            self._front.on_msg(lambda _, message, buffers: self._jobs.put(lambda: self._receive(message)))
             self._front.observe(lambda change: self._jobs.put(lambda: self._turned(change["new"])), "shown")
             self._thread = threading.Thread(target=self._work, name="workbench-panel-views", daemon=True)
             self._thread.start()
@@ -176,7 +176,7 @@ class Panel:
             try:
                 self._look()
             except Exception as error:  # whatever it was: the next look is another one
-                self._said = f"{type(error).__name__}: {error}"
+                self._action_error = f"{type(error).__name__}: {error}"
             self.work_s += time.thread_time() - began_s
 
     def _look(self) -> None:
@@ -184,8 +184,8 @@ class Panel:
         # work that a button started may run in this process, and slow down the event loop without blocking it
         blocked = self._pulse.blocked(BUSY_SLOW_S) if self.driver.busy else self._pulse.blocked()
         if self._unanswered > REST_AFTER and not blocked:
-            self._heard = False  # the page is gone
-        if not self._heard:
+            self._page_is_there = False  # the page is gone
+        if not self._page_is_there:
             return
         view = self.views[self.shown]
         try:
@@ -198,7 +198,7 @@ class Panel:
             began_s = time.thread_time()
             self._draw()
             self._rest_until_s = time.monotonic() + min(REST * (time.thread_time() - began_s), MOST_REST_S)
-        self._tell(blocked)
+        self._send_status(blocked)
 
     def _draw(self) -> None:
         """Send the view that is shown; where that fails, the reason is shown, and it is tried again."""
@@ -232,9 +232,9 @@ class Panel:
         if self._front is not None:
             self._front.send(message, list(buffers))
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         """A message of the page."""
-        self._heard, self._unanswered = True, 0
+        self._page_is_there, self._unanswered = True, 0
         act = message["act"]
         if act == "hello":  # a page that has nothing yet
             self._unsent, self._status = set(self.views), {}
@@ -246,21 +246,21 @@ class Panel:
             self._draw()
 
     def _act(self, view: View, action: str, given: Mapping[str, Any]) -> None:
-        self.driver.error = self.driver.told = self._said = ""
+        self.driver.error = self.driver.outcome = self._action_error = ""
         try:
             view.act(action, given)
         except WorkbenchError as error:
-            self._said = str(error)
+            self._action_error = str(error)
         except Exception as error:
-            self._said = f"{type(error).__name__}: {error}"
+            self._action_error = f"{type(error).__name__}: {error}"
 
     def _turned(self, name: str) -> None:
         """The page shows another view."""
         if name != self.shown:
-            self.shown, self._said, self.driver.told = name, "", ""
+            self.shown, self._action_error, self.driver.outcome = name, "", ""
             self._draw()
 
-    def _tell(self, blocked: bool) -> None:
+    def _send_status(self, blocked: bool) -> None:
         """Send why buttons do not work now, and the result of the last one, where that has changed."""
         reason = ""
         if blocked:
@@ -269,13 +269,15 @@ class Panel:
             reason = f"{what}: buttons wait until it ends (with `await`, or .submit(), they need not)"
         busy = self.driver.busy
         if self._status.get("busy") and not busy:
-            self._said = ""  # such as of a button that was pressed meanwhile
+            self._action_error = ""  # such as of a button that was pressed meanwhile
         fault = self._faults.get(self.shown, "")
         status = {
             "blocked": reason,
             "busy": f"{busy}, stopping after this stage" if busy and self.driver.stopping else busy,
-            "told": self.driver.told,
-            "error": self._said or self.driver.error or (f"{self.views[self.shown].title}: {fault}" if fault else ""),
+            "outcome": self.driver.outcome,
+            "error": self._action_error
+            or self.driver.error
+            or (f"{self.views[self.shown].title}: {fault}" if fault else ""),
         }
         if status != self._status:
             self._status = status

@@ -254,7 +254,9 @@ class PlacementEditor(View):
         if before is None:
             self._base = self.lab.placement
         self._draft = wanted
-        self.driver.told = f"draft: {wanted}" if self.draft is not None else "nothing is drafted: all is as it is live"
+        self.driver.outcome = (
+            f"draft: {wanted}" if self.draft is not None else "nothing is drafted: all is as it is live"
+        )
 
     # --- moving -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from workbench.display.compare import overlay
-from workbench.display.curves import HATCHES, HEIGHT, STROKES, WIDTH, Chart, Curve, key, sheet, smoothed, told
+from workbench.display.curves import HATCHES, HEIGHT, STROKES, WIDTH, Chart, Curve, key, sheet, smoothed, summary
 
 NAN = math.nan
 
@@ -94,7 +94,7 @@ def test_names_are_escaped_and_told() -> None:
     svg = sheet([chart, Chart(title="nothing", curves=())])
     ElementTree.fromstring(svg)
     assert "<b>" not in svg
-    assert told(chart) == '<b>: a & b 2, c nan (")'
+    assert summary(chart) == '<b>: a & b 2, c nan (")'
     assert "nothing: no points" in svg
 
 

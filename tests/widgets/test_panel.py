@@ -64,7 +64,7 @@ class TestStepper:
         self.press(panel, "iterations", value="2")
         self.press(panel, "run")
         assert lab.iteration == iteration + 2
-        assert "2 iterations: done" in panel.driver.told
+        assert "2 iterations: done" in panel.driver.outcome
 
     def test_a_number_that_is_none(self, lab: wb.Workbench, ppo: Any) -> None:
         stepper = lab.panel(algorithm=ppo).views["stepper"]
@@ -117,7 +117,7 @@ class TestStepper:
         steps, iteration = dict(lab.weights), lab.iteration
         panel.views["stepper"].act("choose", {"stage": "generate_sequences"})
         self.press(panel, "branch")
-        assert "compared below" in panel.driver.told
+        assert "compared below" in panel.driver.outcome
         assert (dict(lab.weights), lab.iteration) == (steps, iteration)
         assert "arms on" in panel.views["stepper"].picture()
         # what the arms ran is not taken for what this iteration ran
@@ -184,7 +184,7 @@ class TestDriver:
         checks.act("check", {})
         panel.driver.stop()
         assert panel.driver.wait(60)
-        assert "stopped" in panel.driver.told
+        assert "stopped" in panel.driver.outcome
         assert checks.report is None
         lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
 
@@ -205,7 +205,7 @@ class TestDriver:
             assert driver.wait(60)
         finally:
             del ppo.step
-        assert driver.told == "stopped after prompts; Step goes on from there"
+        assert driver.outcome == "stopped after prompts; Step goes on from there"
         assert list(ppo.made) == ["prompts"]
         ppo.restart()
 
@@ -235,7 +235,7 @@ def test_while_nothing_happens_nothing_is_sent(lab: wb.Workbench, monkeypatch: p
     sent: list[str] = []
     monkeypatch.setattr(panel, "send", lambda message, buffers=(): sent.append(message["kind"]))
     panel._live()
-    panel._jobs.put(lambda: panel._hear({"act": "hello"}))
+    panel._jobs.put(lambda: panel._receive({"act": "hello"}))
     wait_until(lambda: "draw" in sent and "status" in sent)
     sent.clear()
     spent_s = panel.work_s
@@ -284,7 +284,7 @@ def test_a_slow_host_keeps_no_cell_waiting(lab: wb.Workbench, monkeypatch: pytes
     driver = lab.panel().driver
     panel = Panel(lab, [Slow(lab, driver), Broken(lab, driver)], driver)
     panel._live()
-    panel._jobs.put(lambda: panel._hear({"act": "hello"}))
+    panel._jobs.put(lambda: panel._receive({"act": "hello"}))
     began_s = time.monotonic()
     assert panel.still().bundle()["text/html"] == "<div>the hosts did not answer in time</div>"
     panel.close()
@@ -302,12 +302,12 @@ def test_one_view_that_cannot_be_drawn_takes_no_other_with_it(lab: wb.Workbench)
 
 def test_a_page_that_is_gone_is_drawn_for_no_more(lab: wb.Workbench) -> None:
     panel = lab.panel("checks", "stepper")
-    panel._hear({"act": "hello"})
+    panel._receive({"act": "hello"})
     panel._unanswered = 1000
     panel._look()
-    assert not panel._heard
-    panel._hear({"act": "here"})
-    assert panel._heard
+    assert not panel._page_is_there
+    panel._receive({"act": "here"})
+    assert panel._page_is_there
 
 
 def test_a_panel_ends_with_its_workbench(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def ended(driver: Driver) -> str:
     """How what was started ended."""
     assert driver.wait(WAIT_S)
     assert driver.error == ""
-    return driver.told
+    return driver.outcome
 
 
 def test_a_draft_is_priced_applied_and_undone(shared: Any) -> None:

@@ -78,7 +78,7 @@ export function mountCharts(area, send) {
     for (const chart of charts) {
       const box = boxes.get(chart.title);
       const end = looks ? "; arrow keys go along it, Enter looks at an iteration" : "; arrow keys go along it";
-      box.setAttribute("aria-label", chart.told + end);
+      box.setAttribute("aria-label", chart.summary + end);
       plotly.react(box, chart.curves.map((curve) => chartTrace(curve, ink)), chartLayout(chart, ink), {
         responsive: true,
         displaylogo: false,

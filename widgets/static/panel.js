@@ -20,7 +20,7 @@ function render({ model, el }) {
   status.append(stop, note); // a button that does not move while the words beside it change
   const bar = make("div", { class: "wb-tabs", role: "tablist", "aria-label": "Views of the workbench" });
   const root = make("div", { class: "wb-panel" }, bar, status);
-  // JupyterLab hears keys before anything in the page does, and takes plain ones as its commands: arrows leave the
+  // JupyterLab handles keys before anything in the page does, and takes plain ones as its commands: arrows leave the
   // panel, letters add and delete cells. Those with Ctrl or Alt, such as to save, stay its own.
   const own = (event) => {
     if (!root.contains(event.target)) return;
@@ -30,11 +30,11 @@ function render({ model, el }) {
   };
   window.addEventListener("keydown", own, true);
   root.addEventListener("keydown", (event) => {
-    if (root.dataset.lmSuppressShortcuts) event.stopPropagation(); // and other notebooks hear them after
+    if (root.dataset.lmSuppressShortcuts) event.stopPropagation(); // other notebooks would react to them too
   });
   const tabs = {};
   const sections = {};
-  let told = { blocked: "", busy: "", told: "", error: "" };
+  let state = { blocked: "", busy: "", outcome: "", error: "" };
 
   const send = (view) => (act, given = {}) => model.send({ view, act, given });
   stop.addEventListener("click", () => model.send({ view: model.get("shown"), act: "stop" }));
@@ -81,17 +81,17 @@ function render({ model, el }) {
     }
   }
 
-  function say() {
-    const text = told.error || told.blocked || (told.busy && `${told.busy} ...`) || told.told;
+  function showStatus() {
+    const text = state.error || state.blocked || (state.busy && `${state.busy} ...`) || state.outcome;
     if (note.textContent !== text) note.textContent = text;
-    status.dataset.kind = told.error ? "error" : told.blocked ? "blocked" : told.busy ? "busy" : "";
-    stop.hidden = !told.busy;
-    for (const { section } of Object.values(sections)) enable(section, told.blocked, told.busy);
+    status.dataset.kind = state.error ? "error" : state.blocked ? "blocked" : state.busy ? "busy" : "";
+    stop.hidden = !state.busy;
+    for (const { section } of Object.values(sections)) enable(section, state.blocked, state.busy);
   }
 
-  function hear(message, buffers) {
+  function receive(message, buffers) {
     if (message.kind === "status") {
-      told = message;
+      state = message;
     } else if (message.kind === "draw") {
       const view = sections[message.view];
       if (message.controls !== undefined) replace(view.controls, message.controls);
@@ -107,17 +107,17 @@ function render({ model, el }) {
       }
       view.section.dataset.drawn = String(Number(view.section.dataset.drawn || 0) + 1);
     }
-    say();
+    showStatus();
   }
 
-  model.on("msg:custom", hear);
+  model.on("msg:custom", receive);
   model.on("change:shown", mark);
   mark();
-  say();
+  showStatus();
   el.append(root);
   model.send({ act: "hello" });
   return () => {
-    model.off("msg:custom", hear);
+    model.off("msg:custom", receive);
     model.off("change:shown", mark);
     window.removeEventListener("keydown", own, true);
     for (const { mounted } of Object.values(sections)) mounted?.end?.();

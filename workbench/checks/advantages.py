@@ -71,7 +71,7 @@ def check_advantages(subject: Subject) -> Finding:
         assert isinstance(column, Ragged)
         of_responses[name] = torch.stack([row.sum() for row in column.rows()])
     for arguments in ESTIMATES:
-        clean, name = stage(table, arguments), _said(arguments)
+        clean, name = stage(table, arguments), _name_of(arguments)
         note(clean, stage(spoilt, arguments), f"{name}, with garbage outside the mask")
         moved = {column: values.take(back.tolist()) for column, values in stage(dealt, arguments).items()}
         note(clean, moved, f"{name}, with its rows in another order, on other ranks")
@@ -96,7 +96,7 @@ def _table(subject: Subject) -> Table:
     return table
 
 
-def _said(arguments: dict[str, Any]) -> str:
+def _name_of(arguments: dict[str, Any]) -> str:
     """The estimator, and what sets this call apart from others of it."""
     variants = " and ".join(name for name in VARIANTS if name in arguments)
     return f"{arguments['estimator']}{' with ' if variants else ''}{variants}"

@@ -50,6 +50,6 @@ LOSSES: dict[str, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 
 
-def said(form: Mapping[str, Any]) -> str:
+def form_name(form: Mapping[str, Any]) -> str:
     """What tells a form from others of its role, to go on with after the role's name."""
     return "".join(f", {form[name]}" for name in ("loss", "aggregation") if name in form)

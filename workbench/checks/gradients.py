@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from workbench.checks.forms import said
+from workbench.checks.forms import form_name
 from workbench.checks.report import Finding
 from workbench.checks.subject import Subject, and_more, rows_of
 from workbench.workers.gradients import GradientReport
@@ -33,7 +33,7 @@ def check_masks(subject: Subject) -> Finding:
     for role in subject.updated_roles():
         for number, form in enumerate(subject.forms(role)):
             difference, what = change(role, number, every)
-            difference, culprit = difference / subject.by_dtype(role, *ROUNDING), f"{role}: {what}{said(form)}"
+            difference, culprit = difference / subject.by_dtype(role, *ROUNDING), f"{role}: {what}{form_name(form)}"
             if difference > 1:
                 of_row = [change(role, number, [row])[0] for row in every]
                 culprit += f"; row {of_row.index(max(of_row))} most"
@@ -62,7 +62,7 @@ def check_denominators(subject: Subject) -> Finding:
                 )
             for between, other in others.items():
                 difference, what = _difference(subject.measure_form(role, number), other)
-                culprit = f"{role}: {what}{said(form)}, {between}"
+                culprit = f"{role}: {what}{form_name(form)}, {between}"
                 found.append((difference / subject.by_dtype(role, *ROUNDING), culprit))
     figure, culprit = max(found)
     about = "relative change of loss or gradient with micro-batches, ranks or skips, in units of what rounding may do"

@@ -11,7 +11,7 @@ import torch
 from workbench.batches.balance import minibatch_rows
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.by_token import ByToken, Numbers
-from workbench.checks.forms import LOSSES, said
+from workbench.checks.forms import LOSSES, form_name
 from workbench.checks.gradients import ROUNDING
 from workbench.checks.loss_formulas import aggregated, policy_losses, value_losses
 from workbench.checks.report import Finding, NotApplicable
@@ -48,7 +48,7 @@ def check_losses(subject: Subject) -> Finding:
                 # tokens' losses may cancel each other, their rounding does not
                 size = aggregated([[abs(loss) for loss in losses[row]] for row in rows], how, longest)
                 gap = abs(said_by_ranks - expected) / max(size, 0.1) / subject.by_dtype(role, *ROUNDING)
-                where = f"{role}{said(form)}, minibatch {i}: {said_by_ranks:.6g}, the formula gives {expected:.6g}"
+                where = f"{role}{form_name(form)}, minibatch {i}: {said_by_ranks:.6g}, the formula gives {expected:.6g}"
                 found.append((math.inf if math.isnan(gap) else gap, where))
     if not found:
         raise NotApplicable("every update here is one of your own")

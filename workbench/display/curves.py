@@ -114,7 +114,7 @@ def sheet(charts: Sequence[Chart]) -> str:
         x, y = n % columns * (WIDTH + GAP), top + n // columns * (HEIGHT + GAP)
         parts.append(f'<g transform="translate({x:g},{y:g})">{draw(chart)}</g>')
     height = top + -(-len(charts) // columns) * (HEIGHT + GAP)
-    label = escape("; ".join(told(chart) for chart in charts))
+    label = escape("; ".join(summary(chart) for chart in charts))
     return _svg("".join(parts), width, height, label)
 
 
@@ -124,7 +124,7 @@ def key(charts: Sequence[Chart]) -> str:
     return _svg(inner, 2 * WIDTH, height, "key of the curves") if inner else ""
 
 
-def told(chart: Chart) -> str:
+def summary(chart: Chart) -> str:
     """A chart in a line of text: its title and the last number of each curve."""
     lasts = [f"{curve.name} {number(curve.y[-1], chart.unit)}" for curve in _shown(chart.curves) if len(curve.y)]
     return f"{chart.title}: {', '.join(lasts) or 'no points'}" + (f" ({chart.note})" if chart.note else "")
