@@ -38,7 +38,7 @@ def test_lessons_come_back_as_they_went(lesson: Path, tmp_path: Path) -> None:
     assert again.text == script.text
 
 
-def test_what_only_looks_leaves_no_trace() -> None:
+def test_lines_that_only_show_something_are_left_out() -> None:
     script = script_of(
         page(
             IMPORT,
