@@ -27,18 +27,11 @@ _UNBOUND: dict[str, Any] = {"stage": "", "run": -1, "role": "", "pool": "", "ran
 
 @dataclass
 class OpenSpan:
-    """A span that is not over: add to its counts while the work goes on."""
+    """A span, or a transfer, that is not over: add to its counts while the work goes on."""
 
     bytes: int = 0
     tokens: int = 0
     note: str = ""
-
-
-@dataclass
-class OpenTransfer:
-    """A transfer that is not over: set `bytes` when the number is known."""
-
-    bytes: int = 0
 
 
 class _ThreadState(threading.local):
@@ -148,10 +141,10 @@ class Recorder:
         batch: str = "",
         columns: str = "",
         kind: TransferKind = "batch",
-    ) -> Iterator[OpenTransfer]:
+    ) -> Iterator[OpenSpan]:
         """Time the block as one movement of bytes; set `.bytes` on what it yields. Nothing is recorded for a block that
         raises: nothing is known to have arrived."""
-        moved, start_s = OpenTransfer(), self.now_s()
+        moved, start_s = OpenSpan(), self.now_s()
         yield moved
         self.add_transfer(
             source, destination, start_s, self.now_s(), bytes=moved.bytes, batch=batch, columns=columns, kind=kind

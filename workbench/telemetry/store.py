@@ -48,8 +48,6 @@ EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 class TelemetryStore:
     """The telemetry of one workbench in `folder` (made when something is written).
 
-    torn_lines: for each file, how many unreadable lines the last reading passed over. A line still being written by
-    another process counts until it is whole.
     aside: whether metrics come from a comparison or a check, after which the state is as before; stored with each row.
     sinks: the trackers to which all other metrics go too. transfer_sums: how much has moved, without reading all of it
     again.
@@ -57,7 +55,6 @@ class TelemetryStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.torn_lines: dict[str, int] = {}
         self.aside = False
         self.sinks = Sinks()
         self.transfer_sums = TransferSums(self.follow("transfers"))
@@ -192,22 +189,10 @@ class TelemetryStore:
             file.write(text.encode())
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        torn = 0
         try:
-            lines = self._path(name).read_bytes().split(b"\n")
+            return _rows(self._path(name).read_bytes())
         except FileNotFoundError:
-            lines = []
-        for line in lines:
-            if not line:
-                continue
-            row = _row(line)
-            if row is None:
-                torn += 1
-            else:
-                rows.append(row)
-        self.torn_lines[name] = torn
-        return rows
+            return []
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
