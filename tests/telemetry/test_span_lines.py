@@ -9,7 +9,7 @@ import pytest
 from workbench.telemetry import Span, TelemetryStore
 from workbench.telemetry.span_lines import SpanLines
 
-NAMES = {"stage": "update_actor", "role": "actor", "pool": "main", "device": "cpu:0"}
+NAMES: dict[str, Any] = {"stage": "update_actor", "role": "actor", "pool": "main", "device": "cpu:0"}
 SPANS = [
     Span(**NAMES, run=run, rank=0, kind=kind, parent=parent, start_s=run + 0.1, end_s=run + 0.7, tokens=5, note=note)
     for run in range(3)
