@@ -13,14 +13,9 @@ def overlay(series: Mapping[str, Sequence[float]], title: str, *, x: str) -> str
 
     title: what the numbers are. x: what is sorted; the axis goes from the first of them to the last.
     """
-    kept = {name: sorted(v for v in values if math.isfinite(v)) for name, values in series.items()}
-    curves = tuple(
-        Curve(
-            name=name,
-            x=[n / max(1, len(values) - 1) for n in range(len(values))],
-            y=values,
-            stroke=STROKES[number % len(STROKES)],
-        )
-        for number, (name, values) in enumerate((name, values) for name, values in kept.items() if values)
-    )
-    return sheet([Chart(title=title, curves=curves, x=x, ends=("smallest", "largest"))])
+    curves: list[Curve] = []
+    for name, given in series.items():
+        if values := sorted(value for value in given if math.isfinite(value)):
+            places = [n / max(1, len(values) - 1) for n in range(len(values))]
+            curves.append(Curve(name=name, x=places, y=values, stroke=STROKES[len(curves) % len(STROKES)]))
+    return sheet([Chart(title=title, curves=tuple(curves), x=x, ends=("smallest", "largest"))])

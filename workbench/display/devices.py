@@ -69,15 +69,11 @@ def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
         if not reading.error:
             shares.append(Share("batch", "batches", reading.batch_bytes))
         place = f"{reading.host} on {reading.machine}, process {reading.process}"
-        boxes.append(
-            DeviceBox(
-                reading.device,
-                f"{reading.host}: {reading.error}" if reading.error else place,
-                tuple(shares),
-                reading.capacity_bytes if reading.on_gpu else None,
-                "no answer" if reading.error else f"process {bytes_text(reading.resident_bytes)}",
-            )
-        )
+        note = f"process {bytes_text(reading.resident_bytes)}"
+        if reading.error:
+            place, note = f"{reading.host}: {reading.error}", "no answer"
+        capacity_bytes = reading.capacity_bytes if reading.on_gpu else None
+        boxes.append(DeviceBox(reading.device, place, tuple(shares), capacity_bytes, note))
     return DeviceMap(tuple(boxes), what)
 
 

@@ -108,13 +108,8 @@ def times_of(spans: SpanTable, sections: Sequence[Section], gaps: Gaps) -> list[
             times = device_times(work[here], spans.columns["start_s"][here], spans.columns["end_s"][here], window)
             causes = {cause.column: float(waits[lane, n]) for n, cause in enumerate(CAUSES) if n != DATA}
             title = {"iteration": section.title.removeprefix("iteration ")} if len(sections) > 1 else {}
-            row: dict[str, Any] = {
-                **title,
-                "pool": spans.lanes[lane][0],
-                "device": spans.lanes[lane][1],
-                **times,
-                **causes,
-            }
+            pool, device = spans.lanes[lane]
+            row: dict[str, Any] = {**title, "pool": pool, "device": device, **times, **causes}
             called_s = _called_s(row)
             row["idle_share"] = (row["idle_s"] - row["uncalled_s"]) / called_s if called_s > 0 else 0.0
             rows.append(row)

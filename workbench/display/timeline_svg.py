@@ -71,14 +71,8 @@ class Drawing:
         self, spans: SpanTable, sections: Sequence[Section], gaps: Gaps, times: Sequence[Row],
         *, width: int, most: int | None = None, view: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
-        self.spans, self.sections, self.gaps, self.times, self.width, self.most = (
-            spans,
-            sections,
-            gaps,
-            times,
-            width,
-            most,
-        )
+        self.spans, self.sections, self.gaps, self.times = spans, sections, gaps, times
+        self.width, self.most = width, most
         self.length_s = max([section.end_s - section.start_s for section in sections], default=0.0) or 1e-9
         self.from_s, self.to_s = view or (0.0, self.length_s)
         half_s = (self.to_s - self.from_s) / 2 if view else 0.0
@@ -202,16 +196,10 @@ class Drawing:
         ]
         if (columns["kind"][rows] == QUEUE).any():
             entries.append((QUEUE_LABEL, f'fill="{ON_ANY_GROUND}"', "", ""))
-        entries += [
-            (
-                cause.words,
-                f'fill="{self.pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"',
-                cause.letter,
-                "currentColor",
-            )
-            for number, cause in enumerate(CAUSES)
-            if (self.gaps.cause == number).any()
-        ]
+        for number, cause in enumerate(CAUSES):
+            if (self.gaps.cause == number).any():
+                fill = f'fill="{self.pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"'
+                entries.append((cause.words, fill, cause.letter, "currentColor"))
         parts: list[str] = []
         x, y = 4.0, 4.0
         for name, fill, letter, ink in entries:

@@ -89,11 +89,8 @@ def _needed(statements: Sequence[Statement], purposes: Sequence[Purpose], lookin
         if before == (len(kept), len(always)):
             break
     there = {name for place in kept for name in statements[place].names.binds}
-    return kept | {
-        place
-        for place, statement in enumerate(statements)
-        if _forgets(statement.node) and statement.names.binds | statement.names.uses <= there
-    }
+    deletes = [place for place, statement in enumerate(statements) if _forgets(statement.node)]
+    return kept | {place for place in deletes if statements[place].names.binds | statements[place].names.uses <= there}
 
 
 def _twins(statements: Sequence[Statement]) -> dict[str, set[str]]:
