@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
+from workbench.support.home import private_folder
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
@@ -181,7 +182,7 @@ class TelemetryStore:
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self.folder)
         text = "".join(json.dumps(_strict(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
         with self._path(name).open("ab+") as file:
             if file.seek(0, os.SEEK_END):
