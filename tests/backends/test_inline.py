@@ -48,6 +48,11 @@ def test_nothing_but_the_loopback_listens(tmp_path: Path) -> None:
         assert all(ip.startswith("127.") for ip, _ in listening() - before)
 
 
+def test_only_the_owner_can_enter_a_run_folder(tmp_path: Path) -> None:
+    with tiny_lab("private", tmp_path, backend="inline", devices=1) as lab:
+        assert lab.run_folder.stat().st_mode & 0o777 == 0o700
+
+
 # DeepSpeed imports parts of torch that use torch's own deprecated decorators.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.thorough)])

@@ -39,7 +39,8 @@ PLACES = {
     "a decorator with a call": "def d(x):\n    return lambda f: f\n@d({RUN})\ndef thing():\n    pass",
     "a decorator": "def d(f):\n    {RUN}\n    return f\n@d\ndef thing():\n    pass",
     "a decorator of a class": "def d(f):\n    {RUN}\n    return f\n@d\nclass thing:\n    pass",
-    "a decorator in a class": "class d:\n    def __init__(self, f):\n        {RUN}\nclass thing:\n    @d\n    def f(self): pass",
+    "a decorator in a class": "class d:\n    def __init__(self, f):\n        {RUN}\n"
+    "class thing:\n    @d\n    def f(self): pass",
     "a metaclass": "class M(type):\n    def __new__(c, *a):\n        {RUN}\n        return type.__new__(c, *a)\n"
     "class thing(metaclass=M):\n    pass",
     "a hook for subclasses": "class B:\n    def __init_subclass__(c):\n        {RUN}\nclass thing(B):\n    pass",
@@ -52,8 +53,8 @@ PLACES = {
     "an operator": "def thing(x=1 + ({RUN} or 1)):\n    return x",
     "a name that was taken over": "def field(*a, **k):\n    {RUN}\nclass thing:\n    x = field(default=1)",
     "an argument of a maker": "from functools import partial\ndef thing(x=partial(print, {RUN})):\n    return x",
-    "an import of the same name": "import types as functools\ndef thing(x=functools.new_class('a', (), {{}}, lambda d: {RUN})):\n"
-    "    return x",
+    "an import of the same name": "import types as functools\n"
+    "def thing(x=functools.new_class('a', (), {{}}, lambda d: {RUN})):\n    return x",
     "a comment after a lone return": "# hm\r{RUN}\rthing = 1",
     "a star import": "from {PACKAGE}.inner import *\nthing = 1",
 }
@@ -71,9 +72,10 @@ import json, runpy, sys
 import workbench, workbench.mapping, functools, enum, types, pathlib, subprocess, socket, typing, os
 from pathlib import Path
 workbench.open, workbench.Sampling, workbench.script  # what they import is trusted
+EVENTS = ("subprocess.Popen", "os.system", "os.posix_spawn", "socket.bind", "socket.connect")
 def watch(event, arguments):
     writes = event == "open" and arguments[1] is not None and set(str(arguments[1])) & set("wax+")
-    if watching and (writes or event in ("subprocess.Popen", "os.system", "os.posix_spawn", "socket.bind", "socket.connect")):
+    if watching and (writes or event in EVENTS):
         raise SystemExit(f"{event} {arguments[:1]}")
 watching = False
 sys.addaudithook(watch)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 
 # What may be called, and what may decorate: none of it calls what it is given.
 MAKERS = {
-    "contextlib.asynccontextmanager", "contextlib.contextmanager", "dataclasses.dataclass", "dataclasses.field", "functools.cache", "functools.cached_property", "functools.lru_cache",
-    "functools.partial", "functools.wraps", "torch.inference_mode", "torch.no_grad", "typing.TypeVar",
+    "contextlib.asynccontextmanager", "contextlib.contextmanager", "dataclasses.dataclass", "dataclasses.field",
+    "functools.cache", "functools.cached_property", "functools.lru_cache", "functools.partial", "functools.wraps",
+    "torch.inference_mode", "torch.no_grad", "typing.TypeVar", "workbench.protocol", "workbench.register",
     *(f"workbench.{name}" for name in ("Correction", "Generation", "Layout", "LoRA", "Model", "Sampling", "Training")),
-    "workbench.register", "workbench.protocol", "workbench.script.parameter",
 }  # fmt: skip
 DECORATORS = MAKERS | {"abc.abstractmethod", "builtins.classmethod", "builtins.property", "builtins.staticmethod"}
 ACCESSORS = ("setter", "getter", "deleter")
@@ -78,7 +78,7 @@ class _Scope:
         return True
 
     def _is_quiet(self, base: ast.expr) -> bool:
-        """Whether a base class calls nothing of its subclass while that is made; one of the notebook has passed here."""
+        """Whether a base class calls nothing of its subclass while that is made; one of the notebook was judged itself."""
         origin = self.origin(base.value if isinstance(base, ast.Subscript) else base)
         return origin.startswith(".") or any(origin == name or origin.startswith(f"{name}.") for name in BASES)
 
@@ -116,7 +116,7 @@ class _Scope:
         return isinstance(node, LITERALS) and all(map(self.value, ast.iter_child_nodes(node)))
 
     def origin(self, node: ast.AST) -> str:
-        """The dotted name of what `a.b.c` stands for: as imported, `builtins.x`, or `.x` of the notebook; "": neither."""
+        """The dotted name of what `a.b.c` means: as imported, `builtins.x`, or `.x` of the notebook; "": none of them."""
         names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)

@@ -90,8 +90,10 @@ class Host(Shards):
     # --- the pool's process group ------------------------------------------------------------------------------------
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: open the rendezvous of the pool, and say where it is. It listens where the other ranks are, and nowhere
-        else: on this machine's loopback, or on its address in the cluster; not at all where there is one rank."""
+        """Rank 0: open the rendezvous of the pool, and return its address.
+
+        It listens on this machine's loopback or on its address in the cluster alone; not at all where there is one rank.
+        """
         if self.info.world_size == 1:
             self._store = dist.HashStore()
             return LOOPBACK, 0
