@@ -78,7 +78,7 @@ class _Scope:
         return True
 
     def _is_quiet(self, base: ast.expr) -> bool:
-        """Whether a base class calls nothing of its subclass while that is made; one of the notebook was judged itself."""
+        """Whether a base class calls nothing of its subclass while that is made. Those of the notebook were judged."""
         origin = self.origin(base.value if isinstance(base, ast.Subscript) else base)
         return origin.startswith(".") or any(origin == name or origin.startswith(f"{name}.") for name in BASES)
 
@@ -116,7 +116,7 @@ class _Scope:
         return isinstance(node, LITERALS) and all(map(self.value, ast.iter_child_nodes(node)))
 
     def origin(self, node: ast.AST) -> str:
-        """The dotted name of what `a.b.c` means: as imported, `builtins.x`, or `.x` of the notebook; "": none of them."""
+        """The dotted name of what `a.b.c` means: as imported, `builtins.x`, or `.x` of the notebook; else ""."""
         names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
 from workbench.support.home import private_folder
+from workbench.support.secrets import masked
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
@@ -92,8 +93,9 @@ class TelemetryStore:
             self.sinks.log(stage, iteration, numbers)
 
     def append_event(self, event: str, **details: Any) -> None:
-        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
-        self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
+        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold. Secrets in
+        them are masked, see `workbench.support.secrets`."""
+        self._append("events", [{"time_s": time.time(), "event": event, "details": masked(details)}])
 
     def append_memory(self, readings: Iterable[MemoryReading]) -> None:
         """Add what hosts said of their memory, and which of them said nothing."""

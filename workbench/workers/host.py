@@ -92,7 +92,7 @@ class Host(Shards):
     def open_store(self) -> tuple[str, int]:
         """Rank 0: open the rendezvous of the pool, and return its address.
 
-        It listens on this machine's loopback or on its address in the cluster alone; not at all where there is one rank.
+        It listens on this machine's loopback or on its address in the cluster; not at all where there is one rank.
         """
         if self.info.world_size == 1:
             self._store = dist.HashStore()
