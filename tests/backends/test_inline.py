@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +36,21 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 def settings() -> tuple[dict[str, str], int]:
     return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}, torch.get_num_threads()
+
+
+def test_nothing_but_the_loopback_listens(tmp_path: Path) -> None:
+    def listening() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections("inet")
+        return {(c.laddr.ip, c.laddr.port) for c in found if c.status == "LISTEN"}
+
+    before = listening()
+    with tiny_lab("quiet", tmp_path, backend="inline", devices=1):
+        assert all(ip.startswith("127.") for ip, _ in listening() - before)
+
+
+def test_only_the_owner_can_enter_a_run_folder(tmp_path: Path) -> None:
+    with tiny_lab("private", tmp_path, backend="inline", devices=1) as lab:
+        assert lab.run_folder.stat().st_mode & 0o777 == 0o700
 
 
 # DeepSpeed imports parts of torch that use torch's own deprecated decorators.

@@ -13,7 +13,7 @@ from jupyter_client.manager import start_new_kernel
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
-from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
+from workbench.export.recorded import Record, _expression, as_run, doubts, find_record, read_record
 
 OPEN = """from pathlib import Path
 import workbench as wb
@@ -145,3 +145,13 @@ def test_the_numbers_of_the_page_tell_what_they_can() -> None:
     assert doubts(Notebook("x", (Cell(1, "a = 1"), Cell(2, "b = a"))), None) == []
     with pytest.raises(BadInput, match="without a record"):
         as_run(Notebook("x", cells), Record((), {}))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["__import__('os').system('x')", "Placement.of({'a': (1, open('x'))})", "Placement.of(", "(lambda: 1)()"],
+)
+def test_a_record_brings_no_code_into_a_script(placement: str) -> None:
+    assert _expression(placement) is None
+    good = "Placement.of({'shared': (2, ['actor', 'critic'])})"
+    assert _expression(good) == f"wb.{good}"

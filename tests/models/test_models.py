@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, load_backbone, load_causal_lm, load_config, resolve
 from workbench.models.bundled import gguf_path
 from workbench.models.tiny import tiny_folder
+from workbench.models.tokenizers import load_tokenizer
 
 
 @pytest.fixture
@@ -200,3 +203,22 @@ def test_importing_models_stays_light() -> None:
     heavy = ("transformers", "vllm", "deepspeed", "ray")
     code = f"import sys, workbench.models; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, env=dict(os.environ)).strip() == "[]"
+
+
+@pytest.mark.parametrize("part", ["config", "tokenizer"])
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "stranger"
+    shutil.copytree(resolve("tiny-llama"), folder)
+    kind = "AutoConfig" if part == "config" else "AutoTokenizer"
+    file = folder / ("config.json" if part == "config" else "tokenizer_config.json")
+    values = json.loads(file.read_text())
+    values["model_type"] = "stranger"
+    values["tokenizer_class"] = "Theirs"
+    values["auto_map"] = {kind: "theirs.Theirs" if part == "config" else ["theirs.Theirs", None]}
+    file.write_text(json.dumps(values))
+    ran = tmp_path / "ran"
+    (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nclass Theirs: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes |`
+    with pytest.raises(BadInput, match="code of its own") if part == "config" else contextlib.suppress(BadInput):
+        (load_config if part == "config" else load_tokenizer)(str(folder))
+    assert not ran.exists()

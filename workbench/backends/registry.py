@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from workbench.errors import BadInput, MissingDependency, NotFound
-from workbench.support.home import home
+from workbench.support.home import home, private_folder
 from workbench.support.machine import Process
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def check_name(name: str) -> str:
 
 def write(record: Record, description: Description) -> None:
     """Record a workbench as it stands now."""
-    record.folder.mkdir(parents=True, exist_ok=True)
+    private_folder(record.folder)
     (record.folder / "description.new").write_bytes(cloudpickle.dumps(description))
     (record.folder / "description.new").replace(record.folder / "description.pkl")
     _replace(record.folder / "lab.json", asdict(record))

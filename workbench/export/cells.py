@@ -73,7 +73,7 @@ def _cell(number: int, cell: Mapping[str, Any]) -> Cell:
     text = cell.get("source", "")
     return Cell(
         number=number,
-        text=text if isinstance(text, str) else "".join(text),
+        text="\n".join((text if isinstance(text, str) else "".join(text)).replace("\r\n", "\n").split("\r")),
         code=cell.get("cell_type") == "code",
         id=str(cell.get("id", "")),
         tags=frozenset(cell.get("metadata", {}).get("tags", ())),

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from workbench.errors import MissingDependency
+from workbench.export.inert import is_inert, origins
 from workbench.export.loops import Repeat, Step, iterated
 from workbench.export.parameters import Parameter
-from workbench.export.statements import Statement, at_margin, root
+from workbench.export.statements import Statement, at_margin
 from workbench.export.syntax import replaced
 from workbench.messages.protocols import PAPERS
 
 LINE_LENGTH = 100
-STILL = {"dataclass", "dataclasses", "field", "functools", "lru_cache", "wraps", "staticmethod", "wb", "workbench"}
 LOOPS = {"create_task", "ensure_future", "get_running_loop", "get_event_loop"}  # of asyncio
 MAIN_NAMES = ("main", "pipeline", "run_pipeline", "main_")
 
@@ -81,6 +81,7 @@ def hoisted(
         if s.is_import and s.names.binds <= once - rebound - parameters and (not set_up or ast.dump(s.node) in dumps):
             imports[id(s)] = s
             dumps.add(ast.dump(s.node))
+    known = origins(statement.node for statement in imports.values())
     changed = {name for s in statements if not s.is_import for name in s.names.changes}
     above = {
         id(s): s
@@ -88,7 +89,7 @@ def hoisted(
         if s.names.binds <= once - parameters
         and not any(hasattr(builtins, name) for name in s.names.binds)
         and (
-            (s.is_definition and _is_still(s))
+            (s.is_definition and is_inert(s.node, known) and not any(map(_names_protocol, at_margin([s.node]))))
             or (
                 _is_constant(s)
                 and not s.names.binds & (changed | rebound)
@@ -113,12 +114,6 @@ def hoisted(
             return imports, above
         for key in falls:
             del above[key]
-
-
-def _is_still(statement: Statement) -> bool:
-    """Whether making a function or class calls nothing whose result depends on when it is called."""
-    calls = [node for node in at_margin([statement.node]) if isinstance(node, ast.Call)]
-    return all(root(call) in STILL for call in calls) and not any(map(_names_protocol, at_margin([statement.node])))
 
 
 def _names_protocol(node: ast.AST) -> bool:
@@ -205,7 +200,7 @@ def _explained(statement: Statement, explained: dict[int, str]) -> str:
     text = explained.get(id(statement), "").strip()
     if not text:
         return ""
-    lines = [line.rstrip() for line in text.split("\n")]
+    lines = [line.rstrip() for line in text.splitlines()]  # Python ends a line at a lone \r as well
     return "\n" + "\n".join(f"# {line}" if line else "#" for line in lines) + "\n\n"
 
 
@@ -250,7 +245,7 @@ def _docstring(text: str) -> str:
     text = text.strip().replace('"""', "'''")
     if not text:
         return ""
-    if text.endswith('"'):
+    if text.endswith(('"', "\\")):
         text += " "
     raw = "r" if "\\" in text else ""
     return f'{raw}"""{text}\n"""' if "\n" in text else f'{raw}"""{text}"""'

@@ -3,6 +3,7 @@ execution numbers."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from workbench.errors import BadInput
 from workbench.export.cells import Cell, Notebook
 from workbench.export.statements import Statement, statements_of
 from workbench.session.cell_history import RunCell
+from workbench.support.secrets import masked
 from workbench.telemetry.store import TelemetryStore
 
 ASIDE = "skip-export"
@@ -28,7 +30,7 @@ class Record:
     def run_of(self, cell: Cell) -> list[RunCell]:
         """The times that a cell of the page was run: by its id, else by its text."""
         by_id = [run for run in self.runs if run.id and run.id == cell.id]
-        return by_id or [run for run in self.runs if not run.id and run.text.strip() == cell.text.strip()]
+        return by_id or [run for run in self.runs if not run.id and run.text.strip() == masked(cell.text).strip()]
 
 
 def read_record(folders: Iterable[Path]) -> Record:
@@ -47,7 +49,9 @@ def read_record(folders: Iterable[Path]) -> Record:
                 if kind == "opened":
                     placements.pop(name, None)
             elif kind == "move" and name:
-                placements[name] = _expression(str(details["placement"]))
+                placements.pop(name, None)
+                if (expression := _expression(str(details["placement"]))) is not None:
+                    placements[name] = expression
     return Record(tuple(runs.values()), placements)
 
 
@@ -56,8 +60,23 @@ def _events(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(frame["event"], frame["details"], strict=True))
 
 
-def _expression(placement: str) -> str:
-    return placement.replace("Placement.of(", "wb.Placement.of(").replace("Layout(", "wb.Layout(")
+def _expression(placement: str) -> str | None:
+    """A recorded placement as a script writes it; None for another text: a record may come from a stranger."""
+    try:
+        tree = ast.parse(placement, mode="eval")
+    except (SyntaxError, ValueError):
+        return None
+    allowed = ast.Expression | ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.keyword | ast.Load
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) not in ("Placement.of", "Layout"):
+                return None
+        elif isinstance(node, ast.Name | ast.Attribute):
+            if ast.unparse(node) not in ("Placement.of", "Placement", "Layout"):
+                return None
+        elif not isinstance(node, allowed):
+            return None
+    return ast.unparse(tree).replace("Placement.of(", "wb.Placement.of(").replace("Layout(", "wb.Layout(")
 
 
 def find_record(notebook: Notebook, path: Path) -> list[Path]:
@@ -104,14 +123,14 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
     told = []
     for cell in code:
         runs = record.run_of(cell)
-        if runs and runs[-1].text.strip() != cell.text.strip():
+        if runs and runs[-1].text.strip() != masked(cell.text).strip():
             told.append(f"{cell} was edited after it was run")
         if runs and not runs[-1].done:
             told.append(f"{cell} ended with an error")
         done = sum(run.done for run in runs)
         if done > 1:
             told.append(f"{cell} was run {done} times")
-    ids, texts = {cell.id for cell in notebook.cells}, {cell.text.strip() for cell in notebook.cells}
+    ids, texts = {cell.id for cell in notebook.cells}, {masked(cell.text).strip() for cell in notebook.cells}
     gone = [run for run in record.runs if run.id not in ids and run.text.strip() not in texts and run.done]
     edited = {run.id for run in record.runs if run.id in ids}
     for run in gone:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import re
 import symtable
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from workbench.errors import BadInput
@@ -190,10 +191,24 @@ def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module comes from; unlike `importlib.util.find_spec` it imports no package around it."""
+    if module in sys.modules:
+        return sys.modules[module].__spec__
+    spec, name, path = None, "", None
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations or []
+    return spec
+
+
 def names_of_module(node: ast.ImportFrom) -> set[str]:
     """What `from module import *` brings, read from the module's text; nothing where it has none."""
     try:
-        spec = importlib.util.find_spec(node.module or "")
+        spec = _spec(node.module or "")
         tree = ast.parse(Path(spec.origin or "").read_text()) if spec is not None else ast.Module([], [])
     except (ImportError, ValueError, OSError, SyntaxError):
         return set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,12 +21,26 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     """The model's configuration with every dropout at zero: in RL, dropout makes probability ratios lie."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(resolve(name))
+    config = _config_of(AutoConfig, resolve(name))
     for key, value in config.to_dict().items():
         # attention_dropout, resid_pdrop, embd_pdrop, layerdrop, ...
         if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, 0.0)
     return config
+
+
+def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
+    """The configuration in a folder. Python code that lies beside the weights is never run."""
+    try:
+        return cast("PreTrainedConfig", auto.from_pretrained(folder, trust_remote_code=False))
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise BadInput(
+            f"the model {str(folder)!r} brings Python code of its own",
+            "code from a model folder is not run: anybody may have put it there",
+            "take a model whose architecture transformers has",
+        ) from error
 
 
 def read_config(name: str | Path) -> PreTrainedConfig:
@@ -76,7 +90,12 @@ def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device 
     config = load_config(folder)
     with span("read", note=f"reading {Path(name).name}"), quiet_transformers():
         model, report = auto.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     if missing := sorted(report["missing_keys"]):
         raise BadInput(

@@ -28,7 +28,7 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     with quiet_transformers():
-        config = AutoConfig.from_pretrained(origin)
+        config = AutoConfig.from_pretrained(origin, trust_remote_code=False)
         config.dtype = next(iter(weights.values())).dtype
         if scalar_head:
             config.num_labels = 1

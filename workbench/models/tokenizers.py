@@ -41,7 +41,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     folder = resolve(name)
     with quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise BadInput(
                 f"no tokenizer loads from {str(folder)!r} ({type(error).__name__})",

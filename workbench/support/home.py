@@ -19,6 +19,14 @@ def home() -> Path:
     return folder
 
 
+def private_folder(folder: Path) -> Path:
+    """Make a folder that only its owner can enter, whatever the modes of the files in it; one that is there stays as it
+    is. Its parents get the modes that the user's umask gives."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 @contextmanager
 def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Only one process of this user at a time is in here for `name`; `waiting` is called again and again until then.

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput
+from workbench.support.home import private_folder
+from workbench.support.secrets import masked
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
@@ -89,8 +91,9 @@ class TelemetryStore:
             self.sinks.log(stage, iteration, numbers)
 
     def append_event(self, event: str, **details: Any) -> None:
-        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
-        self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
+        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold. Secrets in
+        them are masked, see `workbench.support.secrets`."""
+        self._append("events", [{"time_s": time.time(), "event": event, "details": masked(details)}])
 
     def append_memory(self, readings: Iterable[MemoryReading]) -> None:
         """Add what hosts said of their memory, and which of them said nothing."""
@@ -179,7 +182,7 @@ class TelemetryStore:
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self.folder)
         text = "".join(json.dumps(_strict(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
         with self._path(name).open("ab+") as file:
             if file.seek(0, os.SEEK_END):

@@ -42,6 +42,7 @@ from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+LOOPBACK = "127.0.0.1"
 
 
 class Host(Shards):
@@ -89,15 +90,24 @@ class Host(Shards):
     # --- the pool's process group ------------------------------------------------------------------------------------
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: open the rendezvous of the pool, and say where it is."""
-        address = "127.0.0.1"
-        if self.info.world_size > 1:  # then this is a Ray actor, and the other ranks may be on other machines
-            import ray
+        """Rank 0: open the rendezvous of the pool, and return its address.
 
-            if sum(node["Alive"] for node in ray.nodes()) > 1:
-                address = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
-        return address, self._store.port
+        It listens on this machine's loopback or on its address in the cluster; not at all where there is one rank.
+        """
+        if self.info.world_size == 1:
+            self._store = dist.HashStore()
+            return LOOPBACK, 0
+        import ray
+
+        several = sum(node["Alive"] for node in ray.nodes()) > 1
+        address = ray.util.get_node_ip_address() if several else LOOPBACK
+        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+        return address, port
 
     def join(self, address: str, port: int) -> None:
         """Every rank: join the pool's process group (NCCL on GPUs, gloo on CPUs).

@@ -6,11 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+from workbench.support.home import private_folder
+
 
 def send_output_to(path: str) -> None:
     """Point this process's stdout and stderr, those of its C++ libraries included, at a file (appended to)."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    logs = Path(path).parent
+    private_folder(logs.parent)  # the run folder
+    private_folder(logs)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file, 1)

@@ -105,7 +105,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    beside.mkdir()
+    beside.mkdir(mode=0o700)
     try:
         yield beside
         os.replace(beside, path)
