@@ -57,7 +57,6 @@ from workbench.session.position import Position
 from workbench.session.predicting import Calibration, Prediction, Predictor
 from workbench.session.recovering import recover
 from workbench.session.reloading import Reloader, ReloadReport
-from workbench.session.saved_state import save_state
 from workbench.session.topology import ANSWER_S, Topology
 from workbench.settings.engines import Sampling
 from workbench.stages.batch_store import BatchStore
@@ -127,8 +126,6 @@ class Workbench:
             description.prompts, self._iterations, seed=self.seed, tokenizer=batches.tokenizer,
             generation=description.generation,
         )  # fmt: skip
-        counters.save = lambda: save_state(self.runner, self.prompts)
-        self.runner.snapshots.noted = self.runner.outcomes.note_position
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +197,7 @@ class Workbench:
     @property
     def looks(self) -> bool:
         """Whether another kernel drives it, so that this one may only look."""
-        return self.ownership.watches
+        return not self.ownership.drives
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -293,6 +290,7 @@ class Workbench:
         if registry.opened.get(self.name) is self:
             del registry.opened[self.name]
         self.scheduler.close()
+        self.ownership.notice_takeover()
         if not self.ownership.drives:
             print(f"left {self.name}, which another kernel drives")
             return
@@ -483,7 +481,7 @@ class Workbench:
 
     def note_position(self) -> None:
         """Write down where the algorithm stands, for the next kernel."""
-        self.runner.outcomes.note_position()
+        self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
         """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;

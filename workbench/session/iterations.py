@@ -57,7 +57,7 @@ class Iterations:
 
     def note_drawn(self) -> None:
         """Keep where the prompts stand."""
-        self._runner.counters.save()
+        self._runner.ownership.record()
 
     def numbers(self, n: int) -> Iterator[int]:
         """The numbers 1 to n, without those that a resumed script has made: see `Workbench.iterations`."""

@@ -71,8 +71,7 @@ def recover(
     runner.outcomes.updates.clear()
     for stream in position.streams():
         position.put_back_stream(stream)
-    counters.save()
-    runner.outcomes.note_position()
+    runner.ownership.record()
     runner.telemetry.append_event(
         "recovered", pools=sorted(lost), folder=None if checkpoint is None else str(checkpoint.folder),
         iteration=counters.iteration, seconds=time.monotonic() - began,
@@ -122,7 +121,7 @@ def _restart(runner: StageRunner, lost: set[str], note: Any) -> None:
         hosts.pending_cleanup.pop(pool, None)
     hosts.pools_ended |= {info.pool: info.again for info in old}
     runner.batches.store.forget_hosts({info.name for info in old})
-    runner.counters.save()
+    runner.ownership.record()
     hosts.record()
     hosts.drive()
 

@@ -151,7 +151,6 @@ class Reloader:
         self._hosts.become(description)
         for groups in {self._runner.groups, *self._groups_of_process()}:
             groups.take_new_code()
-        self._runner.counters.save()
         self._hosts.record()
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))

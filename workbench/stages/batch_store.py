@@ -141,7 +141,7 @@ class BatchStore:
 
     def release_unused(self) -> None:
         """Tell the hosts which shards nobody refers to any more. A handle that only looks holds none."""
-        if self._ownership.watches:
+        if not self._ownership.drives:
             return
         due: dict[str, list[str]] = {}
         for shard in (shard.now(self._hosts.shard_successors) for shard in self.shard_counts.take_due()):

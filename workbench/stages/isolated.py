@@ -30,4 +30,4 @@ def isolated(runner: StageRunner, stage: str) -> Iterator[None]:
         for name in set(batches.store) - stored:
             batches.store.release(name)
         batches.release_unused()
-        counters.save()
+        runner.ownership.record()

@@ -10,7 +10,7 @@ from workbench.batches.store import Weights
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.replies import UpdatePart
 from workbench.stages.counters import Counters
-from workbench.stages.journal import Journal, OpenRun
+from workbench.stages.journal import OpenRun
 from workbench.stages.ownership import Ownership
 from workbench.stages.run import Run
 from workbench.stages.unfinished import UnfinishedUpdate, UnfinishedUpdates
@@ -18,13 +18,11 @@ from workbench.telemetry.store import TelemetryStore
 
 
 class Outcomes:
-    """updates: those that were interrupted. journal: where it is written down for a later kernel; None on the inline
-    backend, and while this kernel only looks."""
+    """updates: those that were interrupted."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, telemetry: TelemetryStore) -> None:
         self._hosts, self._ownership, self._counters, self._telemetry = hosts, ownership, counters, telemetry
         self.updates = UnfinishedUpdates()
-        self.journal: Journal | None = None
 
     def record(self, run: Run) -> None:
         """Record what its ranks reported, once."""
@@ -45,9 +43,8 @@ class Outcomes:
                 steps = steps + run.parts[0].steps if told is None else int(told.value)
             weights[role] = Weights.anew(steps)
             if run.parts:
-                self.updates.note(run, weights[role], run.collecting)
+                self.updates.note(run, weights[role], run.result_ranks)
         self._draw_again(run)
-        self._counters.save()
         if run.stuck:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._hosts.forget_shard(run.group.hosts, run.calls[0].key)
@@ -56,7 +53,7 @@ class Outcomes:
         """A run has succeeded, and its caller did not get the result: the same call again must give it."""
         weights = self._counters.weights
         if run.updates and run.group.role in weights and not run.writes:
-            self.updates.note(run, weights[run.group.role], run.collecting, run.given)
+            self.updates.note(run, weights[run.group.role], run.result_ranks, run.given)
         elif not run.updates:
             self._draw_again(run)
 
@@ -74,30 +71,19 @@ class Outcomes:
     # --- for a later kernel -------------------------------------------------------------------------------------------
 
     def sent(self, run: Run, seed: tuple[int, ...]) -> None:
-        """Write down what goes to hosts."""
-        if self.journal is not None:
-            self.journal.sent(OpenRun(
-                number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
-                updates=run.updates, collecting=run.collecting, layout=str(run.group.layout),
-                read=run.read if run.updates else {},
-                drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
-            ))  # fmt: skip
+        """Record in the journal what goes to hosts."""
+        self._ownership.record(sent=OpenRun(
+            number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
+            updates=run.updates, result_ranks=run.result_ranks, layout=str(run.group.layout),
+            read=run.read if run.updates else {},
+            drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
+        ))  # fmt: skip
 
     def over(self, run: Run) -> None:
-        """Write down what came of a run whose ranks are done with it."""
-        if self.journal is None or not self._ownership.drives:
-            return
-        try:
-            if run.batch is not None:
-                run.batch.settle(wait=False)
-            self.journal.write()
-        finally:
-            self.journal.over(run.number)
-
-    def note_position(self) -> None:
-        """Write down where the algorithm stands."""
-        if self.journal is not None and self._ownership.drives:
-            self.journal.write()
+        """Record in the journal what came of a run that its ranks have ended."""
+        if self._ownership.journal is not None and run.batch is not None:
+            run.batch.settle(wait=False)
+        self._ownership.record(over=run.number)
 
     def note_update(self, run: OpenRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
         """Take in an update that ended, or stopped, after its kernel had: the same call again gives its metrics, or
@@ -111,5 +97,5 @@ class Outcomes:
         weights[run.role] = Weights.anew(int(steps))
         self.updates.of_role[run.role] = UnfinishedUpdate(
             stage=run.name, code=run.code, read=run.read, weights=weights[run.role], layout=run.layout,
-            collecting=run.collecting, parts=tuple(parts), result=result,
+            result_ranks=run.result_ranks, parts=tuple(parts), result=result,
         )  # fmt: skip

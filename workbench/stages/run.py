@@ -83,7 +83,7 @@ class Run:
 
     inputs: the runs that come before it. timeout_s: how long it may take, from when its ranks begin or, behind a run
     that was given up, from when it waits. updates: whether the role's later stages wait for it. writes: the columns
-    that it is registered to write. code: a text that is equal for equal code and arguments. collecting: the ranks whose
+    that it is registered to write. code: a text that is equal for equal code and arguments. result_ranks: the ranks whose
     metrics count. makes: gives the batch that it is making, which can be given to the next stage at once, as the run
     itself can.
 
@@ -94,12 +94,12 @@ class Run:
     def __init__(
         self, *, number: int, stage: str, group: Ranks, inputs: Sequence[Run], steps: Steps, outcomes: RunOutcomes,
         timeout_s: float | None = None, updates: bool = False, writes: tuple[str, ...] = (), code: str = "",
-        collecting: tuple[int, ...] = (), by_loop: bool = False, makes: Callable[[Run], Batch] | None = None,
+        result_ranks: tuple[int, ...] = (), by_loop: bool = False, makes: Callable[[Run], Batch] | None = None,
     ) -> None:  # fmt: skip
         self.number, self.stage, self.group = number, stage, group
         self.name = f"{group.role}.{stage}"
         self.updates, self.writes, self.code = updates, writes, code
-        self.collecting, self.by_loop, self.timeout_s = collecting, by_loop, timeout_s
+        self.result_ranks, self.by_loop, self.timeout_s = result_ranks, by_loop, timeout_s
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
         self.unrecorded: list[Reply] = []

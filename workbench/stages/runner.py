@@ -72,10 +72,10 @@ class StageRunner(StageNames):
         self.batches, self.telemetry = batches, telemetry
         self.failures = Failures(hosts.description.name)
         self.outcomes = Outcomes(hosts, ownership, counters, telemetry)
-        self.snapshots = Snapshots(hosts, groups, counters, telemetry)
+        self.snapshots = Snapshots(hosts, ownership, groups, counters, telemetry)
         self.scheduler, self.run_log = Scheduler(hosts), RunLog()
         self._steps = StageSteps(
-            hosts, groups, counters, batches, self.outcomes, self.failures, telemetry, ownership.controller
+            hosts, groups, counters, batches, self.outcomes, self.failures, telemetry, ownership
         )
         self._overlapping, self._overlapped = 0, list[Run]()
         self._reusing = False
@@ -152,7 +152,7 @@ class StageRunner(StageNames):
             updates=call.updates or as_update,
             writes=call.writes,
             code=call.code,
-            collecting=call.collecting,
+            result_ranks=call.result_ranks,
             by_loop=self.batches.looping,
             makes=(lambda run: batch.after(run, call.writes, samples)) if batch is not None and joins else None,
         )

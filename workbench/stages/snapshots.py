@@ -13,18 +13,21 @@ from workbench.errors import BadInput
 from workbench.placement import ROLLOUT
 from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
+from workbench.stages.ownership import Ownership
 from workbench.stages.scheduler import Scheduler
 from workbench.telemetry.store import TelemetryStore
 
 
 class Snapshots:
-    """open: of each snapshot that is kept now, the hosts and the optimizer steps of the roles, as plain values. noted:
-    called when one was taken or dropped, so that a later kernel can go back to it."""
+    """open: of each snapshot that is kept now, the hosts and the optimizer steps of the roles, as plain values. A later
+    kernel can go back to it."""
 
-    def __init__(self, hosts: Hosts, groups: Groups, counters: Counters, telemetry: TelemetryStore) -> None:
-        self._hosts, self._groups, self._counters, self._telemetry = hosts, groups, counters, telemetry
+    def __init__(
+        self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, telemetry: TelemetryStore
+    ) -> None:
+        self._hosts, self._ownership, self._groups = hosts, ownership, groups
+        self._counters, self._telemetry = counters, telemetry
         self.open: dict[str, dict[str, Any]] = {}
-        self.noted: Callable[[], None] = lambda: None
 
     def refuse(self, what: str, rule: str) -> None:
         """Raise `BadInput` while one is open."""
@@ -57,12 +60,12 @@ class Snapshots:
             everywhere(f"restoring {', '.join(roles)}", "restore")
             counters.weights.update(weights)
             counters.draws = dict(draws)
-            counters.save()
+            self._ownership.record()
 
         everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
         steps = {role: kept.steps for role, kept in weights.items()}
         self.open[key] = {"hosts": [info.name for info, _ in here], "steps": steps}
-        self.noted()
+        self._ownership.record()
         before, self._telemetry.aside = self._telemetry.aside, True
         try:
             yield go_back
@@ -73,7 +76,7 @@ class Snapshots:
                 self._telemetry.aside = before
                 everywhere("dropping what was kept", "drop_snapshot")
                 del self.open[key]
-                self.noted()
+                self._ownership.record()
 
     def _by_host(self, roles: Sequence[str]) -> list[tuple[Any, list[str]]]:
         """The hosts that keep something, each with the roles; a role without workers of its own holds nothing."""

@@ -21,6 +21,7 @@ from workbench.stages.counters import Counters
 from workbench.stages.failing import Failures
 from workbench.stages.groups import Groups
 from workbench.stages.outcomes import Outcomes
+from workbench.stages.ownership import Ownership
 from workbench.stages.planning import calls_on_batch, calls_without_batch
 from workbench.stages.run import Run
 from workbench.telemetry.store import TelemetryStore
@@ -31,10 +32,10 @@ class StageSteps:
 
     def __init__(
         self, hosts: Hosts, groups: Groups, counters: Counters, batches: BatchStore, outcomes: Outcomes,
-        failures: Failures, telemetry: TelemetryStore, controller: str,
+        failures: Failures, telemetry: TelemetryStore, ownership: Ownership,
     ) -> None:  # fmt: skip
         self._hosts, self._groups, self._counters, self._batches = hosts, groups, counters, batches
-        self._outcomes, self._failures, self._telemetry, self._controller = outcomes, failures, telemetry, controller
+        self._outcomes, self._failures, self._telemetry, self._ownership = outcomes, failures, telemetry, ownership
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
@@ -44,11 +45,12 @@ class StageSteps:
         self._batches.release_unused()
         name = call.operation.name
         common = {
-            "run": run.number, "key": f"{self._controller}-{run.number}", "stage": name, "method": name,
+            "run": run.number, "key": f"{self._ownership.controller}-{run.number}", "stage": name, "method": name,
             "updates": call.updates, "role": call.group.worker_role, "kwargs": call.kwargs,
             "submitted_s": run.submitted_s,
         }  # fmt: skip
         if call.batch is None:
+            self._ownership.record()  # the number of the run
             return calls_without_batch(call.group, call.operation, common, call.args)
         return self._plan_on_batch(call, call.batch, run, common)
 
@@ -68,7 +70,7 @@ class StageSteps:
         if begun is None:
             return calls
         print(f"{run.name}: goes on at optimizer step {begun.parts[0].steps + 1} of {begun.parts[0].of}")
-        return begun.resumed(calls, str(call.group.layout), call.collecting)
+        return begun.resumed(calls, str(call.group.layout), call.result_ranks)
 
     def _seed(self, call: StageCall, meta: Mapping[str, Any]) -> tuple[int, ...]:
         seed, iteration = self._hosts.description.seed, int(meta.get("iteration", 0))
@@ -111,7 +113,7 @@ class StageSteps:
         self._outcomes.record(run)
         for note in dict.fromkeys(note for reply in run.replies for note in reply.notes):
             print(f"{run.name}: {note}")
-        collected = [run.replies[rank] for rank in run.collecting]
+        collected = [run.replies[rank] for rank in run.result_ranks]
         metrics: Metrics = {}
         for reply in collected:
             merge_metrics(metrics, reply.metrics)
@@ -127,11 +129,10 @@ class StageSteps:
         # a run may take its turn as an update does and change no weights, such as `check_sync` of rollout workers
         if call.operation.updates and role in weights:
             weights[role] = Weights.anew(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
-            self._counters.save()
 
     def _next_version(self, call: StageCall, run: Run) -> Batch | None:
         """The batch with the columns that were made; None where none were."""
-        replies, calls, ranks = run.replies, run.calls, run.collecting
+        replies, calls, ranks = run.replies, run.calls, run.result_ranks
         summaries = agreed_columns([replies[rank] for rank in ranks], run.writes, run.name)
         if not summaries:
             return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedUpdate:
     """code, read: of the call, its arguments among it, and the columns that it read. weights: as it left them.
-    layout, collecting: of the ranks, and whose metrics count. parts: how far each rank came. result: what it gave,
+    layout, result_ranks: of the ranks, and whose metrics count. parts: how far each rank came. result: what it gave,
     where it came to its end all the same."""
 
     stage: str
@@ -27,22 +27,22 @@ class UnfinishedUpdate:
     read: Mapping[str, Column]
     weights: Weights
     layout: str = ""
-    collecting: Sequence[int] = ()
+    result_ranks: Sequence[int] = ()
     parts: tuple[UpdatePart, ...] = ()
     result: Any = None
 
-    def resumed(self, calls: Sequence[Call], layout: str, collecting: Sequence[int]) -> list[Call]:
-        """Calls that go on where it stood. layout, collecting: as they are now."""
+    def resumed(self, calls: Sequence[Call], layout: str, result_ranks: Sequence[int]) -> list[Call]:
+        """Calls that go on where it stood. layout, result_ranks: as they are now."""
         parts = self.parts
         if layout != self.layout:  # it has moved since: what counts of what the ranks had found goes to one that counts
             found: Metrics = {}
-            for rank in self.collecting:
+            for rank in self.result_ranks:
                 merge_metrics(found, parts[rank].metrics)
             empty = replace(parts[0], metrics={})
             parts = tuple(
-                replace(empty, metrics=found) if rank == collecting[0] else empty for rank in range(len(calls))
+                replace(empty, metrics=found) if rank == result_ranks[0] else empty for rank in range(len(calls))
             )
-        return [replace(call, begun=part) for call, part in zip(calls, parts, strict=True)]
+        return [replace(call, resume_from=part) for call, part in zip(calls, parts, strict=True)]
 
 
 class UnfinishedUpdates:
@@ -51,11 +51,11 @@ class UnfinishedUpdates:
     def __init__(self) -> None:
         self.of_role: dict[str, UnfinishedUpdate] = {}
 
-    def note(self, run: Run, weights: Weights, collecting: Sequence[int], result: Any = None) -> None:
+    def note(self, run: Run, weights: Weights, result_ranks: Sequence[int], result: Any = None) -> None:
         """Remember where a run was left."""
         self.of_role[run.group.role] = UnfinishedUpdate(
             stage=run.name, code=run.code, read=run.read, weights=weights, layout=str(run.group.layout),
-            collecting=tuple(collecting), parts=run.parts, result=result,
+            result_ranks=tuple(result_ranks), parts=run.parts, result=result,
         )  # fmt: skip
 
     def open(self, weights: Mapping[str, Weights]) -> list[str]:

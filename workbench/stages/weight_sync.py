@@ -83,7 +83,6 @@ class WeightSync:
         def taken() -> None:
             assert publication.weights is not None
             runner.counters.weights[self._role] = publication.weights
-            runner.counters.save()
 
         take = publication.taken_by(
             runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
