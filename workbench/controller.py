@@ -177,7 +177,7 @@ class Workbench:
     @property
     def overlapping(self) -> bool:
         """Whether calls return at once, see `overlap`."""
-        return self.runner.overlapping
+        return self.runner.overlap.on
 
     @property
     def weights(self) -> Mapping[str, Weights]:
@@ -351,7 +351,7 @@ class Workbench:
 
         So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
         """
-        return self.runner.overlap()
+        return self.runner.overlap.overlapping()
 
     def reuse(self) -> AbstractContextManager[None]:
         """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
@@ -361,7 +361,7 @@ class Workbench:
 
     def wait(self) -> None:
         """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
-        self.runner.wait()
+        self.runner.overlap.wait()
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
         """Record what a function that is a stage has to tell, beside the metrics of the operations."""

@@ -184,7 +184,7 @@ class Reloader:
     def _busy(self) -> bool:
         """Whether stages that belong together are being called."""
         runner = self._runner
-        return runner.overlapping or bool(runner.snapshots.open) or runner.batches.looping
+        return runner.overlap.on or bool(runner.snapshots.open) or runner.batches.looping
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 

@@ -24,14 +24,13 @@ class Scheduler:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
         self._open: list[Run] = []
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def submit(self, run: Run) -> None:
         """Take a run on; it starts at once if it can."""
-        with self._lock:
+        with self.lock:
             self._open.append(run)
-            run.lock = self._lock
             try:
                 self._advance()
             finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
@@ -42,7 +41,7 @@ class Scheduler:
 
     def open_runs(self) -> Sequence[Run]:
         """What has not ended, in call order."""
-        with self._lock:
+        with self.lock:
             return tuple(self._open)
 
     def drain(self) -> None:
@@ -53,7 +52,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Give up what has not ended, and wake its waiters."""
-        with self._lock:
+        with self.lock:
             for run in self._open:
                 run.cancel()
                 run.fail(UpstreamError(f"{run.name} was given up: the workbench was closed"))
@@ -64,7 +63,7 @@ class Scheduler:
 
     def _attend(self) -> None:
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._open:
                     self._thread = None
                     return
@@ -75,10 +74,10 @@ class Scheduler:
                 else:
                     time.sleep(POLL_S)
             except Exception as error:  # the backend is gone: no run will get an answer
-                with self._lock:
+                with self.lock:
                     for run in self._open:
                         run.fail(error)
-            with self._lock:
+            with self.lock:
                 self._advance()
 
     def _advance(self) -> None:

@@ -61,8 +61,8 @@ class Stopping:
     # --- for the stage ------------------------------------------------------------------------------------------------
 
     def begin(self, run: int, resume_from: UpdatePart | None = None, *, updates: bool = False) -> None:
-        """A stage begins. resume_from: where an interrupted update goes on. updates: it is left between optimizer steps only, at
-        points that say how many it has taken."""
+        """A stage begins. resume_from: where an interrupted update goes on. updates: it is left between optimizer steps
+        only, at points that say how many it has taken."""
         with self._changed:
             self._run, self._passed, self._together = run, 0, self._everyone
             self.resume_from, self._updates = resume_from, updates

@@ -43,7 +43,7 @@ def save(
             f"{str(folder)!r} holds something", "a checkpoint is saved to a new or empty folder", "choose another"
         )
     runner.snapshots.refuse(f"save({str(path)!r})", "that needs the roles as they are")
-    if runner.overlapping and runner.open_runs():
+    if runner.overlap.on and runner.open_runs():
         raise BadInput(
             f"save({str(path)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
         )
