@@ -33,7 +33,6 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
 from workbench.batches.store import Store, Weights
-from workbench.batches.vocabulary import Vocabulary
 from workbench.checks.evaluation import evaluate
 from workbench.config.description import Description
 from workbench.data.example_stream import ExampleStream
@@ -155,11 +154,6 @@ class Workbench:
         return self.runner.groups.compute_advantages
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        """Whose tokens its batches are made of."""
-        return self.runner.batches.vocabulary
-
-    @property
     def store(self) -> Store:
         """What stages made, by name and version."""
         return self.runner.batches.store
@@ -173,11 +167,6 @@ class Workbench:
     def run_log(self) -> RunLog:
         """What stages this kernel called."""
         return self.runner.run_log
-
-    @property
-    def overlapping(self) -> bool:
-        """Whether calls return at once, see `overlap`."""
-        return self.runner.overlap.on
 
     @property
     def weights(self) -> Mapping[str, Weights]:
@@ -240,31 +229,9 @@ class Workbench:
         return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
-        rows = []
-        for pool in self.placement.pools:
-            for role, group in self.groups.items():
-                if group.pool is not pool:
-                    continue
-                spec = group.spec
-                engine: str = spec.training.engine if spec.training and spec.trained else ""
-                if role in ("actor", "rollout") and spec.generation:
-                    engine = " + ".join(filter(None, (engine, spec.generation.engine)))
-                rows.append(
-                    {
-                        "role": role,
-                        "model": group.model,
-                        "engines": engine,
-                        "dtype": spec.dtype if spec.name else "",
-                        "pool": pool.name,
-                        "devices": ", ".join(i.device for i in self.hosts.infos if i.pool == pool.name),
-                    }
-                )
         state = ", closed" if self.ownership.closed else ""
-        return table(
-            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
-        )
+        caption = f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
+        return self._topology.summary_html(caption)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -471,10 +438,6 @@ class Workbench:
         script that is resumed, without those that were made before."""
         return self._iterations.numbers(n)
 
-    def begin_iteration(self) -> None:
-        """Count the next iteration: what a batch that starts one does."""
-        self._iterations.begin_iteration()
-
     def passed_over(self, iterations: int) -> int:
         """How many of that many iterations were made before the script was resumed; they are counted once."""
         return self._iterations.passed_over(iterations)
@@ -601,8 +564,9 @@ class Workbench:
         return self.move(self.placement.with_devices(pool, devices))
 
     def topology(self) -> pd.DataFrame:
-        """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
-        machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
+        """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine and
+        device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and
+        bytes by use, asked of the live processes. `lab.memory()` draws it.
         """
         return self._topology.frame()
 

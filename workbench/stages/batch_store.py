@@ -54,12 +54,7 @@ class BatchStore:
     def put(
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
     ) -> Batch:
-        """A batch from columns made here: they go to the first host of the actor's pool
-        (without an actor, of the first role's that has a model).
-
-        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
-        """
+        """See `Workbench.put`."""
         found = _as_table(table)
         self._vocabulary.check(found, "put()" if owner == "notebook" else owner)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
@@ -85,17 +80,13 @@ class BatchStore:
         return batch
 
     def load(self, path: str | Path) -> Batch:
-        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
-
-        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
-        with token ids of another tokenizer.
-        """
+        """See `Workbench.load`."""
         meta, tables = files.read(path, self.vocabulary)
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
         return Batch.concat(parts) if len(parts) > 1 else parts[0]
 
     def get(self, name: str) -> Batch:
-        """A batch of the store by "name vversion", or the newest version of a name."""
+        """See `Workbench.batch`."""
         return self.store.get(name, self.load)
 
     def forget(self, name: str) -> None:
@@ -136,7 +127,7 @@ class BatchStore:
         return lengths
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """See `Workbench.decode`."""
         return str(self.tokenizer.decode(list(token_ids)))
 
     def release_unused(self) -> None:

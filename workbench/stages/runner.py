@@ -63,15 +63,11 @@ class StageRunner(StageNames):
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on all ranks of its group.
-
-        Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
-        at once: a batch that waits when it is read, or the `Run`.
-        """
+        """See `Workbench.call`."""
         return self.carry_out(self.prepare(group, operation.name, args, kwargs))
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """Run an operation in the background (on the inline backend: now)."""
+        """See `Workbench.submit`."""
         run = self.prepare(group, operation.name, args, kwargs)
         run.submit()
         return run
@@ -146,7 +142,7 @@ class StageRunner(StageNames):
             self.telemetry.append_event("run", run=run.number, stage=stage, cell=cell.number, cell_id=cell.id)
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
-        """Record what a function that is a stage has to tell, beside the metrics of the operations."""
+        """See `Workbench.report`."""
         if not isinstance(metrics, Mapping):
             raise BadInput(f"metrics={metrics!r:.60}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
         for name, value in metrics.items():
@@ -169,7 +165,7 @@ class StageRunner(StageNames):
             self._driver = before
 
     def check_driver(self) -> None:
-        """Raise `BadInput` while another thread drives, `StageInterrupted` where this one is to stop."""
+        """See `Workbench.check_driver`."""
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
@@ -200,7 +196,7 @@ class StageRunner(StageNames):
     # --- several at once ----------------------------------------------------------------------------------------------
 
     def open_runs(self) -> Sequence[Run]:
-        """What was called and has not ended, in call order."""
+        """See `Workbench.open_runs`."""
         return [run for run in self.overlap.called() if not run.done]
 
     @contextlib.contextmanager
