@@ -564,9 +564,9 @@ class Workbench:
         return self.move(self.placement.with_devices(pool, devices))
 
     def topology(self) -> pd.DataFrame:
-        """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine and
-        device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and
-        bytes by use, asked of the live processes. `lab.memory()` draws it.
+        """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine,
+        device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and bytes by use,
+        asked of the live processes. `lab.memory()` draws it.
         """
         return self._topology.frame()
 
