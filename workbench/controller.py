@@ -628,7 +628,7 @@ class Workbench:
 
     def spans(self, run: int | None = None) -> pd.DataFrame:
         """Every timed piece of work on every rank, one a row, seconds and bytes; of one run only, if given."""
-        return self.history.spans(run)
+        return self.telemetry.spans(run)
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
         """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
@@ -661,11 +661,11 @@ class Workbench:
         verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
         the engine had these weights; "failed". With culprit (weight, rank) and remedy.
         """
-        return self.history.syncs()
+        return self.telemetry.syncs()
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
         """One row a stage call, a column a metric; of one stage only, if named."""
-        return self.history.metrics(stage)
+        return self.telemetry.metrics(stage)
 
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
         """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
@@ -680,7 +680,7 @@ class Workbench:
 
     def devices(self) -> list[tuple[str, str]]:
         """(pool, device) of every host, as the placement has them; nobody is asked."""
-        return self.history.devices()
+        return [(info.pool, info.device) for info in self.hosts.infos]
 
     def timeline(self, iterations: int | None = 1) -> Timeline:
         """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
@@ -696,7 +696,7 @@ class Workbench:
 
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""
-        return self.history.trace(path)
+        return self.telemetry.chrome_trace(path)
 
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
         """Print the last lines that worker processes wrote."""

@@ -125,17 +125,12 @@ def open(
     restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"opening {name}: {text}"
-            bar.update(0, 0)
-
         if description.backend == "inline":
-            lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
+            lab = _open(description, run_folder, if_exists, trackers, bar.note, restoring, began_s, wait_s)
         else:
             # the second of two notebooks that open the same name at once attaches to what the first opened
-            with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-                lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
+            with locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it")):
+                lab = _open(description, run_folder, if_exists, trackers, bar.note, restoring, began_s, wait_s)
     if save_every is not None:
         lab.autosave(save_every)
     return lab
@@ -330,16 +325,11 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
         lab.ownership.drives = False
     lost = lab.hosts.attach(lab.ownership.controller, record.address)
     with Progress(f"attaching to {name}") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"attaching to {name}: {text}"
-            bar.update(0, 0)
-
         if not lab.looks:
             lab.ownership.take()
             lab.hosts.drive()
         recorded = read_journal(record.id)
-        take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, note)
+        take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, bar.note)
     if not lab.looks:
         _begin_journal(lab)
     registry.opened[name] = lab

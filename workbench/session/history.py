@@ -1,4 +1,4 @@
-"""What a workbench shows of itself: what happened, and when. Read from disk; what is where: `whereabouts`."""
+"""What happened in a workbench, and when, read from disk; `Topology` has what is where."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ class History:
         self._hosts, self._groups, self._telemetry = hosts, groups, telemetry
         self.script_options: Mapping[str, Any] = {}
         self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
-
-    def spans(self, run: int | None = None) -> pd.DataFrame:
-        """See `Workbench.spans`."""
-        return self._telemetry.spans(run)
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
         """See `Workbench.transfers`."""
@@ -151,14 +147,6 @@ class History:
         plan = self._transition("hybridflow")
         return 0 if plan is None else int(plan.figures().received.sum())
 
-    def syncs(self) -> pd.DataFrame:
-        """See `Workbench.syncs`."""
-        return self._telemetry.syncs()
-
-    def metrics(self, stage: str | None = None) -> pd.DataFrame:
-        """See `Workbench.metrics`."""
-        return self._telemetry.metrics(stage)
-
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
         """See `Workbench.track`."""
         config = {**self._hosts.description.summary, **self.script_options}
@@ -169,16 +157,12 @@ class History:
         )
         self._telemetry.sinks.add(tracker, project, run, options)
 
-    def devices(self) -> list[tuple[str, str]]:
-        """See `Workbench.devices`."""
-        return [(info.pool, info.device) for info in self._hosts.infos]
-
     def timeline(self, iterations: int | None = 1) -> Timeline:
         """See `Workbench.timeline`."""
         from workbench.display.span_table import cells_of
         from workbench.display.timeline import timeline
 
-        spans, events = self.spans(), self._telemetry.events()
+        spans, events = self._telemetry.spans(), self._telemetry.events()
         start = None
         if iterations is not None and len(spans):
             starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
@@ -187,7 +171,7 @@ class History:
             {"event": name, "details": details}
             for name, details in zip(events["event"], events["details"], strict=True)
         )
-        return timeline(spans, devices=[device for _, device in self.devices()], start=start, cells=cells)
+        return timeline(spans, devices=[info.device for info in self._hosts.infos], start=start, cells=cells)
 
     def opening(self) -> pd.DataFrame:
         """See `Workbench.opening`."""
@@ -195,10 +179,6 @@ class History:
         spans["start_s"] -= spans["start_s"].min()
         columns = ["pool", "device", "role", "parent", "kind", "note", "start_s", "duration_s"]
         return spans.loc[spans["duration_s"] >= SHORTEST_S, columns].round(2).reset_index(drop=True)
-
-    def trace(self, path: str | Path) -> Path:
-        """See `Workbench.trace`."""
-        return self._telemetry.chrome_trace(path)
 
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
         """See `Workbench.logs`."""

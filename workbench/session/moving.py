@@ -97,29 +97,22 @@ def drop(runner: StageRunner, topology: Topology, role: str) -> PlacementChange:
 
 def move(runner: StageRunner, topology: Topology, placement: Placement) -> PlacementChange:
     """`lab.move(placement)`."""
-    runner.ownership.check_open()
     return carry_out(runner, topology, runner.hosts.description.placed(placement), f"moving to {placement}")
 
 
 def carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
-    runner.check_driver()
+    runner.require_alone(title, "that needs the roles as they are, and none at work")
     lost = topology.given_up(description)
     for group in runner.groups.by_role.values():
         if group.pool.name not in lost:
             runner.groups.check_alive(group)
-    runner.require_alone(title, "that needs the roles as they are, and none at work")
     runner.scheduler.drain()
     runner.batches.release_unused()  # what nobody refers to need not move
     change = topology.change(description)
     change.require_fit()
     with Progress(title) as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"{title}: {text}"
-            bar.update(0, 0)
-
-        return Move(runner, change, description, title, note).carry_out()
+        return Move(runner, change, description, title, bar.note).carry_out()
 
 
 class Move:

@@ -116,8 +116,6 @@ class Reloader:
 
     def reload(self, **roles: Any) -> ReloadReport:
         """See `Workbench.reload`."""
-        self._runner.ownership.check_open()
-        self._runner.check_driver()
         self._runner.require_alone("reload()", "stages that belong together run the same code")
         self._runner.scheduler.drain()
         models = self._redefined() | self._given(roles)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 def replay(runner: StageRunner, failed: FailedStage, *, rank: int | None, device: str | None, post_mortem: bool) -> Any:
     """`lab.debug(...)`."""
-    runner.ownership.check_open()
     runner.check_driver()
     one_of("device", device, (None, "cpu", "cuda"))
     rank = (failed.ranks or (0,))[0] if rank is None else rank

@@ -165,7 +165,9 @@ class StageRunner(StageNames):
             self._driver = before
 
     def check_driver(self) -> None:
-        """See `Workbench.check_driver`."""
+        """Raise `NotFound` where the workbench is closed, `NotDriving` where another kernel drives it; beside that see
+        `Workbench.check_driver`."""
+        self.ownership.check_open()
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
@@ -178,7 +180,8 @@ class StageRunner(StageNames):
             )
 
     def require_alone(self, what: str, rule: str) -> None:
-        """Raise `BadInput` inside `overlap()` and `kept()`."""
+        """Raise `BadInput` inside `overlap()` and `kept()`, and as `check_driver` does."""
+        self.check_driver()
         if self.overlap.on:
             raise BadInput(f"{what} inside lab.overlap()", rule, "do it afterwards")
         self.snapshots.refuse(what, rule)

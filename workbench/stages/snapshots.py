@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.backends.hosts import Hosts
 from workbench.backends.starting import Step, settle
 from workbench.errors import BadInput
+from workbench.messages.calls import HostInfo
 from workbench.placement import ROLLOUT
 from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
@@ -47,24 +48,16 @@ class Snapshots:
         weights = {role: counters.weights[role] for role in roles if role in counters.weights and role != ROLLOUT}
         here = self._by_host(roles)
 
-        def everywhere(what: str, method: str, *, which: bool = False) -> None:
-            backend = self._hosts.backend
-            asked = [
-                Step(what, info, backend.work(info.name, method, key, *([mine] if which else [])))
-                for info, mine in here
-            ]
-            settle(backend, asked, lambda _: None)
-
         def go_back() -> None:
             scheduler.drain()
-            everywhere(f"restoring {', '.join(roles)}", "restore")
+            self._everywhere("restoring", here, "restore", key)
             counters.weights.update(weights)
             counters.draws = dict(draws)
             self._ownership.record()
 
-        everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
+        self._everywhere("keeping", here, "snapshot", key, which=True)
         steps = {role: kept.steps for role, kept in weights.items()}
-        self.open[key] = {"hosts": [info.name for info, _ in here], "steps": steps}
+        self.open[key] = {"hosts": [info.name for info in here], "steps": steps}
         self._ownership.record()
         before, self._telemetry.aside = self._telemetry.aside, True
         try:
@@ -74,13 +67,22 @@ class Snapshots:
                 go_back()  # waits for the stages that are still under way
             finally:
                 self._telemetry.aside = before
-                everywhere("dropping what was kept", "drop_snapshot")
+                self._everywhere("dropping the kept", here, "drop_snapshot", key)
                 del self.open[key]
                 self._ownership.record()
 
-    def _by_host(self, roles: Sequence[str]) -> list[tuple[Any, list[str]]]:
+    def _everywhere(
+        self, doing: str, roles: Mapping[HostInfo, list[str]], method: str, key: str, *, which: bool = False
+    ) -> None:
+        backend = self._hosts.backend
+        settle(backend, [
+            Step(f"{doing} {', '.join(mine)}", info, backend.work(info.name, method, key, *([mine] if which else [])))
+            for info, mine in roles.items()
+        ], lambda _: None)  # fmt: skip
+
+    def _by_host(self, roles: Sequence[str]) -> dict[HostInfo, list[str]]:
         """The hosts that keep something, each with the roles; a role without workers of its own holds nothing."""
         groups = self._groups.by_role
         own = [role for role in roles if groups[role].worker_role == role]
-        here = [(i, [role for role in own if groups[role].pool.name == i.pool]) for i in self._hosts.infos]
-        return [(info, mine) for info, mine in here if mine]
+        here = {info: [role for role in own if groups[role].pool.name == info.pool] for info in self._hosts.infos}
+        return {info: mine for info, mine in here.items() if mine}
