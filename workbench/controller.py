@@ -99,7 +99,7 @@ class Workbench:
     lab.syncs(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
 
     Its parts are `hosts`, `ownership`, `runner`, `position`, `checkpoints`, `history` and `telemetry`.
-    attached: it was taken up, where another process had opened it. stays: its hosts live on when it is closed.
+    attached: it was opened before, and `wb.attach` found it. stays: its hosts live on when it is closed.
     """
 
     def __init__(self, description: Description, run_folder: Path) -> None:
@@ -130,7 +130,7 @@ class Workbench:
 
     @property
     def description(self) -> Description:
-        """What it is asked to be."""
+        """What it was opened with, or moved to."""
         return self.hosts.description
 
     @property
@@ -160,12 +160,12 @@ class Workbench:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Which run goes when."""
+        """Decides when each run starts."""
         return self.runner.scheduler
 
     @property
     def run_log(self) -> RunLog:
-        """What stages this kernel called."""
+        """The stages that this kernel called."""
         return self.runner.run_log
 
     @property
@@ -195,7 +195,7 @@ class Workbench:
 
     @property
     def algorithm(self) -> Algorithm | None:
-        """The algorithm that took the last step, while somebody holds it."""
+        """The algorithm that took the last step, while a variable holds it."""
         return self.position.algorithm
 
     @algorithm.setter
@@ -331,7 +331,7 @@ class Workbench:
         self.runner.overlap.wait()
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
-        """Record what a function that is a stage has to tell, beside the metrics of the operations."""
+        """Record metrics of a stage that is a function, beside the metrics of the operations."""
         self.runner.report(stage, metrics)
 
     def reported_as(self, stage: str) -> AbstractContextManager[None]:
@@ -346,7 +346,7 @@ class Workbench:
         return self.runner.failures.last()
 
     def forget_error(self) -> None:
-        """Let go of the last failure, and of the batch that is kept with it."""
+        """Forget the last failure, and release the batch that is kept with it."""
         self.runner.failures.forget()
 
     def debug(self, *, rank: int | None = None, device: str | None = None, post_mortem: bool = False) -> Any:
@@ -419,7 +419,7 @@ class Workbench:
         return self.runner.batches.get(name)
 
     def release(self, name: str | Batch) -> None:
-        """Let the store forget a batch, or all versions of a name; its memory is free when nothing else holds it."""
+        """Remove a batch, or all versions of a name, from the store; its memory is free when no variable holds it."""
         self.runner.batches.forget(name.id if isinstance(name, Batch) else name)
 
     def lineage(self, batch: Batch | str) -> pd.DataFrame:
@@ -443,16 +443,16 @@ class Workbench:
         return self._iterations.passed_over(iterations)
 
     def note_position(self) -> None:
-        """Write down where the algorithm stands, for the next kernel."""
+        """Record the position of the algorithm, from which a later kernel goes on."""
         self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
         """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
-        the random states of their ranks; where prompts, examples and the algorithm stand. `wb.restore(path)` goes on
-        from it, under this placement or another, and a script with `--resume PATH`.
+        the random states of their ranks; the positions of prompts, examples and the algorithm. `wb.restore(path)` goes
+        on from it, under this placement or another, and a script with `--resume PATH`.
 
         algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
-        step, while somebody holds it. models: also write each trained role's model to
+        step, while a variable holds it. models: also write each trained role's model to
         `roles/<role>/model`, for transformers and vLLM.
 
         The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
@@ -532,7 +532,7 @@ class Workbench:
         A pool keeps its processes where the new placement has one of its name with as many devices; other pools get
         new processes beside the old ones. Weights, moments of Adam and step counts of the roles that move go from host
         to host, to each rank exactly what its process lacks; so do batches on hosts that end. Generation engines are
-        made anew, and synced before they generate. What was counted or drawn goes on: the next stage gives the numbers
+        built again, and synced before they generate. Counters and random draws go on: the next stage gives the numbers
         that it would have given without the move.
 
         Until all has arrived, and its sums of bits are right, the old placement stays as it is: an error ends what is
@@ -608,7 +608,7 @@ class Workbench:
 
     def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
         """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
-        was measured under that placement stands beside it. Nothing is touched.
+        was measured under that placement is shown beside it. Nothing is touched.
 
         Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
         a role, or before any `calibrate`.
@@ -683,7 +683,7 @@ class Workbench:
         return [(info.pool, info.device) for info in self.hosts.infos]
 
     def timeline(self, iterations: int | None = 1) -> Timeline:
-        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle."""
         return self.history.timeline(iterations)
 
     def opening(self) -> pd.DataFrame:
@@ -742,7 +742,7 @@ class Workbench:
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
-        afterwards the roles, and where the prompts stand, are as before.
+        afterwards the roles, and the position of the prompts, are as before.
         """
         return compare(self, self.runner, batch, arms)
 

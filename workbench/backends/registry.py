@@ -73,7 +73,7 @@ def check_name(name: str) -> str:
 
 
 def write(record: Record, description: Description) -> None:
-    """Record a workbench as it stands now."""
+    """Record a workbench as it is now."""
     record.folder.mkdir(parents=True, exist_ok=True)
     (record.folder / "description.new").write_bytes(cloudpickle.dumps(description))
     (record.folder / "description.new").replace(record.folder / "description.pkl")
@@ -140,7 +140,7 @@ def description(record: Record) -> Description:
     try:
         value: Description = pickle.loads((record.folder / "description.pkl").read_bytes())
     except OSError:
-        raise NotFound(f"no workbench named {record.name!r}", "it was closed this moment", "open it anew") from None
+        raise NotFound(f"no workbench named {record.name!r}", "it was closed a moment ago", "open it again") from None
     except (ImportError, AttributeError) as error:
         module = f"module {error.name!r}" if isinstance(error, ImportError) and error.name else str(error)
         raise MissingDependency(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workbench.batches.references import Column
 
 
-# What is let go of beyond the limit is a little more than has to be, so that it is not done again at the next stage.
+# Beyond the limit, this part of it is released on top, so that the next stage does not have to release again.
 SLACK = 0.1
 
 
@@ -33,7 +33,7 @@ class Weights:
     state: str
 
     @classmethod
-    def anew(cls, steps: int) -> Weights:
+    def fresh(cls, steps: int) -> Weights:
         """Weights that equal no others, however many steps those have had."""
         return cls(steps=steps, state=secrets.token_hex(4))
 
@@ -89,7 +89,7 @@ class _Entry:
         return self.handle() or self.kept
 
     def push_out(self) -> None:
-        """Let go of the columns, of which there are others."""
+        """Release the columns, which are in a file or in another batch as well."""
         assert self.kept is not None
         self.columns, self.meta, self.kept = tuple(self.kept.columns), dict(self.kept.meta), None
 
@@ -153,7 +153,8 @@ class Store:
         return found
 
     def trim(self, save: Callable[[Batch, Path], Path]) -> None:
-        """Let go of what is beyond the limit and not held; `save` writes a batch to a file and returns its name."""
+        """Release what is beyond the limit and not held by the notebook; `save` writes a batch to a file and returns
+        its name."""
         if self._most_bytes <= self.limit_bytes:
             return
         self._most_bytes = self.resident_bytes()

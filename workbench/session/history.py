@@ -30,13 +30,13 @@ SHORTEST_S = 0.01  # pieces of opening that took less are not listed
 class History:
     """What happened in a workbench, and when; read from the disk.
 
-    script_options: of the script that opened it, which trackers are told.
+    script_options: of the script that opened it, which go to trackers.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, telemetry: TelemetryStore) -> None:
         self._hosts, self._groups, self._telemetry = hosts, groups, telemetry
         self.script_options: Mapping[str, Any] = {}
-        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
+        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # where the actor was, and what was computed for that
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
         """See `Workbench.transfers`."""
@@ -79,7 +79,8 @@ class History:
         return plans.copy()
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
-        """What follows from where the actor and the rollout workers stand is made once for each standing."""
+        """A value that follows from the layout and hosts of the actor and the rollout workers: computed once for
+        each."""
         groups = [self._groups.by_role[role] for role in ("actor", ROLLOUT) if role in self._groups.by_role]
         standing = [(group, group.spec, group.layout, group.hosts) for group in groups]
         if self._planned[0] != standing:

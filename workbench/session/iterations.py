@@ -56,7 +56,7 @@ class Iterations:
         return self._runner.batches.put(table, meta=meta, owner=owner)
 
     def note_drawn(self) -> None:
-        """Keep where the prompts stand."""
+        """Record where the prompts are, for a later kernel."""
         self._runner.ownership.record()
 
     def numbers(self, n: int) -> Iterator[int]:

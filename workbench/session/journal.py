@@ -43,7 +43,7 @@ from workbench.stages.unfinished import UnfinishedUpdate
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
 
-SLACK = 200  # entries beyond three a batch, from which on the journal is written anew
+SLACK = 200  # entries beyond three a batch, beyond which the journal is compacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class SessionJournal:
         self._next_number, self._entries = itertools.count(), 0
 
     def rewrite(self) -> None:
-        """Write all of it anew, as one entry in place of those that there are."""
+        """Compact the journal: one entry in place of all."""
         with self._lock, uninterrupted():
             self._start()
             registry.start_journal(self._lab, {**self._changes(), "sent": dict(self._open)})

@@ -5,7 +5,7 @@ is whole.
           └─ an error in here ends what is new, and the old placement goes on ──────────┘
 
 A host that stays builds and takes while others start, and each takes as soon as it has built.
-Weights and moments go from host to host, and the controller is told only checksums and byte counts.
+Weights and moments go from host to host, and the controller gets only checksums and byte counts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def add(
     if pool is None and (len(pools) > 1 or role == ROLLOUT):
         own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
         raise BadInput(
-            where, f"a role stands in a pool, and there are {', '.join(pools)}",
+            where, f"a role is in one pool, and there are {', '.join(pools)}",
             own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
         )  # fmt: skip
     models = description.declared if role == ROLLOUT else description.declaring({role: model})
@@ -162,7 +162,7 @@ class Move:
 
     @cached_property
     def _built(self) -> dict[str, list[str]]:
-        """The roles that are built, by their pool of after. Advantages are computed where the lead role is."""
+        """The roles that are built, by their new pool. Advantages are computed where the lead role is."""
         found: dict[str, list[str]] = {pool.name: [] for pool in self._change.new.pools}
         for role in self._change.roles:
             if role.action in (*TAKEN_ALONG, "added"):
@@ -173,7 +173,7 @@ class Move:
 
     @cached_property
     def _closed(self) -> dict[str, list[str]]:
-        """The roles that are closed, by their pool of before."""
+        """The roles that are closed, by their old pool."""
         found: dict[str, list[str]] = {pool.name: [] for pool in self._change.old.pools}
         for role in self._change.roles:
             if role.action in (*TAKEN_ALONG, "dropped"):
@@ -193,7 +193,7 @@ class Move:
 
     @cached_property
     def _after(self) -> list[HostInfo]:
-        """The hosts of after, pool by pool."""
+        """The hosts of the new placement, pool by pool."""
         left = [i for i, place in zip(self.infos, self._change.places, strict=True) if not place.ends]
         return [info for pool in self._change.new.pools for info in left if info.pool == pool.name]
 
@@ -219,7 +219,7 @@ class Move:
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def _publish(self) -> dict[str, list[RankState]]:
-        """Let the hosts of before say what goes along of each role, by rank; what is large they hold ready."""
+        """Ask the old hosts for the small state of each role, by rank; weights and moments they publish."""
         steps, roles = [], []
         for move in self._moves:
             for rank, place in enumerate(move.source[1]):
@@ -231,8 +231,8 @@ class Move:
         return found
 
     def _bring_up(self, rank_states: dict[str, list[RankState]]) -> float:
-        """Start what is new, and let the hosts of after build and take, and verify, what they are to have. For how
-        many seconds any of them took."""
+        """Start new hosts, and have the hosts of the new placement build, take and verify their roles. Returns for how
+        many seconds any of them took state."""
         backend, new = self._hosts.backend, set(self.new)
         steps = self._fill([info for info in self._after if info not in new], rank_states)
         if self.new:
@@ -247,8 +247,8 @@ class Move:
         return union_s((part.start_s, part.end_s) for part in taken)
 
     def _fill(self, hosts: Sequence[HostInfo], rank_states: dict[str, list[RankState]]) -> list[Step]:
-        """Ask hosts to build roles, and to take these and the batches of hosts that end: one after the other, in the
-        same order on all ranks of a pool."""
+        """Ask hosts to build roles, and to take their state and the batches of hosts that end: one after the other, in
+        the same order on all ranks of a pool."""
         steps = begin_loading(
             self._hosts.backend, hosts, self._description, self._note, roles=self._built, beside=self._change.kept
         )
@@ -324,11 +324,11 @@ class Move:
                 backend.work(info.name, "set_threads", threads)
         moved = tuple(replace(info, threads=threads) for info in self._after)
         hosts.become(replace(self._description, moved=moved))
-        self._runner.groups.stand()
+        self._runner.groups.follow_hosts()
         if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
-            # its engines were made anew: what they hold is not what they were sent
+            # its engines are new: they do not hold what they were sent
             weights = self._runner.counters.weights
-            weights[ROLLOUT] = Weights.anew(weights[ROLLOUT].steps)
+            weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)
         successors = self._change.shard_successors
         hosts.shard_successors |= {self.infos[old].name: self.infos[new].name for old, new in successors.items()}
         hosts.pools_ended |= {info.pool: info.again for info in self.ending}

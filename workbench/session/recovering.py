@@ -68,7 +68,7 @@ def _put_back(
     note("waiting for the stages under way to stop")
     runner.scheduler.drain()
     head_was_gone = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
-    # without a checkpoint all begin anew: a living role has learned what the others are to know nothing of
+    # without a checkpoint all start again: a living role has learned from what the others no longer have
     all_anew = restoring is None or head_was_gone
     lost = {info.pool for info in hosts.infos} if all_anew else hosts.lost_pools(ANSWER_S)
     _restart(runner, lost, note)
@@ -114,7 +114,7 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
         hosts.lost |= dict.fromkeys(lost, "a recovery that failed")
         raise
     hosts.become(replace(hosts.description, moved=tuple(infos)))
-    runner.groups.stand()
+    runner.groups.follow_hosts()
     for pool in lost:
         hosts.lost.pop(pool, None)
         hosts.pending_cleanup.pop(pool, None)
@@ -139,7 +139,7 @@ def _begin_anew(runner: StageRunner, position: Position, prompts: PromptStream) 
     position.begin_anew()
     # rollout workers may be of another kind than the actor: they are sent its weights
     counters.weights = {
-        role: Weights.anew(0) if role == ROLLOUT else Weights(steps=0, state="") for role in counters.weights
+        role: Weights.fresh(0) if role == ROLLOUT else Weights(steps=0, state="") for role in counters.weights
     }
 
 

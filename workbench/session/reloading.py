@@ -198,7 +198,7 @@ class Reloader:
                     self._shipped[role, field] = code_behind(part)
 
     def _redefined(self) -> dict[str, Model]:
-        """By role, the models whose function or worker class the notebook has defined anew since the hosts got it."""
+        """By role, the models whose function or worker class the notebook has defined again since the hosts got it."""
         notebook, found = vars(sys.modules["__main__"]), dict[str, Model]()
         for role, model in self._hosts.description.models.items():
             fields = {}

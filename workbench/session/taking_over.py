@@ -61,9 +61,9 @@ def _take_counters(values: Mapping[str, Any], runner: StageRunner, prompts: Prom
     hosts, counters = runner.hosts, runner.counters
     counters.run, counters.batch, counters.iteration = values["run"], values["batch"], values["iteration"]
     # stages of that kernel may have gone on without it: no weights are known to be those of then, and rollout workers
-    # are sent the actor's anew
+    # are sent the actor's again
     for role, weights in values["weights"].items():
-        counters.weights[role] = Weights.anew(weights["steps"])
+        counters.weights[role] = Weights.fresh(weights["steps"])
     counters.draws[counters.iteration] = values["draws"]
     counters.iterations_to_skip = values["iterations_to_skip"]
     hosts.pools_ended, hosts.shard_successors = values["pools_ended"], dict(values["shard_successors"])
@@ -101,7 +101,7 @@ def _end_snapshots(runner: StageRunner, snapshots: Mapping[str, Any]) -> None:
             runner.hosts.backend.work(host, "restore", key)
             runner.hosts.backend.work(host, "drop_snapshot", key)
         for role, steps in kept["steps"].items():
-            runner.counters.weights[role] = Weights.anew(steps)
+            runner.counters.weights[role] = Weights.fresh(steps)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

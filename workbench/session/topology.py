@@ -131,7 +131,7 @@ class Topology:
             silent = MemoryReading(**now, host=info.name, device=info.device, error=f"no answer in {timeout_s:g} s")
             try:
                 readings.append(MemoryReading.of(answer.result(), **now) if answer.done() else silent)
-            except Exception as error:  # of one host: the others' figures stand
+            except Exception as error:  # of one host: the others' figures count
                 readings.append(replace(silent, error=f"{error}"))
         return readings
 

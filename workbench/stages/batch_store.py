@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BatchStore:
-    """Moves rows between the notebook and the hosts, keeps what stages made, and gives hosts notice of what nobody
+    """Moves rows between the notebook and the hosts, keeps what stages made, and tells hosts which shards no batch
     refers to. What a `Batch` asks of its workbench.
 
     store: what stages made, by name and version. looping: whether a loop makes what is made now.
@@ -90,7 +90,7 @@ class BatchStore:
         return self.store.get(name, self.load)
 
     def forget(self, name: str) -> None:
-        """Let the store forget a batch, or all versions of a name."""
+        """Remove a batch, or all versions of a name, from the store."""
         self.store.release(name)
         self.release_unused()
 
@@ -131,7 +131,7 @@ class BatchStore:
         return str(self.tokenizer.decode(list(token_ids)))
 
     def release_unused(self) -> None:
-        """Tell the hosts which shards nobody refers to any more. A handle that only looks holds none."""
+        """Tell the hosts which shards no batch refers to any more. A handle that only looks holds none."""
         if not self._ownership.drives:
             return
         due: dict[str, list[str]] = {}

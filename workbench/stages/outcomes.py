@@ -1,5 +1,5 @@
 """What follows from runs that did not just end well: those that failed, were cancelled or abandoned, or whose kernel
-is gone. No step of an update is taken twice, and no samples are drawn anew."""
+is gone. No step of an update is taken twice, and no samples are drawn again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcomes:
             if run.parts:
                 told = run.parts[0].metrics.get("optimizer_steps")
                 steps = steps + run.parts[0].steps if told is None else int(told.value)
-            weights[role] = Weights.anew(steps)
+            weights[role] = Weights.fresh(steps)
             if run.parts:
                 self.updates.note(run, weights[role], run.result_ranks)
         self._draw_again(run)
@@ -58,7 +58,7 @@ class Outcomes:
             self._draw_again(run)
 
     def _draw_again(self, run: Run) -> None:
-        """Let the same call again draw the same samples, if none were drawn since."""
+        """Have the same call draw the same samples again, if none were drawn since."""
         seed: tuple[int, ...] = run.calls[0].meta.get("seed", ()) if run.calls else ()
         if len(seed) == 3:
             self._counters.draw_again(seed[1], seed[2])
@@ -86,15 +86,15 @@ class Outcomes:
         self._ownership.record(over=run.number)
 
     def note_update(self, run: OpenRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
-        """Take in an update that ended, or stopped, after its kernel had: the same call again gives its metrics, or
-        goes on where it stood."""
+        """Note an update that ended, or stopped, after its kernel had ended: the same call again gives its metrics, or
+        goes on with the next step."""
         weights = self._counters.weights
         if run.role not in weights or (parts and not parts[0].steps):
             return
         told = parts[0].metrics.get("optimizer_steps") if parts else None
         steps = weights[run.role].steps + 1 if told is None else told.value
         steps = steps if result is None else result.get("optimizer_steps", steps)
-        weights[run.role] = Weights.anew(int(steps))
+        weights[run.role] = Weights.fresh(int(steps))
         self.updates.of_role[run.role] = UnfinishedUpdate(
             stage=run.name, code=run.code, read=run.read, weights=weights[run.role], layout=run.layout,
             result_ranks=run.result_ranks, parts=tuple(parts), result=result,

@@ -14,8 +14,8 @@ STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() 
 def one_error(
     role: str, pool: str, stage: str, run: int, failures: Mapping[int, Failure], *, stuck: bool
 ) -> WorkbenchError:
-    """Of the first cause's own class where it is ours, else a `StageError`; equal causes are told as one. The frames on
-    the ranks are its `failure`, and a note, for who prints tracebacks."""
+    """Of the first cause's own class where it is ours, else a `StageError`; equal causes are reported as one. The
+    frames on the ranks are its `failure`, and a note for tracebacks."""
     alike: dict[object, list[int]] = {}
     for rank, failure in failures.items():
         alike.setdefault(failure.likeness, []).append(rank)

@@ -221,7 +221,7 @@ class Run:
         """Ask its ranks to leave it."""
         if self._stopping is None and self._backend is not None:
             self._stopping = StopCoordinator(self._backend, self.group.hosts, self.number)
-            self.ranks.heard()
+            self.ranks.note_progress()
 
     # --- for the scheduler --------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Run:
             if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
                 self.ranks.counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
             for host, call in zip(self.group.hosts, self.calls, strict=True):
-                self.ranks.answers.append(backend.execute(host, call, self.ranks.counts.hear))
+                self.ranks.answers.append(backend.execute(host, call, self.ranks.counts.count))
             self.ranks.begin()
         except BaseException as error:
             # ranks that have their call would wait for those that have not

@@ -1,4 +1,5 @@
-"""Which run goes when: a stage starts when its inputs are there and its pool is free, on one pool in call order."""
+"""Decides when each run starts: a stage starts when its inputs are there and its pool is free, on one pool in call
+order."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class Scheduler:
     """Holds the runs that have not ended. A pool has one stage under way at a time, so that what waits can still be
     given up, and an interrupt leaves no call queued behind. Runs of different pools overlap.
 
-    A run that can start is sent by whoever submits it; a thread, which lives while runs are open, polls what runs
-    and sends what that makes ready.
+    A run that can start is sent by the thread that submits it. Another thread, which lives while runs are open, polls
+    them and sends those that become ready.
     """
 
     def __init__(self, hosts: Hosts) -> None:

@@ -144,7 +144,7 @@ class StageSteps:
         weights, role = self.parts.counters.weights, run.group.role
         # a run may take its turn as an update does and change no weights, such as `check_sync` of rollout workers
         if self.call.operation.updates and role in weights:
-            weights[role] = Weights.anew(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
+            weights[role] = Weights.fresh(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
 
     def _next_version(self, run: Run) -> Batch | None:
         """The batch with the columns that were made; None where none were."""

@@ -1,4 +1,4 @@
-"""Updates that were interrupted: the same call again goes on where they stood, so that no step is taken twice."""
+"""Updates that were interrupted: the same call again goes on with the next step, so that none is taken twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnfinishedUpdate:
     result: Any = None
 
     def resumed(self, calls: Sequence[Call], layout: str, result_ranks: Sequence[int]) -> list[Call]:
-        """Calls that go on where it stood. layout, result_ranks: as they are now."""
+        """Calls that go on with its next step. layout, result_ranks: as they are now."""
         parts = self.parts
         if layout != self.layout:  # it has moved since: what counts of what the ranks had found goes to one that counts
             found: Metrics = {}
@@ -59,7 +59,7 @@ class UnfinishedUpdates:
         )  # fmt: skip
 
     def open(self, weights: Mapping[str, Weights]) -> list[str]:
-        """The updates that stand between two of their steps. weights: as they are now."""
+        """The updates that are between two of their steps. weights: the current ones."""
         return [
             update.stage
             for role, update in self.of_role.items()

@@ -28,7 +28,7 @@ from workbench.workers.weight_exchange import Published
 class Publication:
     """The actor's weights as they are when all that was called before has run, published for one taker.
 
-    run: of the actor's ranks. weights: which those are; None until they are published. where: what the taker is told.
+    run: of the actor's ranks. weights: which those are; None until they are published. where: for the taker.
     """
 
     def __init__(self, runner: StageRunner, **what: bool) -> None:

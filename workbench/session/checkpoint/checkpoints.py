@@ -44,7 +44,7 @@ class Automatic:
 
 
 class Checkpoints:
-    """Saves a run to disk: when it is told to, and by itself between iterations. automatic: when that is."""
+    """Saves a run to disk: on request, and by itself between iterations. automatic: when that is."""
 
     def __init__(self, runner: StageRunner, position: Position, prompts: Callable[[], PromptStream]) -> None:
         self._runner, self._position, self._prompts = runner, position, prompts

@@ -1,6 +1,6 @@
 """The folder of a checkpoint: what is in it, how it comes to be whole or not at all, and how one is found again.
 
-    checkpoint.json     what it is: format, iteration, placement, counters, where prompts and algorithm stand; and of
+    checkpoint.json     what it is: format, iteration, placement, counters, positions of prompts and algorithm; and of
                         each other file its bytes and SHA-256
     controller.pkl      the description of the workbench, and what small things each rank has to add
     roles/<role>/       see `workbench.workers.role_files`; model/ is loaded by transformers and vLLM

@@ -115,10 +115,10 @@ class Restoring:
         prompts.drawn, prompts.state = state["drawn"], state["prompts"]
         counters.draws = {counters.iteration: state["draws"]}
         for role, weights in counters.weights.items():
-            # rollout workers are sent the actor's anew; a reference that was never refreshed is as its model has it
+            # rollout workers are sent the actor's again; a reference that was never refreshed is as its model has it
             saved = state["weights"].get(role)
             if saved and (role in self._files or role == ROLLOUT):
-                counters.weights[role] = Weights.anew(saved["steps"])
+                counters.weights[role] = Weights.fresh(saved["steps"])
             elif saved:
                 counters.weights[role] = Weights(steps=saved["steps"], state=weights.state)
         position.saved_streams = list(state["streams"])

@@ -27,7 +27,7 @@ from workbench.workers.role_files import RoleFiles
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
 
-ANSWER_S = 60.0  # how long an error waits for hosts to let go of the files
+ANSWER_S = 60.0  # how long an error waits until hosts have closed the files
 
 
 def save(
@@ -75,7 +75,7 @@ def _check_can_save(runner: StageRunner, path: str | Path, folder: Path) -> None
     runner.scheduler.drain()
     if left := runner.outcomes.updates.open(runner.counters.weights):
         raise BadInput(
-            f"save({str(path)!r}) while {left[0]} stands between two of its steps, as an interrupt left it",
+            f"save({str(path)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
             "a checkpoint would not know which are taken",
             "run the same call again, which takes the rest, and then save",
         )  # fmt: skip
@@ -189,13 +189,13 @@ def _on_ranks(runner: StageRunner, roles: Mapping[str, RoleFiles], method: str, 
 
 
 def controller_state(counters: Counters, position: Position, prompts: PromptStream) -> dict[str, Any]:
-    """The counters of a workbench, and where its prompts and examples stand, as plain values."""
+    """The counters of a workbench, and the positions of its prompts and examples, as plain values."""
     streams = [stream.state for stream in position.streams()]
     return {**counters.state(), "drawn": prompts.drawn, "prompts": prompts.state, "streams": streams}
 
 
 def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
-    """Where an algorithm stands; what the iteration under way has made is written beside."""
+    """The position of an algorithm; what the iteration under way has made is written to files of its own."""
     made: dict[str, Any] = {}
     if algorithm.under_way:
         (folder / "made").mkdir()

@@ -261,7 +261,7 @@ class Patch:
         return True
 
     def _worker(self, role: str, worker: Worker, model: Model, worker_class: type) -> None:
-        """Let a living worker be of another class, with another function."""
+        """Give a living worker another class, and another function."""
         spec, kind = worker.spec, type(worker)
 
         def undo() -> None:
@@ -274,8 +274,8 @@ class Patch:
     # --- afterwards ---------------------------------------------------------------------------------------------------
 
     def _refresh(self, sources: Mapping[str, SourceFile]) -> int:
-        """Let functions that stayed as they were know their lines in the new text, for tracebacks; the number of living
-        objects whose class has changed."""
+        """Give functions that did not change their lines in the new text, for tracebacks; the number of living objects
+        whose class has changed."""
         codes: dict[int, dict[str, list[types.CodeType]]] = {}
         for name, source in sources.items():
             found = codes[id(vars(sys.modules[name]))] = {}
