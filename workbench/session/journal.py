@@ -6,7 +6,7 @@ and one when its hosts have ended it. An entry says what has changed since the o
     counters   JSON: numbers of runs, batches and draws, the weights of each role, where the prompts are
     position   JSON: where the algorithm of the last step is, streams of examples, automatic saves, checkpoints
     updates    updates that were interrupted between two of their steps, by role
-    sent       stages that went to their hosts, by number: `OpenRun`
+    sent       stages that went to their hosts, by number: `SentRun`
     over       the number of a stage that its hosts have ended
     locations  where rows of columns are, by number: `Location`
     batches    what the store keeps, by name: `KeptBatch` or `FiledBatch`
@@ -35,7 +35,7 @@ from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import uninterrupted
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
-from workbench.stages.journal import OpenRun
+from workbench.stages.journal import SentRun
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.stages.unfinished import UnfinishedUpdate
@@ -93,7 +93,7 @@ class SessionJournal:
             self._start()
             registry.start_journal(self._lab, {**self._changes(), "sent": dict(self._open)})
 
-    def append(self, *, sent: OpenRun | None = None, over: int | None = None) -> None:
+    def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
         """See `workbench.stages.journal.Journal`."""
         with self._lock, uninterrupted():
             entry: dict[str, Any] = {}
@@ -210,7 +210,7 @@ class Recorded:
     counters: dict[str, Any] = field(default_factory=dict)
     position: dict[str, Any] = field(default_factory=dict)
     updates: dict[str, UnfinishedUpdate] = field(default_factory=dict)
-    open_runs: dict[int, OpenRun] = field(default_factory=dict)
+    open_runs: dict[int, SentRun] = field(default_factory=dict)
     locations: dict[int, Location] = field(default_factory=dict)
     batches: dict[str, KeptBatch | FiledBatch] = field(default_factory=dict)
 

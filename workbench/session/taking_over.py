@@ -28,7 +28,7 @@ from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint, read_checkpoint
 from workbench.session.journal import KeptBatch, Recorded
 from workbench.session.position import Position
-from workbench.stages.journal import OpenRun
+from workbench.stages.journal import SentRun
 from workbench.stages.run import GRACE_S
 from workbench.stages.runner import StageRunner
 
@@ -158,30 +158,27 @@ def _columns(entry: KeptBatch, locations: Mapping[int, Location]) -> dict[str, C
 # --- stages that were under way ---------------------------------------------------------------------------------------
 
 
-def _finish(runner: StageRunner, run: OpenRun, note: Note) -> None:
+def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
     """Wait for a stage that the kernel before had called, and keep what it did."""
     replies = [_reply(runner.hosts, run, host, note) for host in run.hosts]
     there = [reply for reply in replies if reply is not None]
-    for reply in there:
-        runner.telemetry.append_spans(reply.spans)
-        runner.telemetry.append_transfers(reply.transfers)
-        runner.telemetry.append_syncs(reply.syncs)
+    runner.outcomes.record_replies(there)
     if run.drawn is not None:
         runner.counters.draw_again(*run.drawn)
     if not run.updates or len(there) != len(run.hosts) or any(reply.failure for reply in there):
         return
     parts = [reply.stopped for reply in there if reply.stopped is not None]
     if parts and len(parts) == len(there):
-        runner.outcomes.note_update(run, parts, None)
+        runner.outcomes.ended_without_kernel(run, parts, None)
     elif not parts:
         metrics: Metrics = {}
         for rank in run.result_ranks:
             merge_metrics(metrics, there[rank].metrics)
-        runner.outcomes.note_update(run, (), MetricValues(reported(metrics)))
+        runner.outcomes.ended_without_kernel(run, (), MetricValues(reported(metrics)))
     runner.telemetry.append_event("run of an earlier kernel", run=run.number, stage=run.name)
 
 
-def _reply(hosts: Hosts, run: OpenRun, host: str, note: Note) -> Reply | None:
+def _reply(hosts: Hosts, run: SentRun, host: str, note: Note) -> Reply | None:
     """The reply of a host, once it has ended the stage; None where it never ran it, or is gone. A host that makes no
     progress for `GRACE_S` counts as lost."""
     seen, since_s = None, time.monotonic()

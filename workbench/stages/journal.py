@@ -10,7 +10,7 @@ from workbench.batches.references import Column
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenRun:
+class SentRun:
     """A stage that was sent to hosts. read: the columns that an update read. drawn: (iteration, draw), where it drew
     samples."""
 
@@ -29,6 +29,6 @@ class OpenRun:
 class Journal(Protocol):
     """The journal of one workbench."""
 
-    def append(self, *, sent: OpenRun | None = None, over: int | None = None) -> None:
+    def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
         """Append what has changed since the last entry. sent: a stage that now goes to its hosts. over: the number of
         a stage that its hosts have ended."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from workbench.backends.hosts import Hosts
 from workbench.batches.store import Weights
 from workbench.messages.metric_values import MetricValues
-from workbench.messages.replies import UpdatePart
+from workbench.messages.replies import Reply, UpdatePart
 from workbench.stages.counters import Counters
-from workbench.stages.journal import OpenRun
+from workbench.stages.journal import SentRun
 from workbench.stages.ownership import Ownership
 from workbench.stages.run import Run
 from workbench.stages.unfinished import UnfinishedUpdate, UnfinishedUpdates
@@ -27,6 +27,10 @@ class Outcomes:
     def record(self, run: Run) -> None:
         """Record what its ranks reported, once."""
         replies, run.unrecorded = run.unrecorded, []
+        self.record_replies(replies)
+
+    def record_replies(self, replies: Sequence[Reply]) -> None:
+        """Record spans, transfers and syncs."""
         for reply in replies:
             self._telemetry.append_spans(reply.spans)
             self._telemetry.append_transfers(reply.transfers)
@@ -43,7 +47,7 @@ class Outcomes:
                 steps = steps + run.parts[0].steps if told is None else int(told.value)
             weights[role] = Weights.fresh(steps)
             if run.parts:
-                self.updates.note(run, weights[role], run.result_ranks)
+                self.remember(_sent_run(run), run.parts, None)
         self._draw_again(run)
         if run.stuck:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
@@ -53,7 +57,7 @@ class Outcomes:
         """A run has succeeded, and its caller did not get the result: the same call again must give it."""
         weights = self._counters.weights
         if run.updates and run.group.role in weights and not run.writes:
-            self.updates.note(run, weights[run.group.role], run.result_ranks, run.given)
+            self.remember(_sent_run(run), run.parts, run.given)
         elif not run.updates:
             self._draw_again(run)
 
@@ -66,18 +70,19 @@ class Outcomes:
     def unfinished(self, run: Run, *, ended: bool) -> UnfinishedUpdate | None:
         """What an update goes on from; see `UnfinishedUpdates.take`."""
         weights = self._counters.weights.get(run.group.role)
-        return self.updates.take(run, run.read, weights, ended=ended) if run.updates and weights else None
+        return self.updates.take(_sent_run(run), weights, ended=ended) if run.updates and weights else None
+
+    def remember(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Have the same call of an update go on with its next step, or give its metrics if it came to its end."""
+        self.updates.of_role[run.role] = UnfinishedUpdate(
+            run=run, weights=self._counters.weights[run.role], parts=tuple(parts), result=result
+        )
 
     # --- for a later kernel -------------------------------------------------------------------------------------------
 
     def sent(self, run: Run, seed: tuple[int, ...]) -> None:
         """Record in the journal what goes to hosts."""
-        self._ownership.record(sent=OpenRun(
-            number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
-            updates=run.updates, result_ranks=run.result_ranks, layout=str(run.group.layout),
-            read=run.read if run.updates else {},
-            drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
-        ))  # fmt: skip
+        self._ownership.record(sent=_sent_run(run, seed))
 
     def over(self, run: Run) -> None:
         """Record in the journal what came of a run that its ranks have ended."""
@@ -85,17 +90,21 @@ class Outcomes:
             run.batch.settle(wait=False)
         self._ownership.record(over=run.number)
 
-    def note_update(self, run: OpenRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
-        """Note an update that ended, or stopped, after its kernel had ended: the same call again gives its metrics, or
-        goes on with the next step."""
+    def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Remember an update that ended, or stopped, after its kernel had ended."""
         weights = self._counters.weights
         if run.role not in weights or (parts and not parts[0].steps):
             return
-        told = parts[0].metrics.get("optimizer_steps") if parts else None
-        steps = weights[run.role].steps + 1 if told is None else told.value
+        counted = parts[0].metrics.get("optimizer_steps") if parts else None
+        steps = weights[run.role].steps + 1 if counted is None else counted.value
         steps = steps if result is None else result.get("optimizer_steps", steps)
         weights[run.role] = Weights.fresh(int(steps))
-        self.updates.of_role[run.role] = UnfinishedUpdate(
-            stage=run.name, code=run.code, read=run.read, weights=weights[run.role], layout=run.layout,
-            result_ranks=run.result_ranks, parts=tuple(parts), result=result,
-        )  # fmt: skip
+        self.remember(run, parts, result)
+
+
+def _sent_run(run: Run, seed: tuple[int, ...] = ()) -> SentRun:
+    return SentRun(
+        number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
+        updates=run.updates, result_ranks=run.result_ranks, layout=str(run.group.layout),
+        read=run.read if run.updates else {}, drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
+    )  # fmt: skip

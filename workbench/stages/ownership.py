@@ -7,7 +7,7 @@ import secrets
 from workbench.backends import registry
 from workbench.config.description import Description
 from workbench.errors import NotDriving, NotFound
-from workbench.stages.journal import Journal, OpenRun
+from workbench.stages.journal import Journal, SentRun
 
 
 class Ownership:
@@ -38,7 +38,7 @@ class Ownership:
             owner, self._owner_stamp = registry.owner(self._id), stamp
             self.drives = owner is None or owner.controller == self.controller
 
-    def record(self, *, sent: OpenRun | None = None, over: int | None = None) -> None:
+    def record(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
         """Append what has changed to the journal, if this kernel drives; see `Journal.append`."""
         self.notice_takeover()
         if self.journal is not None and self.drives:
