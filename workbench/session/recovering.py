@@ -43,7 +43,7 @@ def recover(
         lost = _put_back(runner, position, prompts, restoring, bar.note)
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
-    runner.outcomes.updates.clear()
+    runner.outcomes.updates.of_role.clear()
     for stream in position.streams():
         position.put_back_stream(stream)
     runner.ownership.record()

@@ -33,7 +33,8 @@ class BatchStore:
     """Moves rows between the notebook and the hosts, keeps what stages made, and tells hosts which shards no batch
     refers to. What a `Batch` asks of its workbench.
 
-    store: what stages made, by name and version. looping: whether a loop makes what is made now.
+    vocabulary: of the tokens in all batches. store: what stages made, by name and version. looping: whether a loop
+    makes what is made now.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, ownership: Ownership, counters: Counters, room_bytes: int) -> None:
@@ -41,22 +42,17 @@ class BatchStore:
         lead = hosts.description.models[hosts.description.lead].name
         assert lead is not None
         self.tokenizer = load_tokenizer(lead)
-        self._vocabulary = Vocabulary(lead, self.tokenizer)
+        self.vocabulary = Vocabulary(lead, self.tokenizer)
         self.shard_counts = ShardCounts()
         self.store = Store(hosts.run_folder / "batches", room_bytes)
         self.looping = False
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Whose tokens the batches are made of."""
-        return self._vocabulary
 
     def put(
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
     ) -> Batch:
         """See `Workbench.put`."""
         found = _as_table(table)
-        self._vocabulary.check(found, "put()" if owner == "notebook" else owner)
+        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
