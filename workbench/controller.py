@@ -749,7 +749,7 @@ class Workbench:
     def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
         end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
-        return self.runner.kept(*roles)
+        return self.runner.snapshots.kept(*roles)
 
     def check(self, *names: str) -> CheckReport:
         """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1

@@ -113,7 +113,10 @@ def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algo
     before, looping = counters.last_metrics, batches.looping
     batches.looping = True
     try:
-        with prompts_kept(lab.prompts, runner.ownership) as put_back, runner.kept(*sorted(updated)) as go_back:
+        with (
+            prompts_kept(lab.prompts, runner.ownership) as put_back,
+            runner.snapshots.kept(*sorted(updated)) as go_back,
+        ):
             for name, (graph, todo) in plans.items():
                 counters.last_metrics = {}
                 newest, values = batch, dict[str, Any]()

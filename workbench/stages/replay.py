@@ -76,7 +76,7 @@ def _live_host(runner: StageRunner, call: Call) -> Iterator[Host]:
     backend = runner.hosts.backend
     assert isinstance(backend, InlineBackend)
     roles = [call.role] if call.role in runner.groups.by_role else []
-    with torch.random.fork_rng(), runner.kept(*roles):
+    with torch.random.fork_rng(), runner.snapshots.kept(*roles):
         yield backend.host(runner.hosts.infos[0].name)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.backends.base import Backend, Pending
+from workbench.backends.base import Backend
 from workbench.batches.references import Settled
 from workbench.display.progress import Progress
 from workbench.errors import StageTimeout, UpstreamError
@@ -114,11 +114,6 @@ class Run:
     def given_up(self) -> bool:
         """Whether its ranks still compute what nobody waits for."""
         return bool(self._abandoned) and not self.over
-
-    @property
-    def counted(self) -> tuple[int, int]:
-        """Micro-batches, or rows, that the first rank has done, and of how many; (0, 0) where they are not counted."""
-        return self.ranks.counted
 
     @property
     def error(self) -> str:
@@ -288,10 +283,6 @@ class Run:
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
         self._leave()
-
-    def outstanding(self) -> list[Pending]:
-        """Answers that are still to come."""
-        return self.ranks.outstanding
 
     def poll(self, backend: Backend) -> None:
         """Look at what has come; ends the run when all is there, or when what is missing will never come."""

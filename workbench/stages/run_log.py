@@ -79,7 +79,7 @@ class RunLog:
             return record
         if record.ended_s == 0.0:
             record.state = "from the store" if run.from_store and run.done else run.state
-            record.done_units, record.total_units = run.counted
+            record.done_units, record.total_units = run.ranks.counted
             record.started_s = run.started_s
             if run.done:
                 record.ended_s, record.error = run.ended_s, run.error

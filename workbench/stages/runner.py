@@ -50,8 +50,8 @@ class StageRunner(StageNames):
         self.batches, self.telemetry = batches, telemetry
         self.failures = Failures(hosts.description.name)
         self.outcomes = Outcomes(hosts, ownership, counters, telemetry)
-        self.snapshots = Snapshots(hosts, ownership, groups, counters, telemetry)
         self.scheduler, self.run_log = Scheduler(hosts), RunLog()
+        self.snapshots = Snapshots(self.scheduler, hosts, ownership, groups, counters, telemetry)
         self.overlap = Overlap(self.scheduler)
         self._parts = StageParts(
             hosts=hosts, ownership=ownership, groups=groups, counters=counters, batches=batches, outcomes=self.outcomes,
@@ -220,7 +220,3 @@ class StageRunner(StageNames):
             yield
         finally:
             self._reusing = before
-
-    def kept(self, *roles: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Keep the state of roles, and go back to it: see `Workbench.kept`."""
-        return self.snapshots.kept(roles, self.scheduler)

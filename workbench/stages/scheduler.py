@@ -68,7 +68,7 @@ class Scheduler:
                 if not self._open:
                     self._thread = None
                     return
-                outstanding = [pending for run in self._open for pending in run.outstanding()]
+                outstanding = [pending for run in self._open for pending in run.ranks.outstanding]
             try:
                 if outstanding:
                     self._hosts.backend.wait(outstanding, POLL_S, count=1)
@@ -95,7 +95,7 @@ class Scheduler:
                         changed = True
                     elif run.state == "waiting" and pool in busy and busy[pool].given_up:
                         run.begin_clock()
-                    if run.outstanding():
+                    if run.ranks.outstanding:
                         run.poll(self._hosts.backend)
                     run.check_time(self._hosts.backend)
                 except Exception as error:  # whatever it was, it ends this run and no other

@@ -24,9 +24,10 @@ class Snapshots:
     kernel can go back to it."""
 
     def __init__(
-        self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, telemetry: TelemetryStore
-    ) -> None:
-        self._hosts, self._ownership, self._groups = hosts, ownership, groups
+        self, scheduler: Scheduler, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters,
+        telemetry: TelemetryStore,
+    ) -> None:  # fmt: skip
+        self._scheduler, self._hosts, self._ownership, self._groups = scheduler, hosts, ownership, groups
         self._counters, self._telemetry = counters, telemetry
         self.open: dict[str, dict[str, Any]] = {}
 
@@ -36,12 +37,12 @@ class Snapshots:
             raise BadInput(f"{what} inside lab.kept()", rule, "do it afterwards")
 
     @contextlib.contextmanager
-    def kept(self, roles: Sequence[str], scheduler: Scheduler) -> Iterator[Callable[[], None]]:
-        """Keep the state of roles on their hosts, and go back to it at the end, or when what this gives is called."""
+    def kept(self, *roles: str) -> Iterator[Callable[[], None]]:
+        """See `Workbench.kept`."""
         for role in roles:
             if role not in self._groups.by_role:
                 raise BadInput(f"role {role!r}", f"this workbench has {', '.join(self._groups.by_role)}")
-        scheduler.drain()
+        self._scheduler.drain()
         counters = self._counters
         key, draws = f"kept-{secrets.token_hex(4)}", dict(counters.draws)
         # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
@@ -49,7 +50,7 @@ class Snapshots:
         here = self._by_host(roles)
 
         def go_back() -> None:
-            scheduler.drain()
+            self._scheduler.drain()
             self._everywhere("restoring", here, "restore", key)
             counters.weights.update(weights)
             counters.draws = dict(draws)
