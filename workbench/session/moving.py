@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
-from workbench.placement.moves import TAKEN_ALONG
+from workbench.placement.moves import TAKEN_ALONG, RoleChange
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.telemetry.spans import union_s
@@ -162,24 +162,24 @@ class Move:
 
     @cached_property
     def _built(self) -> dict[str, list[str]]:
-        """The roles that are built, by their new pool. Advantages are computed where the lead role is."""
-        found: dict[str, list[str]] = {pool.name: [] for pool in self._change.new.pools}
-        for role in self._change.roles:
-            if role.action in (*TAKEN_ALONG, "added"):
-                found[role.new_pool].append(role.role)
-            if role.role == self._description.lead and role.action == "moves":
-                found[role.new_pool].append("numeric")
-        return found
+        """The roles that are built, by their new pool."""
+        return self._by_pool(self._change.new, (*TAKEN_ALONG, "added"), lambda role: role.new_pool)
 
     @cached_property
     def _closed(self) -> dict[str, list[str]]:
         """The roles that are closed, by their old pool."""
-        found: dict[str, list[str]] = {pool.name: [] for pool in self._change.old.pools}
+        return self._by_pool(self._change.old, (*TAKEN_ALONG, "dropped"), lambda role: role.old_pool)
+
+    def _by_pool(
+        self, placement: Placement, actions: Collection[str], pool_of: Callable[[RoleChange], str]
+    ) -> dict[str, list[str]]:
+        """The roles with one of these actions; advantages are computed where the lead role is."""
+        found: dict[str, list[str]] = {pool.name: [] for pool in placement.pools}
         for role in self._change.roles:
-            if role.action in (*TAKEN_ALONG, "dropped"):
-                found[role.old_pool].append(role.role)
+            if role.action in actions:
+                found[pool_of(role)].append(role.role)
             if role.role == self._description.lead and role.action == "moves":
-                found[role.old_pool].append("numeric")
+                found[pool_of(role)].append("numeric")
         return found
 
     @cached_property
