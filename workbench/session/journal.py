@@ -193,7 +193,7 @@ def _position_of(algorithm: Algorithm) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for stage, value in list(algorithm.made.items()) if algorithm.under_way else ():
         if isinstance(value, Run):
-            value = value.result() if value.state == "done" else None
+            value = value.future.result() if value.state == "done" else None
         if isinstance(value, Batch):
             value.settle(wait=False)
             if not value.pending:
