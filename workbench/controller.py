@@ -33,7 +33,6 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
 from workbench.batches.store import Store, Weights
-from workbench.batches.vocabulary import Vocabulary
 from workbench.checks.evaluation import evaluate
 from workbench.config.description import Description
 from workbench.data.example_stream import ExampleStream
@@ -57,7 +56,6 @@ from workbench.session.position import Position
 from workbench.session.predicting import Calibration, Prediction, Predictor
 from workbench.session.recovering import recover
 from workbench.session.reloading import Reloader, ReloadReport
-from workbench.session.saved_state import save_state
 from workbench.session.topology import ANSWER_S, Topology
 from workbench.settings.engines import Sampling
 from workbench.stages.batch_store import BatchStore
@@ -101,7 +99,7 @@ class Workbench:
     lab.syncs(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
 
     Its parts are `hosts`, `ownership`, `runner`, `position`, `checkpoints`, `history` and `telemetry`.
-    attached: it was taken up, where another process had opened it. stays: its hosts live on when it is closed.
+    attached: it was opened before, and `wb.attach` found it. stays: its hosts live on when it is closed.
     """
 
     def __init__(self, description: Description, run_folder: Path) -> None:
@@ -127,14 +125,12 @@ class Workbench:
             description.prompts, self._iterations, seed=self.seed, tokenizer=batches.tokenizer,
             generation=description.generation,
         )  # fmt: skip
-        counters.save = lambda: save_state(self.runner, self.prompts)
-        self.runner.snapshots.noted = self.runner.outcomes.note_position
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
     @property
     def description(self) -> Description:
-        """What it is asked to be."""
+        """What it was opened with, or moved to."""
         return self.hosts.description
 
     @property
@@ -158,29 +154,19 @@ class Workbench:
         return self.runner.groups.compute_advantages
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        """Whose tokens its batches are made of."""
-        return self.runner.batches.vocabulary
-
-    @property
     def store(self) -> Store:
         """What stages made, by name and version."""
         return self.runner.batches.store
 
     @property
     def scheduler(self) -> Scheduler:
-        """Which run goes when."""
+        """Decides when each run starts."""
         return self.runner.scheduler
 
     @property
     def run_log(self) -> RunLog:
-        """What stages this kernel called."""
+        """The stages that this kernel called."""
         return self.runner.run_log
-
-    @property
-    def overlapping(self) -> bool:
-        """Whether calls return at once, see `overlap`."""
-        return self.runner.overlapping
 
     @property
     def weights(self) -> Mapping[str, Weights]:
@@ -200,7 +186,7 @@ class Workbench:
     @property
     def looks(self) -> bool:
         """Whether another kernel drives it, so that this one may only look."""
-        return self.ownership.watches
+        return not self.ownership.drives
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -209,7 +195,7 @@ class Workbench:
 
     @property
     def algorithm(self) -> Algorithm | None:
-        """The algorithm that took the last step, while somebody holds it."""
+        """The algorithm that took the last step, while a variable holds it."""
         return self.position.algorithm
 
     @algorithm.setter
@@ -243,31 +229,9 @@ class Workbench:
         return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
-        rows = []
-        for pool in self.placement.pools:
-            for role, group in self.groups.items():
-                if group.pool is not pool:
-                    continue
-                spec = group.spec
-                engine: str = spec.training.engine if spec.training and spec.trained else ""
-                if role in ("actor", "rollout") and spec.generation:
-                    engine = " + ".join(filter(None, (engine, spec.generation.engine)))
-                rows.append(
-                    {
-                        "role": role,
-                        "model": group.model,
-                        "engines": engine,
-                        "dtype": spec.dtype if spec.name else "",
-                        "pool": pool.name,
-                        "devices": ", ".join(i.device for i in self.hosts.infos if i.pool == pool.name),
-                    }
-                )
         state = ", closed" if self.ownership.closed else ""
-        return table(
-            rows, caption=f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
-        )
+        caption = f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
+        return self._topology.summary_html(caption)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -293,6 +257,7 @@ class Workbench:
         if registry.opened.get(self.name) is self:
             del registry.opened[self.name]
         self.scheduler.close()
+        self.ownership.notice_takeover()
         if not self.ownership.drives:
             print(f"left {self.name}, which another kernel drives")
             return
@@ -353,7 +318,7 @@ class Workbench:
 
         So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
         """
-        return self.runner.overlap()
+        return self.runner.overlap.overlapping()
 
     def reuse(self) -> AbstractContextManager[None]:
         """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
@@ -363,10 +328,10 @@ class Workbench:
 
     def wait(self) -> None:
         """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
-        self.runner.wait()
+        self.runner.overlap.wait()
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
-        """Record what a function that is a stage has to tell, beside the metrics of the operations."""
+        """Record metrics of a stage that is a function, beside the metrics of the operations."""
         self.runner.report(stage, metrics)
 
     def reported_as(self, stage: str) -> AbstractContextManager[None]:
@@ -381,7 +346,7 @@ class Workbench:
         return self.runner.failures.last()
 
     def forget_error(self) -> None:
-        """Let go of the last failure, and of the batch that is kept with it."""
+        """Forget the last failure, and release the batch that is kept with it."""
         self.runner.failures.forget()
 
     def debug(self, *, rank: int | None = None, device: str | None = None, post_mortem: bool = False) -> Any:
@@ -454,7 +419,7 @@ class Workbench:
         return self.runner.batches.get(name)
 
     def release(self, name: str | Batch) -> None:
-        """Let the store forget a batch, or all versions of a name; its memory is free when nothing else holds it."""
+        """Remove a batch, or all versions of a name, from the store; its memory is free when no variable holds it."""
         self.runner.batches.forget(name.id if isinstance(name, Batch) else name)
 
     def lineage(self, batch: Batch | str) -> pd.DataFrame:
@@ -473,25 +438,21 @@ class Workbench:
         script that is resumed, without those that were made before."""
         return self._iterations.numbers(n)
 
-    def begin_iteration(self) -> None:
-        """Count the next iteration: what a batch that starts one does."""
-        self._iterations.begin_iteration()
-
     def passed_over(self, iterations: int) -> int:
         """How many of that many iterations were made before the script was resumed; they are counted once."""
         return self._iterations.passed_over(iterations)
 
     def note_position(self) -> None:
-        """Write down where the algorithm stands, for the next kernel."""
-        self.runner.outcomes.note_position()
+        """Record the position of the algorithm, from which a later kernel goes on."""
+        self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
         """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
-        the random states of their ranks; where prompts, examples and the algorithm stand. `wb.restore(path)` goes on
-        from it, under this placement or another, and a script with `--resume PATH`.
+        the random states of their ranks; the positions of prompts, examples and the algorithm. `wb.restore(path)` goes
+        on from it, under this placement or another, and a script with `--resume PATH`.
 
         algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
-        step, while somebody holds it. models: also write each trained role's model to
+        step, while a variable holds it. models: also write each trained role's model to
         `roles/<role>/model`, for transformers and vLLM.
 
         The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
@@ -571,7 +532,7 @@ class Workbench:
         A pool keeps its processes where the new placement has one of its name with as many devices; other pools get
         new processes beside the old ones. Weights, moments of Adam and step counts of the roles that move go from host
         to host, to each rank exactly what its process lacks; so do batches on hosts that end. Generation engines are
-        made anew, and synced before they generate. What was counted or drawn goes on: the next stage gives the numbers
+        built again, and synced before they generate. Counters and random draws go on: the next stage gives the numbers
         that it would have given without the move.
 
         Until all has arrived, and its sums of bits are right, the old placement stays as it is: an error ends what is
@@ -603,8 +564,9 @@ class Workbench:
         return self.move(self.placement.with_devices(pool, devices))
 
     def topology(self) -> pd.DataFrame:
-        """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
-        machine and device, how sequences run, and bytes by use, asked of the live processes. `lab.memory()` draws it.
+        """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine,
+        device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and bytes by use,
+        asked of the live processes. `lab.memory()` draws it.
         """
         return self._topology.frame()
 
@@ -646,7 +608,7 @@ class Workbench:
 
     def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
         """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
-        was measured under that placement stands beside it. Nothing is touched.
+        was measured under that placement is shown beside it. Nothing is touched.
 
         Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
         a role, or before any `calibrate`.
@@ -666,7 +628,7 @@ class Workbench:
 
     def spans(self, run: int | None = None) -> pd.DataFrame:
         """Every timed piece of work on every rank, one a row, seconds and bytes; of one run only, if given."""
-        return self.history.spans(run)
+        return self.telemetry.spans(run)
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
         """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
@@ -699,11 +661,11 @@ class Workbench:
         verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
         the engine had these weights; "failed". With culprit (weight, rank) and remedy.
         """
-        return self.history.syncs()
+        return self.telemetry.syncs()
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
         """One row a stage call, a column a metric; of one stage only, if named."""
-        return self.history.metrics(stage)
+        return self.telemetry.metrics(stage)
 
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
         """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
@@ -718,10 +680,10 @@ class Workbench:
 
     def devices(self) -> list[tuple[str, str]]:
         """(pool, device) of every host, as the placement has them; nobody is asked."""
-        return self.history.devices()
+        return [(info.pool, info.device) for info in self.hosts.infos]
 
     def timeline(self, iterations: int | None = 1) -> Timeline:
-        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle."""
         return self.history.timeline(iterations)
 
     def opening(self) -> pd.DataFrame:
@@ -734,7 +696,7 @@ class Workbench:
 
     def trace(self, path: str | Path) -> Path:
         """Write everything that happened as a Chrome trace, for Perfetto."""
-        return self.history.trace(path)
+        return self.telemetry.chrome_trace(path)
 
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
         """Print the last lines that worker processes wrote."""
@@ -780,14 +742,14 @@ class Workbench:
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;
-        afterwards the roles, and where the prompts stand, are as before.
+        afterwards the roles, and the position of the prompts, are as before.
         """
         return compare(self, self.runner, batch, arms)
 
     def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
         end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
-        return self.runner.kept(*roles)
+        return self.runner.snapshots.kept(*roles)
 
     def check(self, *names: str) -> CheckReport:
         """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1

@@ -59,7 +59,7 @@ def test_a_process_that_holds_memory_is_named_with_its_user_and_start() -> None:
     assert f"of another user or outside of this container, {bytes_text(1_000 * MIB)} of GPU memory" in text
     assert "wb.open(..., wait_s=600)" in text
     assert f"process {here.pid} " not in str(taken(FULL, [gpu], mine=[here.pid]))
-    assert "somebody who cannot be seen from here" in str(taken(FULL, []))
+    assert "a process that cannot be seen from here" in str(taken(FULL, []))
 
 
 def test_a_workbench_whose_host_holds_memory_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

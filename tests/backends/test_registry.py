@@ -61,13 +61,25 @@ def test_closing_the_old_one_leaves_the_new_one_of_the_same_name() -> None:
     opened(old)
     registry.forget(old.id)
     opened(new)
-    registry.save_state(new.id, {"run": 1})
-    registry.save_state(old.id, {"run": 99})  # a kernel that does not know yet
+    registry.append_to_journal(new.id, {"run": 1})
+    registry.append_to_journal(old.id, {"run": 99})  # a kernel that does not know yet
+    registry.start_journal(old.id, {"run": 99})
     registry.forget(old.id)
     found = registry.get("mine")
     assert found.id == new.id
-    assert registry.load_state(found.id) == {"run": 1}
-    assert registry.load_state(old.id) == {}
+    assert list(registry.journal(found.id)) == [{"run": 1}]
+    assert list(registry.journal(old.id)) == []
+
+
+def test_half_an_entry_at_the_end_of_a_journal_is_left_out() -> None:
+    record = opened(describe())
+    registry.start_journal(record.id, {"run": 1})
+    registry.append_to_journal(record.id, {"run": 2})
+    file = record.folder / registry.JOURNAL
+    file.write_bytes(file.read_bytes()[:-3])
+    assert list(registry.journal(record.id)) == [{"run": 1}]
+    registry.start_journal(record.id, {"run": 3})
+    assert list(registry.journal(record.id)) == [{"run": 3}]
 
 
 def test_alive_needs_every_process_and_is_not_told_from_another_machines_ids() -> None:
@@ -104,5 +116,5 @@ def test_an_unreadable_record_hides_no_other(tmp_path: Path) -> None:
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
     record = replace(opened(describe(), format=1), format=1)
     assert registry.get("mine") == record
-    with pytest.raises(BadInput, match=r"record has format 1.*reads 2.*wb stop mine"):
+    with pytest.raises(BadInput, match=r"record has format 1.*reads 3.*wb stop mine"):
         registry.description(record)

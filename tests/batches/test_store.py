@@ -101,7 +101,7 @@ def test_versions_whose_columns_a_later_one_has_are_not_lost(lab: wb.Workbench) 
         return batch.id == name and dict(batch.meta) == meta and batch.df().equals(frame)
 
     def push_out() -> None:
-        lab.store._most_bytes, lab.store.limit_bytes = 1 << 40, 0
+        lab.store.limit_bytes = 0
         lab.store.trim(lambda batch, path: batch.save(path))
         lab.store.limit_bytes = 1 << 40
 
@@ -319,7 +319,7 @@ def test_columns_and_iteration_of_a_batch_are_known_wherever_it_is(lab: wb.Workb
     assert lab.store.iteration(put.id) is None
     assert (lab.store.column_names("none"), lab.store.iteration("none")) == ((), None)
     del batch, made
-    lab.store._most_bytes, lab.store.limit_bytes = 1 << 40, 0
+    lab.store.limit_bytes = 0
     lab.store.trim(lambda batch, path: batch.save(path))
     assert lab.batches().set_index("batch").loc[name, "where"] == "file"
     assert (lab.store.column_names(name), lab.store.iteration(name)) == (columns, 1)

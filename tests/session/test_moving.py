@@ -375,7 +375,7 @@ def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
         ("cost", 3, {}, "a role is a model name"),
         ("cost", too_long, {"pool": "other"}, "with_role.*devices=1"),
         ("rollout", TINY, {"pool": "other", "devices": 1}, "have the actor's model"),
-        ("rollout", None, {}, "a role stands in a pool"),
+        ("rollout", None, {}, "a role is in one pool"),
         ("cost", too_long, {"pool": "other", "devices": 0}, "must be at least 1"),
         ("cost_critic", TINY, {"pool": "other", "devices": 9}, "10 devices"),
     ):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from workbench.messages.calls import Call
 from workbench.stages.run import Run
+from workbench.stages.scheduler import Scheduler
 
 
 class NoSteps:
@@ -36,3 +38,13 @@ class NoOutcomes:
 
     def over(self, run: Run) -> None:
         pass
+
+
+def run_of(number: int, stage: str, role: str = "actor", hosts: Sequence[str] = (), calls: Sequence[Any] = ()) -> Run:
+    """A run of a group on pool "a" that is in no scheduler's queue."""
+    nowhere: Any = None
+    group: Any = types.SimpleNamespace(role=role, hosts=tuple(hosts), pool=types.SimpleNamespace(name="a"))
+    return Run(
+        number=number, stage=stage, group=group, inputs=[], steps=NoSteps(calls), outcomes=NoOutcomes(),
+        scheduler=Scheduler(nowhere),
+    )  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.stages.runs import NoOutcomes, NoSteps
+from tests.stages.runs import run_of
 from workbench.batches.batch import Batch
 from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
@@ -22,17 +21,16 @@ def column(key: str) -> Column:
     return Column(dtype="float32", row_shape=(), nbytes=8, owner="actor", location=location)
 
 
-def run_of(number: int, stage: str, **made: Any) -> Run:
-    group: Any = types.SimpleNamespace(role="actor", hosts=(), pool=types.SimpleNamespace(name="a"))
-    run = Run(number=number, stage=stage, group=group, inputs=[], steps=NoSteps(), outcomes=NoOutcomes())
+def making(number: int, stage: str, **made: Any) -> Run:
+    run = run_of(number, stage)
     run.made, run.meta = {name: column(stage) for name in made}, {f"of_{name}": value for name, value in made.items()}
     return run
 
 
 @pytest.mark.parametrize("ended", [(), (2,), (3,)])
 def test_only_the_makers_of_what_is_asked_for_add_to_the_meta(ended: tuple[int, ...]) -> None:
-    generate, score = run_of(1, "generate", response_ids=0.7), run_of(2, "score", old_log_prob=1.3)
-    value = run_of(3, "value", values=0)
+    generate, score = making(1, "generate", response_ids=0.7), making(2, "score", old_log_prob=1.3)
+    value = making(3, "value", values=0)
     source: Any = None
     batch = Batch("batch1", {"prompt_ids": column("put")}, source=source, counts=COUNTS, meta={"iteration": 4})
     for run in (generate, score, value):

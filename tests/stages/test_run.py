@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-import types
 from typing import Any
 
 import pytest
 
-from tests.stages.runs import NoOutcomes, NoSteps
+from tests.stages.runs import run_of
 from workbench.backends.base import Pending
 from workbench.errors import StageError
 from workbench.messages.replies import Failure, Reply
 from workbench.stages import run as run_module
-from workbench.stages.run import Run
 
 FAILED = Reply(
     rank=0, columns={}, metrics={}, meta={}, value=None, spans=[], transfers=[], syncs=[],
@@ -45,19 +43,16 @@ class OneFails:
 
 
 def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = types.SimpleNamespace(role="reward", hosts=("a-0", "a-1"), pool=types.SimpleNamespace(name="a"))
-    calls: Any = [object(), object()]
-    run = Run(
-        number=1, stage="compute_reward", group=group, inputs=[], steps=NoSteps(calls),
-        outcomes=NoOutcomes(),
-    )  # fmt: skip
+    run = run_of(1, "compute_reward", "reward", ("a-0", "a-1"), [object(), object()])
     backend: Any = OneFails()
     monkeypatch.setattr(run_module, "GRACE_S", 0.2)
     run.send(backend)
     run.poll(backend)
     assert run.state == "running" and not run.stuck
-    time.sleep(0.3)
-    run.poll(backend)
+    began = time.monotonic()
+    while run.state == "running":
+        run.poll(backend)
+    assert 0.1 < time.monotonic() - began < 10.0
     assert run.state == "failed" and run.stuck
     with pytest.raises(StageError, match="bad row"):
         run.result()

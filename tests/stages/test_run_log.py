@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-import types
 from typing import Any
 
-from tests.stages.runs import NoOutcomes, NoSteps
+from tests.stages.runs import run_of
 from workbench.stages.run import Run
 from workbench.stages.run_log import RunLog
 
 
 def made(log: RunLog, stage: str) -> Run:
-    group: Any = types.SimpleNamespace(role="actor", hosts=("a-0",), pool=types.SimpleNamespace(name="a"))
-    run = Run(number=1, stage=stage, group=group, inputs=[], steps=NoSteps(), outcomes=NoOutcomes())
+    run = run_of(1, stage, hosts=("a-0",))
     log.add(run, stage, 1, None, aside=False)
     return run
 

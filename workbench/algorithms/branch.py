@@ -14,7 +14,7 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput, WorkbenchError
-from workbench.stages.counters import Counters
+from workbench.stages.ownership import Ownership
 from workbench.stages.runner import StageRunner
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Arm:
 
 
 @contextlib.contextmanager
-def prompts_kept(prompts: PromptStream, counters: Counters) -> Iterator[Callable[[], None]]:
+def prompts_kept(prompts: PromptStream, ownership: Ownership) -> Iterator[Callable[[], None]]:
     """Put back the prompts that are drawn inside, at the end and when what this gives is called."""
     drawn, state = prompts.drawn, prompts.state
     position = prompts.source.state_dict() if prompts.source is not None else None
@@ -47,7 +47,7 @@ def prompts_kept(prompts: PromptStream, counters: Counters) -> Iterator[Callable
         prompts.drawn, prompts.state = drawn, state
         if prompts.source is not None and position is not None:
             prompts.source.load_state_dict(position)
-        counters.save()
+        ownership.record()
 
     try:
         yield go_back
@@ -113,7 +113,10 @@ def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algo
     before, looping = counters.last_metrics, batches.looping
     batches.looping = True
     try:
-        with prompts_kept(lab.prompts, counters) as put_back, runner.kept(*sorted(updated)) as go_back:
+        with (
+            prompts_kept(lab.prompts, runner.ownership) as put_back,
+            runner.snapshots.kept(*sorted(updated)) as go_back,
+        ):
             for name, (graph, todo) in plans.items():
                 counters.last_metrics = {}
                 newest, values = batch, dict[str, Any]()

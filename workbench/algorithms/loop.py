@@ -339,7 +339,7 @@ class Algorithm(NamedFields, ABC):
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
-        self.lab.runner.wait()
+        self.lab.runner.overlap.wait()
         return {
             f"{stage}/{name}": value
             for stage, values in self.lab.last_metrics.items()

@@ -1,7 +1,7 @@
 """The Ray cluster under this user's workbenches: joined where there is one, else a head started outside the kernel.
 
 One head serves all workbenches of a user on a machine. It outlives the kernel, and is stopped by process id when the
-last workbench closes. Ray's control store listens on every interface whatever it is told, so a token is the lock.
+last workbench closes. Ray's control store listens on every interface, whatever its options, so a token protects it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _use_token(own_head: bool) -> None:
     """Make this process, and what it starts, show a token to Ray: this user's own, or for a cluster that somebody else
     started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
     found = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or RAYS_TOKEN.exists()
-    # a head that somebody starts without a token asks for none
+    # a head that was started without a token asks for none
     os.environ["RAY_AUTH_MODE"] = MODE or ("token" if own_head or found else "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -233,7 +233,7 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
 
 
 def _need_answer(target: str) -> None:
-    """Raise `WorkbenchError` where nothing listens: Ray would try for minutes, and let nobody interrupt it."""
+    """Raise `WorkbenchError` where nothing listens: Ray would try for minutes, and an interrupt would not end it."""
     host, colon, port = target.rpartition(":")
     if not colon or not port.isdigit() or "//" in host:
         return
@@ -336,7 +336,7 @@ def joined_address(ray: Any) -> str | None:
 
 
 def _note_client() -> None:
-    """Leave word that this process is joined to the head, which stays while somebody is."""
+    """Record that this process is joined to the head, which stays while any process is."""
     folder = home() / "clients"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / str(os.getpid())).write_text(repr(psutil.Process().create_time()))

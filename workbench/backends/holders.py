@@ -32,7 +32,7 @@ def taken(
     who += [_process(pid, gpus) for pid in sorted(on_gpus - known)]
     remedies = [f"stop it with `wb stop {record.name}`" for record in found.values()]
     remedies += [f"use it with wb.attach({record.name!r}) and lab.add(role, model)" for record in found.values()]
-    held = "; ".join(who) or "somebody who cannot be seen from here"
+    held = "; ".join(who) or "a process that cannot be seen from here"
     return DevicesTaken(error.value, f"{error.rule}. Held by: {held}", "; or ".join([*remedies, WAIT]))
 
 

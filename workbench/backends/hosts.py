@@ -1,4 +1,4 @@
-"""The processes of one workbench, and what is known of them."""
+"""The processes of one workbench, and their state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Hosts:
         """Every host by its name."""
         return {info.name: info for info in self.infos}
 
-    def standing(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
+    def place_of(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
         """Pool, hosts and layout of a role's workers."""
         pool = self.placement.pool_of(self.description.lead if role == "numeric" else role)
         names = tuple(info.name for info in self.infos if info.pool == pool.name)
@@ -97,7 +97,7 @@ class Hosts:
         return gone
 
     def drive(self) -> None:
-        """Let hosts refuse what other kernels send them from now on."""
+        """Have the hosts refuse the calls of other kernels from now on."""
         if isinstance(self.backend, RayBackend):
             self.backend.drive()
 
@@ -154,6 +154,6 @@ class Hosts:
         return lost & {info.pool for info in self.infos}
 
     def forget_shard(self, hosts: Sequence[str], key: str) -> None:
-        """Let hosts forget a shard that no batch refers to, once they are done with what they run now."""
+        """Have hosts forget a shard that no batch refers to, after the stage that they run now."""
         for host in hosts:
             self.backend.work(host, "release", [key])

@@ -109,7 +109,7 @@ class InlineBackend(Backend):
             self._hosts.pop(info.name).close()
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:
-        raise NotFound("an inline workbench", "it lived and died with its kernel", "open it anew")
+        raise NotFound("an inline workbench", "it ended with its kernel", "open it again")
 
     def call(self, host: str, method: str, *args: Any) -> Any:
         """A host's view of its peers."""

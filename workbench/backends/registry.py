@@ -5,8 +5,8 @@ when another workbench of that name has been opened in the meantime.
 
     labs/<id>/lab.json          name, processes, address: read by all
     labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions: for `attach`
-    labs/<id>/state.json        counters that a new kernel goes on from; beside it, the files of `session.handover`
     labs/<id>/owner.json        which kernel drives it
+    labs/<id>/journal.pkl       what a later kernel goes on from, entry by entry: see `workbench.session.journal`
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import pickle
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ from workbench.support.machine import Process
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-FORMAT = 2  # of a record; an older one names classes where they no longer are
+FORMAT = 3  # of a record; an older one has other files
+
+JOURNAL = "journal.pkl"
 
 opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
 
@@ -70,7 +73,7 @@ def check_name(name: str) -> str:
 
 
 def write(record: Record, description: Description) -> None:
-    """Record a workbench as it stands now."""
+    """Record a workbench as it is now."""
     private_folder(record.folder)
     (record.folder / "description.new").write_bytes(cloudpickle.dumps(description))
     (record.folder / "description.new").replace(record.folder / "description.pkl")
@@ -137,7 +140,7 @@ def description(record: Record) -> Description:
     try:
         value: Description = pickle.loads((record.folder / "description.pkl").read_bytes())
     except OSError:
-        raise NotFound(f"no workbench named {record.name!r}", "it was closed this moment", "open it anew") from None
+        raise NotFound(f"no workbench named {record.name!r}", "it was closed a moment ago", "open it again") from None
     except (ImportError, AttributeError) as error:
         module = f"module {error.name!r}" if isinstance(error, ImportError) and error.name else str(error)
         raise MissingDependency(
@@ -154,19 +157,29 @@ def forget(lab: str) -> None:
     shutil.rmtree(_folder(lab), ignore_errors=True)
 
 
-def save_state(lab: str, state: dict[str, Any]) -> None:
-    """Keep the counters that a new kernel goes on from; nothing is kept of a workbench that was closed elsewhere."""
+def append_to_journal(lab: str, entry: Mapping[str, Any]) -> None:
+    """Add an entry to the journal; nothing is added to that of a workbench that was closed elsewhere."""
+    with contextlib.suppress(FileNotFoundError), (_folder(lab) / JOURNAL).open("ab") as file:
+        file.write(pickle.dumps(entry))
+
+
+def start_journal(lab: str, entry: Mapping[str, Any]) -> None:
+    """Put one entry in the place of the journal; nothing is written for a workbench that was closed elsewhere."""
+    path = _folder(lab) / JOURNAL
     with contextlib.suppress(FileNotFoundError):
-        _replace(_folder(lab) / "state.json", state)
+        path.with_suffix(".new").write_bytes(pickle.dumps(entry))
+        path.with_suffix(".new").replace(path)
 
 
-def load_state(lab: str) -> dict[str, Any]:
-    """What `save_state` kept; empty when there is nothing."""
+def journal(lab: str) -> Iterator[dict[str, Any]]:
+    """The entries of the journal, oldest first. A kernel that was killed may have left half an entry at the end."""
     try:
-        state: dict[str, Any] = json.loads((_folder(lab) / "state.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return state
+        file = (_folder(lab) / JOURNAL).open("rb")
+    except OSError:
+        return
+    with file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +228,7 @@ def owner_stamp(lab: str) -> int | None:
 def last_used_s(lab: str) -> float:
     """When a stage of it was last called, unix time; 0.0: nothing is known."""
     try:
-        return (_folder(lab) / "state.json").stat().st_mtime
+        return (_folder(lab) / JOURNAL).stat().st_mtime
     except OSError:
         return 0.0
 

@@ -19,7 +19,7 @@ from workbench.telemetry import Span, TelemetryStore
 from workbench.workers.roles import ROLE_WORKERS
 
 POLL_S = 0.2
-# After the first failure the others get this long, so that equal failures are told together.
+# After the first failure the others get this long, so that equal failures are reported together.
 GRACE_S = 2.0
 
 Note = Callable[[str], None]
@@ -87,7 +87,7 @@ def begin_loading(
     options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
     loading, rooms = [], description.rooms()
     for pool in description.placement.pools:
-        # advantages are computed where the actor is, or who stands in for it
+        # advantages are computed where the lead role is
         here = {role: description.models[role] for role in pool.roles}
         if description.lead in here:
             here["numeric"] = lead
@@ -190,6 +190,6 @@ def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
         error = StageError(f"{where}: {type(first).__name__}: {first}", rule, remedy)
         for note in getattr(first, "__notes__", ()):
             error.add_note(note)
-        first.__notes__ = []  # told once
+        first.__notes__ = []  # shown once
     error.__cause__ = first
     return error

@@ -74,7 +74,7 @@ class Batch(BatchTools):
         return self._source is source
 
     def twin(self) -> Batch:
-        """Another handle of the same: whether the notebook still holds this one can be told from it."""
+        """Another handle of the same batch: the store keeps it, and sees whether the notebook still holds this one."""
         twin = copy.copy(self)
         twin.wait_for_makers()
         return twin

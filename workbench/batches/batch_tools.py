@@ -253,14 +253,7 @@ class BatchTools(ABC):
                     "all have the same columns",
                     "make them, or drop them from the others",
                 )
-        for travelling, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
-            temperatures = {batch.meta[travelling] for batch in batches if travelling in batch.meta}
-            if len(temperatures) > 1:
-                raise BadInput(
-                    f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
-                    "log-probabilities of a batch are taken at one temperature",
-                    "keep them apart",
-                )
+        _check_temperatures(batches)
         together: dict[tuple[Any, ...], Location] = {}
         columns = {}
         for name, column in first.columns.items():
@@ -297,6 +290,18 @@ class BatchTools(ABC):
                     "the columns of a batch lie on the hosts of one",
                     "carry one over with batch.save(path) and lab.load(path)",
                 )
+
+
+def _check_temperatures(batches: Sequence[Batch]) -> None:
+    """Raise `BadInput` where rows were sampled, or scored, at several temperatures."""
+    for travelling, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
+        temperatures = {batch.meta[travelling] for batch in batches if travelling in batch.meta}
+        if len(temperatures) > 1:
+            raise BadInput(
+                f"concat of rows {what} at temperatures {', '.join(map(str, sorted(temperatures)))}",
+                "log-probabilities of a batch are taken at one temperature",
+                "keep them apart",
+            )
 
 
 def rows_of(columns: Mapping[str, Column], index: np.ndarray) -> dict[str, Column]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from workbench.batches.columns import ColumnValues, Ragged, Table, nbytes
 from workbench.batches.location import Pull
 
-# making a nested tensor makes torch log a notice to its own authors, once a process; it would stand in the notebook
+# making a nested tensor makes torch log a notice to its own authors, once a process; it would be shown in the notebook
 logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in record.getMessage())
 
 

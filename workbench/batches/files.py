@@ -7,8 +7,8 @@ A column c of a batch is one or two tensors of the file:
 What else there is to know stands in the file's metadata under "workbench", as JSON: format, rows, columns (the kind of
 each, in order), meta; and where columns are token ids, whose: name, size and digest of the vocabulary.
 
-Writer and reader hold one column, or one group of rows, of about CHUNK_BYTES in memory. `safetensors.torch.save_file`
-wants all tensors at once, hence a writer of our own; https://github.com/huggingface/safetensors#format
+Writer and reader hold one group of rows of a column, of about CHUNK_BYTES, in memory: what is written lies in files
+that are mapped into memory until all of it is there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
@@ -54,24 +54,8 @@ class Savable(Protocol):
 FORMAT = 1
 CHUNK_BYTES = 64 * 2**20
 
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A tensor to be written, whose bytes lie in a file of their own until all are known."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def itemsize(self) -> int:
-        return int(getattr(torch, self.dtype).itemsize)
+# what both safetensors and columns have
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def write(path: str | os.PathLike[str], batch: Savable) -> Path:
@@ -81,8 +65,8 @@ def write(path: str | os.PathLike[str], batch: Savable) -> Path:
         what = "is a folder" if target.is_dir() else "lies in a folder that is not there"
         raise BadInput(f"{str(target)!r} {what}", "a batch is saved as one file", "name a file in a folder that exists")
     for name, column in batch.columns.items():
-        if column.dtype not in (*_DTYPES, "object"):
-            rule = f"safetensors has {', '.join(_DTYPES)}"
+        if column.dtype not in (*DTYPES, "object"):
+            rule = f"safetensors has {', '.join(DTYPES)}"
             raise BadInput(f"column {name!r} of {column.dtype}", rule, f"leave it out: batch.drop({name!r})")
     known = {
         "format": FORMAT,
@@ -93,18 +77,14 @@ def write(path: str | os.PathLike[str], batch: Savable) -> Path:
     if set(TOKEN_COLUMNS) & set(batch.columns):
         known["vocabulary"] = batch.vocabulary.identity
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        entries: list[_Entry] = []
+        tensors: dict[str, Tensor] = {}
         for number, (name, column) in enumerate(batch.columns.items()):
-            entries += _spool(batch, name, column, Path(folder) / str(number))
-        entries.sort(key=lambda entry: -entry.itemsize)  # so that every tensor lies at a multiple of its item size
+            tensors |= _spool(batch, name, column, Path(folder) / str(number))
         whole = Path(folder) / "whole"
-        with whole.open("wb") as out:
-            out.write(_header(entries, {"workbench": json.dumps(known)}))
-            for entry in entries:
-                with entry.file.open("rb") as part:
-                    shutil.copyfileobj(part, out, 2**20)
-            out.flush()
-            os.fsync(out.fileno())
+        save_file(tensors, whole, metadata={"workbench": json.dumps(known)})
+        shutil.copymode(Path(folder) / "0", whole)  # safetensors gives it to its owner alone
+        with whole.open("rb") as file:
+            os.fsync(file.fileno())
         whole.replace(target)
     return target
 
@@ -115,9 +95,9 @@ def _kind(column: Column) -> str:
     return "ragged" if column.row_shape == ("*",) else "tensor"
 
 
-def _spool(batch: Savable, name: str, column: Column, file: Path) -> list[_Entry]:
-    """Fetch a column a chunk at a time; its bytes go to `file`."""
-    kind, dtype = _kind(column), "uint8" if column.dtype == "object" else column.dtype
+def _spool(batch: Savable, name: str, column: Column, file: Path) -> dict[str, Tensor]:
+    """The tensors of a column, which is fetched a chunk at a time; the values are mapped from `file`."""
+    dtype = torch.uint8 if column.dtype == "object" else getattr(torch, column.dtype)
     lengths, shape = [], (0,)
     with file.open("wb") as out:
         for rows in _chunks(batch.rows, column.nbytes):
@@ -130,29 +110,16 @@ def _spool(batch: Savable, name: str, column: Column, file: Path) -> list[_Entry
             shape = (shape[0] + len(part), *part.shape[1:])
             if part.numel():  # torch gives no view of nothing
                 out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    entries = [_Entry(key=f"{name}.values", dtype=dtype, shape=shape, file=file)]
-    if kind != "tensor":
-        beside = file.with_suffix(".lengths")
-        beside.write_bytes(torch.cat(lengths).numpy().tobytes())
-        entries.append(_Entry(key=f"{name}.lengths", dtype="int64", shape=(batch.rows,), file=beside))
-    return entries
+    size = math.prod(shape)  # a file of no bytes cannot be mapped
+    values = torch.from_file(str(file), size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+    made = {f"{name}.values": values.reshape(shape)}
+    return made | ({f"{name}.lengths": torch.cat(lengths)} if lengths else {})
 
 
 def _chunks(rows: int, nbytes: int) -> Iterator[range]:
     """Consecutive rows, about CHUNK_BYTES each."""
     step = max(1, math.floor(rows * min(1.0, CHUNK_BYTES / max(1, nbytes))))
     return (range(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def _header(entries: Sequence[_Entry], metadata: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.file.stat().st_size
-        header[entry.key] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _as_json(values: list[Any], name: str, rows: range) -> Ragged:

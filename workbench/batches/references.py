@@ -1,4 +1,4 @@
-"""What a handle refers to: columns that lie on hosts, and who is still held by a handle."""
+"""What a handle refers to: columns on hosts, and how many handles refer to each shard."""
 
 from __future__ import annotations
 

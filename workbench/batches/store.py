@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workbench.batches.references import Column
 
 
-# What is let go of beyond the limit is a little more than has to be, so that it is not done again at the next stage.
+# Beyond the limit, this part of it is released on top, so that the next stage does not have to release again.
 SLACK = 0.1
 
 
@@ -33,7 +33,7 @@ class Weights:
     state: str
 
     @classmethod
-    def anew(cls, steps: int) -> Weights:
+    def fresh(cls, steps: int) -> Weights:
         """Weights that equal no others, however many steps those have had."""
         return cls(steps=steps, state=secrets.token_hex(4))
 
@@ -83,8 +83,13 @@ class _Entry:
     within: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def batch(self) -> Batch | None:
+        """The batch, where it is on the hosts."""
+        return self.handle() or self.kept
+
     def push_out(self) -> None:
-        """Let go of the columns, of which there are others."""
+        """Release the columns, which are in a file or in another batch as well."""
         assert self.kept is not None
         self.columns, self.meta, self.kept = tuple(self.kept.columns), dict(self.kept.meta), None
 
@@ -142,13 +147,14 @@ class Store:
     def _columns(self) -> dict[tuple[int, str], Column]:
         found: dict[tuple[int, str], Column] = {}
         for entry in list(self._entries.values()):
-            batch = entry.handle() or entry.kept
+            batch = entry.batch
             if batch is not None and not batch.pending:
                 found |= {(id(column.location), name): column for name, column in batch.columns.items()}
         return found
 
     def trim(self, save: Callable[[Batch, Path], Path]) -> None:
-        """Let go of what is beyond the limit and not held; `save` writes a batch to a file and returns its name."""
+        """Release what is beyond the limit and not held by the notebook; `save` writes a batch to a file and returns
+        its name."""
         if self._most_bytes <= self.limit_bytes:
             return
         self._most_bytes = self.resident_bytes()
@@ -205,7 +211,7 @@ class Store:
 
     def _hand_down(self, name: str, entry: _Entry) -> None:
         """Give what is known of a batch's columns to those of the others that were pushed out because it had theirs."""
-        batch = entry.handle() or entry.kept
+        batch = entry.batch
         for other, covered in self._entries.items():
             if covered.within == name and batch is not None:
                 covered.take(other, batch)
@@ -222,7 +228,7 @@ class Store:
         if not full:
             raise self._unknown(name)
         entry = self._entries[full]
-        batch = entry.handle() or entry.kept
+        batch = entry.batch
         if batch is not None:
             return batch
         if entry.within:
@@ -242,13 +248,13 @@ class Store:
     def kept(self, name: str) -> Batch | None:
         """A batch that is on the hosts; None for one that is not."""
         entry = self._entries.get(name)
-        batch = None if entry is None else entry.handle() or entry.kept
+        batch = None if entry is None else entry.batch
         return batch if batch is not None and not batch.pending else None
 
     def forget_hosts(self, hosts: Collection[str]) -> None:
         """Forget what lay on hosts that are gone; what is in files stays."""
         for name, entry in list(self._entries.items()):
-            batch = entry.handle() or entry.kept
+            batch = entry.batch
             if batch is None or batch.pending:
                 continue
             if any(shard.host in hosts for column in batch.columns.values() for shard in column.location.shards):
@@ -291,7 +297,7 @@ class Store:
         entry = self._entries.get(name)
         if entry is None:
             return ()
-        batch = entry.handle() or entry.kept
+        batch = entry.batch
         return entry.columns if batch is None else batch.names
 
     def iteration(self, name: str) -> int | None:
@@ -299,7 +305,7 @@ class Store:
         entry = self._entries.get(name)
         if entry is None:
             return None
-        batch = entry.handle() or entry.kept
+        batch = entry.batch
         found = (entry.meta or entry.origin.meta_in) if batch is None else batch.part(())[1]
         return None if "iteration" not in found else int(found["iteration"])
 
@@ -312,7 +318,7 @@ class Store:
 
         rows = []
         for name, entry in list(self._entries.items()):
-            batch = entry.handle() or entry.kept
+            batch = entry.batch
             rows.append(
                 {
                     "batch": name,

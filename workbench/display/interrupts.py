@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, an interrupt is kept until the end, and raised there. Also a decorator.
+    """Inside, an interrupt is kept until the end, and handled there as it would have been before. Also a decorator.
 
     For steps that, half done, could not be gone back on.
     """
@@ -24,8 +24,10 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+    for given in came:
+        if not callable(before):
+            raise KeyboardInterrupt
+        before(*given)
 
 
 class Presses:

@@ -107,7 +107,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.label, self.unit, self.after_s = label, unit, after_s
+        self.label, self.unit, self.after_s, self._noted = label, unit, after_s, ""
         self._clock = clock
         self._line = line(stream)
         self._start_s = self._shown_s = clock()
@@ -123,6 +123,11 @@ class Progress:
         if self._line is not None and self._is_shown:
             self._line.clear()
 
+    def note(self, text: str) -> None:
+        """Show what is waited for, after the name of the whole."""
+        self._noted = f": {text}"
+        self.update(0, 0)
+
     def update(self, done: int, total: int, tokens: int = 0) -> None:
         """`done` of `total` units are finished (total 0: not known) and `tokens` tokens were processed so far."""
         now_s = self._clock()
@@ -135,7 +140,7 @@ class Progress:
 
     def text(self, elapsed_s: float, done: int, total: int, tokens: int) -> str:
         """The line. The time left supposes that the rest goes as fast as what is done."""
-        parts = [self.label]
+        parts = [f"{self.label}{self._noted}"]
         if total:
             parts.append(f"{done:,}/{total:,} {self.unit}")
         if tokens:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 
 # What may be called, and what may decorate: none of it calls what it is given.
 MAKERS = {
+    "builtins.classmethod", "builtins.property", "builtins.staticmethod",
     "contextlib.asynccontextmanager", "contextlib.contextmanager", "dataclasses.dataclass", "dataclasses.field",
     "functools.cache", "functools.cached_property", "functools.lru_cache", "functools.partial", "functools.wraps",
     "torch.inference_mode", "torch.no_grad", "typing.TypeVar", "workbench.protocol", "workbench.register",
     *(f"workbench.{name}" for name in ("Correction", "Generation", "Layout", "LoRA", "Model", "Sampling", "Training")),
 }  # fmt: skip
-DECORATORS = MAKERS | {"abc.abstractmethod", "builtins.classmethod", "builtins.property", "builtins.staticmethod"}
+DECORATORS = MAKERS | {"abc.abstractmethod"}
 ACCESSORS = ("setter", "getter", "deleter")
 # Packages whose classes call nothing of a subclass while that is made. (An Enum calls its `__new__`.)
 BASES = ("abc", "builtins", "collections.abc", "torch", "typing", "workbench")

@@ -30,8 +30,8 @@ from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
-from workbench.session.handover import Handover
-from workbench.session.saved_state import restore_state
+from workbench.session.journal import SessionJournal, read_journal
+from workbench.session.taking_over import take_over as take_over_session
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked
@@ -125,17 +125,12 @@ def open(
     restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"opening {name}: {text}"
-            bar.update(0, 0)
-
         if description.backend == "inline":
-            lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
+            lab = _open(description, run_folder, if_exists, trackers, bar.note, restoring, began_s, wait_s)
         else:
             # the second of two notebooks that open the same name at once attaches to what the first opened
-            with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-                lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
+            with locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it")):
+                lab = _open(description, run_folder, if_exists, trackers, bar.note, restoring, began_s, wait_s)
     if save_every is not None:
         lab.autosave(save_every)
     return lab
@@ -186,10 +181,8 @@ def _open(
             )
             registry.write(record, description)
             lab.ownership.take()
-            lab.ownership.recorded = True
-            lab.runner.outcomes.journal = Handover(record.folder, lab.runner, lab.position, lab.checkpoints)
+            _begin_journal(lab)
             backend.drive()
-            lab.runner.counters.save()
     except BaseException as error:
         if isinstance(error, DevicesTaken) and isinstance(lab.hosts.backend, RayBackend):
             error = taken(error, read_gpus(), on_cluster(lab.hosts.backend.cluster, description.device))
@@ -206,6 +199,18 @@ def _open(
         hours = f"{description.idle_hours:g} h"
         print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
     return lab
+
+
+def _begin_journal(lab: Workbench) -> None:
+    """From now on, write down what a later kernel needs."""
+    journal = SessionJournal(lab.runner, lab.position, lab.checkpoints, lab.prompts)
+    journal.rewrite()
+    lab.ownership.journal = journal
+
+
+def _drives(lab: Workbench) -> bool:
+    lab.ownership.notice_takeover()
+    return lab.ownership.drives
 
 
 def restore(path: str | Path, **changes: Any) -> Workbench:
@@ -308,7 +313,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     Raises `NotFound`, `HostDied`, or `MissingDependency` where a function of it lies in a module that is not here.
     """
     mine = _opened_here(name)
-    if mine is not None and mine.ownership.drives:
+    if mine is not None and _drives(mine):
         return mine
     record = registry.get(name)
     owner = registry.owner(record.id)
@@ -317,22 +322,16 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     lab = _workbench(registry.description(record), Path(record.run_folder))
     lab.attached = True
     if owner is not None and owner.lives and not owner.mine and not take_over:
-        lab.ownership.watch()
+        lab.ownership.drives = False
     lost = lab.hosts.attach(lab.ownership.controller, record.address)
-    handover = Handover(record.folder, lab.runner, lab.position, lab.checkpoints)
     with Progress(f"attaching to {name}") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"attaching to {name}: {text}"
-            bar.update(0, 0)
-
         if not lab.looks:
             lab.ownership.take()
             lab.hosts.drive()
-        restore_state(lab.runner, lab.prompts)
-        handover.take_over(note)
-    lab.ownership.recorded = not lab.looks
-    lab.runner.outcomes.journal = None if lab.looks else handover
+        recorded = read_journal(record.id)
+        take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, bar.note)
+    if not lab.looks:
+        _begin_journal(lab)
     registry.opened[name] = lab
     _record(lab, "attached")
     if lost:
@@ -381,7 +380,7 @@ def _held(record: registry.Record) -> dict[str, Any]:
         "roles": roles,
         "devices": len(record.hosts),
         "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
-        "iteration": registry.load_state(record.id).get("iteration"),
+        "iteration": read_journal(record.id).counters.get("iteration"),
         "idle_s": time.time() - used_s if used_s else None,
         "driver": driver,
     }
@@ -391,7 +390,7 @@ def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)
     if mine is not None:
-        drives = mine.ownership.drives
+        drives = _drives(mine)
         mine.end()
         if drives:
             return

@@ -55,8 +55,8 @@ class Call:
     """One rank's part of a stage.
 
     key: name of the shard that its output becomes. keep: whether the output is part of the stage's result; what other
-    ranks return is dropped. updates, begun: whether it updates the role, and what it goes on from. pulls: for each set
-    of columns, which rows to pull from which shard.
+    ranks return is dropped. updates, resume_from: whether it updates the role, and where an interrupted update goes on.
+    pulls: for each set of columns, which rows to pull from which shard.
 
     Pickled, it takes few bytes a row at most, so that the controller's messages stay small however many rows there are.
     """
@@ -77,7 +77,7 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     submitted_s: float = 0.0
     updates: bool = False
-    begun: UpdatePart | None = None
+    resume_from: UpdatePart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         pulls = tuple(

@@ -18,8 +18,8 @@ from workbench.workers.reload.sources import loaded
 
 @dataclass(frozen=True)
 class RunCell:
-    """One execution. kernel: tells kernels apart. number: n of `In [n]`. id: the page's; "" where it was not told.
-    done: whether it ended without an error."""
+    """One execution. kernel: tells kernels apart. number: n of `In [n]`. id: the page's; "" where the front end does
+    not say. done: whether it ended without an error."""
 
     kernel: str
     number: int

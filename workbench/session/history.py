@@ -1,4 +1,4 @@
-"""What a workbench shows of itself: what happened, and when. Read from disk; what is where: `whereabouts`."""
+"""What happened in a workbench, and when, read from disk; `Topology` has what is where."""
 
 from __future__ import annotations
 
@@ -30,32 +30,23 @@ SHORTEST_S = 0.01  # pieces of opening that took less are not listed
 class History:
     """What happened in a workbench, and when; read from the disk.
 
-    script_options: of the script that opened it, which trackers are told.
+    script_options: of the script that opened it, which go to trackers.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, telemetry: TelemetryStore) -> None:
         self._hosts, self._groups, self._telemetry = hosts, groups, telemetry
         self.script_options: Mapping[str, Any] = {}
-        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # how the actor stood, and what that led to
-
-    def spans(self, run: int | None = None) -> pd.DataFrame:
-        """Every timed piece of work on every rank, one a row, seconds and bytes; of one run only, if given."""
-        return self._telemetry.spans(run)
+        self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # where the actor was, and what was computed for that
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
-        """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
-        generation, of what `lab.move` moves ("move"), or of all."""
+        """See `Workbench.transfers`."""
         if kind is not None:
             check_kind("transfers(kind)", kind, TRANSFER_KINDS)
         moved = self._telemetry.transfers()
         return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
-        """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
-
-        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
-        syncs would move at the least: what each rank lacks.
-        """
+        """See `Workbench.traffic`."""
         from workbench.display.traffic import traffic
 
         if kind is not None:
@@ -83,16 +74,13 @@ class History:
         return len(frozenset().union(*wanted))
 
     def sync_plans(self) -> pd.DataFrame:
-        """What a sync of the actor's weights would move by each strategy, one a row: strategy, in_use, moved_bytes on
-        all ranks, least_bytes that no strategy could do without, and the most of a rank: received_bytes,
-        peak_parameter_bytes, kept_twice_bytes beside the generation weights. Without rows where ranks hold whole models
-        and generate with them, or rollout workers generate.
-        """
+        """See `Workbench.sync_plans`."""
         plans: pd.DataFrame = self._once("sync_plans", self._make_sync_plans)
         return plans.copy()
 
     def _once(self, what: str, make: Callable[[], Any]) -> Any:
-        """What follows from where the actor and the rollout workers stand is made once for each standing."""
+        """A value that follows from the layout and hosts of the actor and the rollout workers: computed once for
+        each."""
         groups = [self._groups.by_role[role] for role in ("actor", ROLLOUT) if role in self._groups.by_role]
         standing = [(group, group.spec, group.layout, group.hosts) for group in groups]
         if self._planned[0] != standing:
@@ -160,31 +148,8 @@ class History:
         plan = self._transition("hybridflow")
         return 0 if plan is None else int(plan.figures().received.sum())
 
-    def syncs(self) -> pd.DataFrame:
-        """The ledger of weights: one row a sync and one a generation, in order, with what is wrong with it.
-
-        version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: by which
-        slices moved between ranks. moved_bytes: between ranks, on all of them; taken_bytes: handed to the engines.
-        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it;
-        taken where `Generation.check_sync` says so.
-        verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
-        the engine had these weights; "failed". With culprit (weight, rank) and remedy.
-        """
-        return self._telemetry.syncs()
-
-    def metrics(self, stage: str | None = None) -> pd.DataFrame:
-        """One row a stage call, a column a metric; of one stage only, if named."""
-        return self._telemetry.metrics(stage)
-
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
-        """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
-
-        tracker: "tensorboard", "wandb", "mlflow" or "trackio", also as "NAME=PROJECT". Steps are iterations, names are
-        "stage/metric". Comparisons and checks are left out: after them all is as before. project, options: see the
-        tracker's class in `workbench.telemetry.sinks`. One that fails later is given up with a warning.
-
-        Raises `BadInput` where it does not start, `MissingDependency` where it is not installed.
-        """
+        """See `Workbench.track`."""
         config = {**self._hosts.description.summary, **self.script_options}
         run = TrackedRun(
             name=f"{self._hosts.description.name}-{self._hosts.run_folder.name}",
@@ -193,16 +158,12 @@ class History:
         )
         self._telemetry.sinks.add(tracker, project, run, options)
 
-    def devices(self) -> list[tuple[str, str]]:
-        """(pool, device) of every host, as the placement has them; nobody is asked."""
-        return [(info.pool, info.device) for info in self._hosts.infos]
-
     def timeline(self, iterations: int | None = 1) -> Timeline:
-        """A picture of the last iterations (None: all) by device: what ran where, when, and what stood idle."""
+        """See `Workbench.timeline`."""
         from workbench.display.span_table import cells_of
         from workbench.display.timeline import timeline
 
-        spans, events = self.spans(), self._telemetry.events()
+        spans, events = self._telemetry.spans(), self._telemetry.events()
         start = None
         if iterations is not None and len(spans):
             starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
@@ -211,25 +172,17 @@ class History:
             {"event": name, "details": details}
             for name, details in zip(events["event"], events["details"], strict=True)
         )
-        return timeline(spans, devices=[device for _, device in self.devices()], start=start, cells=cells)
+        return timeline(spans, devices=[info.device for info in self._hosts.infos], start=start, cells=cells)
 
     def opening(self) -> pd.DataFrame:
-        """Where the seconds of opening went: a row for each piece of it on each rank, by start.
-
-        kind and note say what it was. start_s: since `wb.open` was called. A row with a parent lies inside the one of
-        that kind.
-        """
+        """See `Workbench.opening`."""
         spans = self._telemetry.spans(run=0)
         spans["start_s"] -= spans["start_s"].min()
         columns = ["pool", "device", "role", "parent", "kind", "note", "start_s", "duration_s"]
         return spans.loc[spans["duration_s"] >= SHORTEST_S, columns].round(2).reset_index(drop=True)
 
-    def trace(self, path: str | Path) -> Path:
-        """Write everything that happened as a Chrome trace, for Perfetto."""
-        return self._telemetry.chrome_trace(path)
-
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
-        """Print the last lines that worker processes wrote."""
+        """See `Workbench.logs`."""
         for info in self._hosts.infos:
             if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
                 print(f"--- {info.name}: {info.log_path}")

@@ -56,11 +56,11 @@ class Iterations:
         return self._runner.batches.put(table, meta=meta, owner=owner)
 
     def note_drawn(self) -> None:
-        """Keep where the prompts stand."""
-        self._runner.counters.save()
+        """Record where the prompts are, for a later kernel."""
+        self._runner.ownership.record()
 
     def numbers(self, n: int) -> Iterator[int]:
-        """The numbers 1 to n, without those that a resumed script has made: see `Workbench.iterations`."""
+        """See `Workbench.iterations`."""
         whole("iterations", n, 1)
         for number in range(1 + self.passed_over(n), n + 1):
             before = self.iteration
@@ -73,7 +73,7 @@ class Iterations:
                 )
 
     def passed_over(self, iterations: int) -> int:
-        """How many of that many iterations were made before the script was resumed; they are counted once."""
+        """See `Workbench.passed_over`."""
         counters = self._runner.counters
         passed = min(iterations, counters.iterations_to_skip)
         counters.iterations_to_skip -= passed

@@ -5,14 +5,14 @@ is whole.
           └─ an error in here ends what is new, and the old placement goes on ──────────┘
 
 A host that stays builds and takes while others start, and each takes as soon as it has built.
-Weights and moments go from host to host, and the controller is told only checksums and byte counts.
+Weights and moments go from host to host, and the controller gets only checksums and byte counts.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
-from workbench.placement.moves import TAKEN_ALONG
+from workbench.placement.moves import TAKEN_ALONG, RoleChange
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.telemetry.spans import union_s
@@ -67,7 +67,7 @@ def add(
     if pool is None and (len(pools) > 1 or role == ROLLOUT):
         own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
         raise BadInput(
-            where, f"a role stands in a pool, and there are {', '.join(pools)}",
+            where, f"a role is in one pool, and there are {', '.join(pools)}",
             own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
         )  # fmt: skip
     models = description.declared if role == ROLLOUT else description.declaring({role: model})
@@ -97,29 +97,22 @@ def drop(runner: StageRunner, topology: Topology, role: str) -> PlacementChange:
 
 def move(runner: StageRunner, topology: Topology, placement: Placement) -> PlacementChange:
     """`lab.move(placement)`."""
-    runner.ownership.check_open()
     return carry_out(runner, topology, runner.hosts.description.placed(placement), f"moving to {placement}")
 
 
 def carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
-    runner.check_driver()
+    runner.require_alone(title, "that needs the roles as they are, and none at work")
     lost = topology.given_up(description)
     for group in runner.groups.by_role.values():
         if group.pool.name not in lost:
             runner.groups.check_alive(group)
-    runner.require_alone(title, "that needs the roles as they are, and none at work")
     runner.scheduler.drain()
     runner.batches.release_unused()  # what nobody refers to need not move
     change = topology.change(description)
     change.require_fit()
     with Progress(title) as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"{title}: {text}"
-            bar.update(0, 0)
-
-        return Move(runner, change, description, title, note).carry_out()
+        return Move(runner, change, description, title, bar.note).carry_out()
 
 
 class Move:
@@ -169,24 +162,24 @@ class Move:
 
     @cached_property
     def _built(self) -> dict[str, list[str]]:
-        """The roles that are built, by their pool of after. Advantages are computed where the lead role is."""
-        found: dict[str, list[str]] = {pool.name: [] for pool in self._change.new.pools}
-        for role in self._change.roles:
-            if role.action in (*TAKEN_ALONG, "added"):
-                found[role.new_pool].append(role.role)
-            if role.role == self._description.lead and role.action == "moves":
-                found[role.new_pool].append("numeric")
-        return found
+        """The roles that are built, by their new pool."""
+        return self._by_pool(self._change.new, (*TAKEN_ALONG, "added"), lambda role: role.new_pool)
 
     @cached_property
     def _closed(self) -> dict[str, list[str]]:
-        """The roles that are closed, by their pool of before."""
-        found: dict[str, list[str]] = {pool.name: [] for pool in self._change.old.pools}
+        """The roles that are closed, by their old pool."""
+        return self._by_pool(self._change.old, (*TAKEN_ALONG, "dropped"), lambda role: role.old_pool)
+
+    def _by_pool(
+        self, placement: Placement, actions: Collection[str], pool_of: Callable[[RoleChange], str]
+    ) -> dict[str, list[str]]:
+        """The roles with one of these actions; advantages are computed where the lead role is."""
+        found: dict[str, list[str]] = {pool.name: [] for pool in placement.pools}
         for role in self._change.roles:
-            if role.action in (*TAKEN_ALONG, "dropped"):
-                found[role.old_pool].append(role.role)
+            if role.action in actions:
+                found[pool_of(role)].append(role.role)
             if role.role == self._description.lead and role.action == "moves":
-                found[role.old_pool].append("numeric")
+                found[pool_of(role)].append("numeric")
         return found
 
     @cached_property
@@ -200,7 +193,7 @@ class Move:
 
     @cached_property
     def _after(self) -> list[HostInfo]:
-        """The hosts of after, pool by pool."""
+        """The hosts of the new placement, pool by pool."""
         left = [i for i, place in zip(self.infos, self._change.places, strict=True) if not place.ends]
         return [info for pool in self._change.new.pools for info in left if info.pool == pool.name]
 
@@ -226,42 +219,42 @@ class Move:
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def _publish(self) -> dict[str, list[RankState]]:
-        """Let the hosts of before say what goes along of each role, by rank; what is large they hold ready."""
+        """Ask the old hosts for the small state of each role, by rank; weights and moments they publish."""
         steps, roles = [], []
         for move in self._moves:
             for rank, place in enumerate(move.source[1]):
                 steps.append(self._work(f"publishing {move.role}", place, "publish_role", move, rank))
                 roles.append(move.role)
         found: dict[str, list[RankState]] = {}
-        for role, carried in zip(roles, settle(self._hosts.backend, steps, self._note), strict=True):
-            found.setdefault(role, []).append(carried)
+        for role, state in zip(roles, settle(self._hosts.backend, steps, self._note), strict=True):
+            found.setdefault(role, []).append(state)
         return found
 
-    def _bring_up(self, carried: dict[str, list[RankState]]) -> float:
-        """Start what is new, and let the hosts of after build and take, and verify, what they are to have. For how
-        many seconds any of them took."""
+    def _bring_up(self, rank_states: dict[str, list[RankState]]) -> float:
+        """Start new hosts, and have the hosts of the new placement build, take and verify their roles. Returns for how
+        many seconds any of them took state."""
         backend, new = self._hosts.backend, set(self.new)
-        steps = self._fill([info for info in self._after if info not in new], carried)
+        steps = self._fill([info for info in self._after if info not in new], rank_states)
         if self.new:
             self._started = True
             self._note("starting hosts")
             backend.start(self.new)
             join_pools(backend, self.new, self._note)
-            steps += self._fill(self.new, carried)
+            steps += self._fill(self.new, rank_states)
         taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Taken)]
         for part in taken:
             self._runner.telemetry.append_transfers(part.transfers)
         return union_s((part.start_s, part.end_s) for part in taken)
 
-    def _fill(self, hosts: Sequence[HostInfo], carried: dict[str, list[RankState]]) -> list[Step]:
-        """Ask hosts to build roles, and to take these and the batches of hosts that end: one after the other, in the
-        same order on all ranks of a pool."""
+    def _fill(self, hosts: Sequence[HostInfo], rank_states: dict[str, list[RankState]]) -> list[Step]:
+        """Ask hosts to build roles, and to take their state and the batches of hosts that end: one after the other, in
+        the same order on all ranks of a pool."""
         steps = begin_loading(
             self._hosts.backend, hosts, self._description, self._note, roles=self._built, beside=self._change.kept
         )
         random: dict[int, Any] = {}
         for move in self._moves:
-            given = carried[move.role]
+            given = rank_states[move.role]
             for rank, place in enumerate(move.destination[1]):
                 if self.infos[place] in hosts:
                     mine = given[rank % len(given)]
@@ -331,11 +324,11 @@ class Move:
                 backend.work(info.name, "set_threads", threads)
         moved = tuple(replace(info, threads=threads) for info in self._after)
         hosts.become(replace(self._description, moved=moved))
-        self._runner.groups.stand()
+        self._runner.groups.follow_hosts()
         if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
-            # its engines were made anew: what they hold is not what they were sent
+            # its engines are new: they do not hold what they were sent
             weights = self._runner.counters.weights
-            weights[ROLLOUT] = Weights.anew(weights[ROLLOUT].steps)
+            weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)
         successors = self._change.shard_successors
         hosts.shard_successors |= {self.infos[old].name: self.infos[new].name for old, new in successors.items()}
         hosts.pools_ended |= {info.pool: info.again for info in self.ending}
@@ -347,7 +340,7 @@ class Move:
         ]  # fmt: skip
         for info in self.ending:
             hosts.lost.pop(info.pool, None)
-        self._runner.counters.save()
+        self._runner.ownership.record()
         hosts.record()
         try:
             settle(backend, steps, self._note)

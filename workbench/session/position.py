@@ -1,4 +1,4 @@
-"""Where a run stands: the algorithm under way, streams of examples, the checkpoint that it went on from."""
+"""The position of a run: the algorithm under way, streams of examples, the checkpoint that it went on from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from workbench.stages.counters import Counters
 
 
 class Position:
-    """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams: where
-    those stood that are not in use yet. first_states: of algorithms, by class, when they took their first step."""
+    """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams:
+    positions of those that are not in use yet. first_states: of algorithms, by class, when they took their first
+    step."""
 
     def __init__(self, counters: Counters, batches: BatchStore) -> None:
         self._counters, self._batches = counters, batches
@@ -31,7 +32,8 @@ class Position:
 
     @property
     def algorithm(self) -> Algorithm | None:
-        """The algorithm that took the last step, while somebody holds it: with it go the batches that it made."""
+        """The algorithm that took the last step, while a variable holds it: the batches that it made are released with
+        it."""
         return None if self._algorithm is None else self._algorithm()
 
     @algorithm.setter
@@ -39,7 +41,7 @@ class Position:
         self._algorithm = None if algorithm is None else weakref.ref(algorithm)
 
     def take_up(self, algorithm: Algorithm) -> None:
-        """Let a new algorithm go on where the one of its class stood when the checkpoint was saved."""
+        """Have a new algorithm go on from the saved position of its class."""
         saved = self.saved_algorithm
         if saved is None or algorithm.taken_up or saved["class"] != type(algorithm).__name__:
             return
@@ -66,19 +68,20 @@ class Position:
         return made
 
     def put_back(self, algorithm: Algorithm) -> None:
-        """Let the algorithm that this notebook holds go back to where it stood."""
+        """Put the algorithm that this notebook holds back to its saved position."""
         algorithm.go_back(self._counters.iteration)
         if self.saved_algorithm is None:
             algorithm.load_state(self.first_states.get(type(algorithm).__name__, {}))
         self.take_up(algorithm)
 
     def add_stream(self, stream: ExampleStream) -> None:
-        """Know of a stream whose place is saved; one of the same rows as a saved one goes on where that stood."""
+        """Save the position of this stream from now on; it goes on from the saved one of the same rows, if there is
+        one."""
         self._streams = [*(known for known in self._streams if known() is not None), weakref.ref(stream)]
         self.put_back_stream(stream)
 
     def put_back_stream(self, stream: ExampleStream) -> None:
-        """Let a stream go on where the saved one of the same rows stood; where none was saved, from its start."""
+        """Put a stream to the saved position of the same rows; where none was saved, to its start."""
         stream.take_up(stream.first)
         for state in self.saved_streams:
             if stream.take_up(state):
@@ -90,6 +93,6 @@ class Position:
         return [stream for known in self._streams if (stream := known()) is not None]
 
     def begin_anew(self) -> None:
-        """Go back to where a workbench stands that was opened this moment."""
+        """Go back to the position of a workbench that was just opened."""
         self.saved_algorithm, self.saved_streams, self.checkpoint = None, (), None
         self._counters.iterations_to_skip = 0

@@ -105,14 +105,7 @@ class Predictor:
         self.calibration: Calibration | None = None
 
     def calibrate(self, algorithm: Algorithm | None = None, *, hardware: str | Hardware | None = None) -> Constants:
-        """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
-        those of earlier calibrations, such as under another placement: the more different they are, the better. Run
-        two iterations before, as the first one warms up.
-
-        algorithm: whose iteration it was; None: the one that took the last step. hardware: whose peak rates the terms
-        are counted in; None: this machine's, measured; needed where hosts run on other machines. Raises `BadInput`
-        where the iteration has not ended, or was made under an earlier placement.
-        """
+        """See `Workbench.calibrate`."""
         algorithm = self._whose(algorithm)
         if hardware is not None:
             self.calibration = Calibration(hardware_of(hardware))
@@ -137,12 +130,7 @@ class Predictor:
         return known.constants
 
     def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
-        """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
-        was measured under that placement stands beside it. Nothing is touched.
-
-        Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
-        a role, or before any `calibrate`.
-        """
+        """See `Workbench.predict`."""
         known = self._need_calibration()
         placed = self._hosts.placement if placement is None else placement
         check_placement(placed)
@@ -152,12 +140,7 @@ class Predictor:
         return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
 
     def suggest(self, algorithm: Algorithm | None = None, *, devices: int | None = None, top: int = 3) -> Plans:
-        """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
-
-        devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
-        what `move` asks of them; whether there is room now, `diff` says. Raises `BadInput` before any `calibrate`, or
-        where no such plan is left.
-        """
+        """See `Workbench.suggest`."""
         known = self._need_calibration()
         self._know(self._hosts.placement)
         workload = self._workload(self._whose(algorithm))

@@ -6,11 +6,10 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from workbench.backends import RayBackend
 from workbench.backends.hosts import Hosts
-from workbench.backends.starting import join_pools, load_roles
+from workbench.backends.starting import Note, join_pools, load_roles
 from workbench.batches.store import Weights
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.progress import Progress
@@ -22,9 +21,6 @@ from workbench.session.checkpoint.restoring import Restoring
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 
-if TYPE_CHECKING:
-    pass
-
 ANSWER_S = 5.0  # a host whose process runs and that says nothing for so long counts as lost
 
 
@@ -33,8 +29,6 @@ def recover(
 ) -> Checkpoint | None:
     """`lab.recover(path)`."""
     hosts, counters = runner.hosts, runner.counters
-    runner.ownership.check_open()
-    runner.check_driver()
     runner.require_alone("recover()", "it puts all roles back")
     checkpoint = newest(hosts, position) if path is None else find_checkpoint(path)
     if checkpoint is None and not isinstance(hosts.backend, RayBackend):
@@ -46,33 +40,13 @@ def recover(
     restoring = None if checkpoint is None else Restoring(checkpoint, hosts.description)
     began = time.monotonic()
     with Progress("recovering") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"recovering: {text}"
-            bar.update(0, 0)
-
-        for run in runner.scheduler.open_runs():
-            run.cancel()
-        note("waiting for the stages under way to stop")
-        runner.scheduler.drain()
-        anew = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
-        # without a checkpoint all begin anew: a living role has learned what the others are to know nothing of
-        whole_again = restoring is not None and not anew
-        lost = hosts.lost_pools(ANSWER_S) if whole_again else {info.pool for info in hosts.infos}
-        _restart(runner, lost, note)
-        runner.failures.forget()
-        if restoring is not None:
-            restoring.load(runner, position, prompts, note)
-            counters.iterations_to_skip = 0  # nothing is done again by itself
-        else:
-            _begin_anew(runner, position, prompts)
+        lost = _put_back(runner, position, prompts, restoring, bar.note)
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
-    runner.outcomes.updates.clear()
+    runner.outcomes.updates.of_role.clear()
     for stream in position.streams():
         position.put_back_stream(stream)
-    counters.save()
-    runner.outcomes.note_position()
+    runner.ownership.record()
     runner.telemetry.append_event(
         "recovered", pools=sorted(lost), folder=None if checkpoint is None else str(checkpoint.folder),
         iteration=counters.iteration, seconds=time.monotonic() - began,
@@ -81,6 +55,30 @@ def recover(
     started = f"pool {', '.join(sorted(lost))} started again; " if lost else ""
     print(f"recovered in {time.monotonic() - began:.0f} s: {started}everything is {state}")
     return checkpoint
+
+
+def _put_back(
+    runner: StageRunner, position: Position, prompts: PromptStream, restoring: Restoring | None, note: Note
+) -> set[str]:
+    """Start what died again, and give all roles what a checkpoint has; None: what they had when the workbench was
+    opened. Returns the pools that were started again."""
+    hosts = runner.hosts
+    for run in runner.scheduler.open_runs():
+        run.cancel()
+    note("waiting for the stages under way to stop")
+    runner.scheduler.drain()
+    head_was_gone = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
+    # without a checkpoint all start again: a living role has learned from what the others no longer have
+    all_anew = restoring is None or head_was_gone
+    lost = {info.pool for info in hosts.infos} if all_anew else hosts.lost_pools(ANSWER_S)
+    _restart(runner, lost, note)
+    runner.failures.forget()
+    if restoring is not None:
+        restoring.load(runner, position, prompts, note)
+        runner.counters.iterations_to_skip = 0  # nothing is done again by itself
+    else:
+        _begin_anew(runner, position, prompts)
+    return lost
 
 
 def newest(hosts: Hosts, position: Position) -> Checkpoint | None:
@@ -92,7 +90,7 @@ def newest(hosts: Hosts, position: Position) -> Checkpoint | None:
     return max(there, key=lambda checkpoint: float(checkpoint.values["saved_s"]), default=None)
 
 
-def _restart(runner: StageRunner, lost: set[str], note: Any) -> None:
+def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
     """New processes in the place of those of some pools, with the models as they were opened."""
     if not lost:
         return
@@ -116,13 +114,13 @@ def _restart(runner: StageRunner, lost: set[str], note: Any) -> None:
         hosts.lost |= dict.fromkeys(lost, "a recovery that failed")
         raise
     hosts.become(replace(hosts.description, moved=tuple(infos)))
-    runner.groups.stand()
+    runner.groups.follow_hosts()
     for pool in lost:
         hosts.lost.pop(pool, None)
         hosts.pending_cleanup.pop(pool, None)
     hosts.pools_ended |= {info.pool: info.again for info in old}
     runner.batches.store.forget_hosts({info.name for info in old})
-    runner.counters.save()
+    runner.ownership.record()
     hosts.record()
     hosts.drive()
 
@@ -141,7 +139,7 @@ def _begin_anew(runner: StageRunner, position: Position, prompts: PromptStream) 
     position.begin_anew()
     # rollout workers may be of another kind than the actor: they are sent its weights
     counters.weights = {
-        role: Weights.anew(0) if role == ROLLOUT else Weights(steps=0, state="") for role in counters.weights
+        role: Weights.fresh(0) if role == ROLLOUT else Weights(steps=0, state="") for role in counters.weights
     }
 
 

@@ -115,24 +115,7 @@ class Reloader:
         self._note_notebook_code(())
 
     def reload(self, **roles: Any) -> ReloadReport:
-        """Have edited code take effect on the living workers: weights, optimizers and batches stay.
-
-        Every module whose file has changed since this kernel or a host loaded it, installed packages excepted, this
-        package where it is installed in place: workers, algorithms, losses, reward functions. Functions and classes of
-        the notebook that a role was opened with count as well, where their cell was run again. `lab.reload(
-        reward=new_rule)` gives a role another function, `lab.reload(critic=MyCritic)` another worker class: its
-        `__init__` is not called again.
-
-        Of an edited module the statements run that were edited, or use at once what they make; others do not, so that
-        its caches and registries stay. What classes and functions were imported as elsewhere gets the new code too.
-        Operations that are new can be called, `lab.reuse()` and branches know that the code is another.
-
-        Waits for the stages that are under way. All processes take the edits, or none: a file with a syntax error is a
-        `BadInput` that names file and line, code that raises while it is imported, in whichever process, a
-        `ReloadError`, whose `report` says where; the old code goes on. Returns a report with a row a process.
-        """
-        self._runner.ownership.check_open()
-        self._runner.check_driver()
+        """See `Workbench.reload`."""
         self._runner.require_alone("reload()", "stages that belong together run the same code")
         self._runner.scheduler.drain()
         models = self._redefined() | self._given(roles)
@@ -151,23 +134,20 @@ class Reloader:
         self._hosts.become(description)
         for groups in {self._runner.groups, *self._groups_of_process()}:
             groups.take_new_code()
-        self._runner.counters.save()
         self._hosts.record()
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
         return report
 
     def autoreload(self, on: bool = True) -> None:
-        """From now on (or, with False, no longer), reload before a stage that a cell calls, and before an algorithm's
-        step or loop, where a file was edited or a cell with code of a role was run again; one line says so. A syntax
-        error refuses the stage."""
+        """See `Workbench.autoreload`."""
         self._runner.ownership.check_open()
         if not isinstance(on, bool):
             raise BadInput(f"autoreload({on!r:.40})", "takes True or False")
         self._watched = self._files_of_hosts() if on else None
 
     def take_edits(self) -> None:
-        """What `autoreload` does before a stage; nothing inside a loop, or inside `overlap`."""
+        """See `Workbench.take_edits`."""
         if self._watched is None or self._busy():
             return
         loaded.note()
@@ -185,7 +165,7 @@ class Reloader:
     def _busy(self) -> bool:
         """Whether stages that belong together are being called."""
         runner = self._runner
-        return runner.overlapping or bool(runner.snapshots.open) or runner.batches.looping
+        return runner.overlap.on or bool(runner.snapshots.open) or runner.batches.looping
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 
@@ -218,7 +198,7 @@ class Reloader:
                     self._shipped[role, field] = code_behind(part)
 
     def _redefined(self) -> dict[str, Model]:
-        """By role, the models whose function or worker class the notebook has defined anew since the hosts got it."""
+        """By role, the models whose function or worker class the notebook has defined again since the hosts got it."""
         notebook, found = vars(sys.modules["__main__"]), dict[str, Model]()
         for role, model in self._hosts.description.models.items():
             fields = {}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from workbench.backends import Pending
 from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
-from workbench.display.html import bytes_text
+from workbench.display.html import bytes_text, table
 from workbench.errors import BadInput
-from workbench.placement import Placement
+from workbench.placement import ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.placement.moves import TAKEN_ALONG
@@ -49,10 +49,7 @@ class Topology:
         return self._hosts.describe(without)
 
     def frame(self) -> pd.DataFrame:
-        """Role x rank: where it stands in the role's layout (replica, pipeline stage, tensor rank), host, process,
-        machine and device, how sequences run, tokens of a micro-batch (none yet: as many as fit are found out by the
-        role's first pass), and bytes by use, asked of the live processes. `lab.memory()` draws it.
-        """
+        """See `Workbench.topology`."""
         import pandas as pd
 
         rows = []
@@ -93,16 +90,32 @@ class Topology:
         host = [c for c in use if c.startswith("host_")]
         return frame[[*(c for c in frame.columns if c not in use), *(c for c in use if c not in host), *host]]
 
+    def summary_html(self, caption: str) -> str:
+        """A table of the roles: model, engines, pool, devices; no process is asked."""
+        rows = []
+        for pool in self._hosts.placement.pools:
+            devices = ", ".join(info.device for info in self._hosts.infos if info.pool == pool.name)
+            for role, group in self._groups.by_role.items():
+                if group.pool is not pool:
+                    continue
+                spec = group.spec
+                engines: list[str] = [spec.training.engine] if spec.training and spec.trained else []
+                if role in ("actor", ROLLOUT) and spec.generation:
+                    engines.append(spec.generation.engine)
+                rows.append({
+                    "role": role, "model": group.model, "engines": " + ".join(engines),
+                    "dtype": spec.dtype if spec.name else "", "pool": pool.name, "devices": devices,
+                })  # fmt: skip
+        return table(rows, caption=caption)
+
     def memory(self) -> DeviceMap:
-        """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes. A host
-        that does not answer has an empty box, which says why."""
+        """See `Workbench.memory`."""
         from workbench.display.devices import device_map
 
         return device_map(self._memory_now(ANSWER_S), f"memory of {self._hosts.description.name}")
 
     def read_memory(self, timeout_s: float = ANSWER_S) -> list[MemoryReading]:
-        """What each host holds now, in the order of the placement; kept in `telemetry.memory()`. Hosts answer while
-        they compute. One that is gone, or silent for `timeout_s` seconds, is a reading with an error."""
+        """See `Workbench.read_memory`."""
         readings = self._memory_now(timeout_s)
         self._telemetry.append_memory(readings)
         return readings
@@ -118,7 +131,7 @@ class Topology:
             silent = MemoryReading(**now, host=info.name, device=info.device, error=f"no answer in {timeout_s:g} s")
             try:
                 readings.append(MemoryReading.of(answer.result(), **now) if answer.done() else silent)
-            except Exception as error:  # of one host: the others' figures stand
+            except Exception as error:  # of one host: the others' figures count
                 readings.append(replace(silent, error=f"{error}"))
         return readings
 
@@ -130,7 +143,7 @@ class Topology:
         return asked
 
     def estimate(self, placement: Placement | None = None) -> MemoryEstimate:
-        """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
+        """See `Workbench.estimate`."""
         self._ownership.check_open()
         description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
         seen = self._seen(without=self._hosts.lost)  # hosts of lost pools do not answer
@@ -143,14 +156,7 @@ class Topology:
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:
-        """What a change to another placement would move: which roles, how many bytes between which processes, the
-        memory that it needs on each device, and how long it should take. Nothing is touched.
-
-        models: of roles that it has and the workbench lacks: `lab.diff(lab.placement.with_role("cost", "policy"),
-        cost=too_long)` says what `lab.add` would do.
-        Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room, and there
-        are devices for new processes beside the old ones, is `.fits`; `.require_fit()` raises.
-        """
+        """See `Workbench.diff`."""
         return self.change(self._hosts.description.placed(placement, self._hosts.description.declaring(models)))
 
     def change(self, description: Description) -> PlacementChange:

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 class BatchStore:
-    """Moves rows between the notebook and the hosts, keeps what stages made, and gives hosts notice of what nobody
+    """Moves rows between the notebook and the hosts, keeps what stages made, and tells hosts which shards no batch
     refers to. What a `Batch` asks of its workbench.
 
-    store: what stages made, by name and version. looping: whether a loop makes what is made now.
+    vocabulary: of the tokens in all batches. store: what stages made, by name and version. looping: whether a loop
+    makes what is made now.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, ownership: Ownership, counters: Counters, room_bytes: int) -> None:
@@ -41,27 +42,17 @@ class BatchStore:
         lead = hosts.description.models[hosts.description.lead].name
         assert lead is not None
         self.tokenizer = load_tokenizer(lead)
-        self._vocabulary = Vocabulary(lead, self.tokenizer)
+        self.vocabulary = Vocabulary(lead, self.tokenizer)
         self.shard_counts = ShardCounts()
         self.store = Store(hosts.run_folder / "batches", room_bytes)
         self.looping = False
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Whose tokens the batches are made of."""
-        return self._vocabulary
-
     def put(
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
     ) -> Batch:
-        """A batch from columns made here: they go to the first host of the actor's pool
-        (without an actor, of the first role's that has a model).
-
-        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
-        """
+        """See `Workbench.put`."""
         found = _as_table(table)
-        self._vocabulary.check(found, "put()" if owner == "notebook" else owner)
+        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
@@ -85,21 +76,17 @@ class BatchStore:
         return batch
 
     def load(self, path: str | Path) -> Batch:
-        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
-
-        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
-        with token ids of another tokenizer.
-        """
+        """See `Workbench.load`."""
         meta, tables = files.read(path, self.vocabulary)
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
         return Batch.concat(parts) if len(parts) > 1 else parts[0]
 
     def get(self, name: str) -> Batch:
-        """A batch of the store by "name vversion", or the newest version of a name."""
+        """See `Workbench.batch`."""
         return self.store.get(name, self.load)
 
     def forget(self, name: str) -> None:
-        """Let the store forget a batch, or all versions of a name."""
+        """Remove a batch, or all versions of a name, from the store."""
         self.store.release(name)
         self.release_unused()
 
@@ -136,12 +123,12 @@ class BatchStore:
         return lengths
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """See `Workbench.decode`."""
         return str(self.tokenizer.decode(list(token_ids)))
 
     def release_unused(self) -> None:
-        """Tell the hosts which shards nobody refers to any more. A handle that only looks holds none."""
-        if self._ownership.watches:
+        """Tell the hosts which shards no batch refers to any more. A handle that only looks holds none."""
+        if not self._ownership.drives:
             return
         due: dict[str, list[str]] = {}
         for shard in (shard.now(self._hosts.shard_successors) for shard in self.shard_counts.take_due()):

@@ -55,7 +55,7 @@ class StageCall:
         return self.operation.written(self.arguments)
 
     @cached_property
-    def collecting(self) -> tuple[int, ...]:
+    def result_ranks(self) -> tuple[int, ...]:
         """The ranks whose outputs and metrics make the result."""
         return tuple(self.operation.protocol.collect(self.group.layout))
 

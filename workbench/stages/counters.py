@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,25 +12,22 @@ from workbench.messages.metric_values import MetricValues
 class Counters:
     """run, batch, iteration: how many there were. draws: by iteration, the number of the last drawing of samples.
     weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration.
-    iterations_to_skip: iterations that a resumed script is not to repeat. save: keeps them for a later kernel."""
+    iterations_to_skip: iterations that a resumed script is not to repeat."""
 
     def __init__(self) -> None:
         self.run = self.batch = self.iteration = self.iterations_to_skip = 0
         self.draws: dict[int, int] = {}
         self.weights: dict[str, Weights] = {}
         self.last_metrics: dict[str, MetricValues] = {}
-        self.save: Callable[[], None] = lambda: None
 
     def next_run(self) -> int:
         """The number of a new run."""
         self.run += 1
-        self.save()
         return self.run
 
     def next_draw(self, iteration: int) -> int:
         """The number of a new drawing of samples in an iteration."""
         draw = self.draws[iteration] = self.draws.get(iteration, -1) + 1
-        self.save()
         return draw
 
     def draw_again(self, iteration: int, draw: int) -> None:

@@ -101,5 +101,5 @@ class Failures:
         return self._last
 
     def forget(self) -> None:
-        """Let go of the last failure, and of the batch that is kept with it."""
+        """Forget the last failure, and release the batch that is kept with it."""
         self._last = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Caller(Protocol):
-    """Who carries out the calls of a group: the workbench."""
+    """Carries out the calls of a group: the workbench."""
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, and give what comes of it."""
@@ -31,7 +31,7 @@ class Caller(Protocol):
 
 
 class Placer(Caller, Protocol):
-    """Who, beside that, can place a group elsewhere."""
+    """A caller that can also move a group."""
 
     @property
     def placement(self) -> Placement:
@@ -130,7 +130,7 @@ class GroupOperation:
 class WorkerGroup:
     """All ranks of one role. Operations complete with Tab and show signature and docstring with `?`.
 
-    layout: how its ranks stand; what the protocols of its operations are given.
+    layout: of its ranks, for the protocols of its operations.
     worker_role: whose workers carry out its operations. Its own; but where the actor has an adapter and no other
     reference is declared, the reference is the actor without it, and holds nothing of its own.
     """
@@ -172,7 +172,7 @@ class WorkerGroup:
         self._caller.take_edits()
 
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
-        """Say that its ranks stand elsewhere now."""
+        """Set where its ranks are now."""
         self.pool, self.hosts, self.layout = pool, hosts, layout
 
     def move(self, pool: str, devices: int | None = None) -> Any:
@@ -185,12 +185,12 @@ class WorkerGroup:
         return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))
 
     def take_back(self) -> None:
-        """Carry out all that it is asked for itself."""
+        """Carry out all of its operations itself."""
         for name, operation in self._own.items():
             self.delegate(name, operation)
 
     def delegate(self, name: str, operation: GroupOperation) -> None:
-        """Let another group carry out an operation that this one is asked for."""
+        """Have another group carry out an operation of this one."""
         self.operations[name] = operation
         setattr(self, name, operation)
 

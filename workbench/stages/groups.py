@@ -20,7 +20,7 @@ class Groups:
     """by_role: the groups. lead: the group whose tokenizer makes the tokens, and to whose hosts tables are put.
 
     caller: carries out the calls of the groups. delegate_rollout: called when the groups of rollout workers were made,
-    to let them generate for the actor. when_changed: called when roles came or went.
+    so that they generate for the actor. when_changed: called when a role was added or dropped.
     """
 
     lead: WorkerGroup
@@ -36,14 +36,14 @@ class Groups:
         """Make the groups of a workbench that is opened."""
         self._refresh()
         self.lead = self.by_role[self._hosts.description.lead]
-        standing = self._hosts.standing("numeric")
-        self.numeric = WorkerGroup("numeric", *standing, self.lead.spec, ROLE_WORKERS["numeric"], self._caller)
+        place = self._hosts.place_of("numeric")
+        self.numeric = WorkerGroup("numeric", *place, self.lead.spec, ROLE_WORKERS["numeric"], self._caller)
 
-    def stand(self) -> None:
-        """Follow the hosts to where they are now; the handles of the roles that stay lead there."""
+    def follow_hosts(self) -> None:
+        """Place all groups on the current hosts; handles of the roles that stay are valid."""
         self._refresh()
         for group in (*self.by_role.values(), self.numeric):
-            group.place(*self._hosts.standing(group.worker_role))
+            group.place(*self._hosts.place_of(group.worker_role))
 
     def take_new_code(self) -> None:
         """Give the groups the operations that their worker classes have now."""
@@ -96,11 +96,11 @@ class Groups:
 
     def _add(self, role: str, model: Model, worker_role: str) -> None:
         kind = model.worker or ROLE_WORKERS[role]
-        standing = self._hosts.standing(worker_role)
-        self.by_role[role] = WorkerGroup(role, *standing, model, kind, self._caller, worker_role)
+        place = self._hosts.place_of(worker_role)
+        self.by_role[role] = WorkerGroup(role, *place, model, kind, self._caller, worker_role)
         if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
             # an actor with a worker class of the user's may load other weights than rollout workers do
             own = role == ROLLOUT and self._hosts.description.models["actor"].worker is not None
-            self._counters.weights[role] = Weights.anew(0) if own else Weights(steps=0, state="")
+            self._counters.weights[role] = Weights.fresh(0) if own else Weights(steps=0, state="")
         if role == ROLLOUT:
             self.delegate_rollout()

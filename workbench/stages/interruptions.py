@@ -1,4 +1,4 @@
-"""What is said of a run that was interrupted: where things stand, and how to go on."""
+"""The errors of runs that were interrupted: what was done, and how to go on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
 
 
 def left_alone(name: str) -> StageInterrupted:
-    """Stop was pressed again while its ranks were on their way out."""
+    """Stop was pressed again while its ranks were stopping."""
     return StageInterrupted(
         f"{name} was interrupted twice",
         "its ranks stop at the next place where nothing is half done, and nobody waits for them",

@@ -15,7 +15,7 @@ def isolated(runner: StageRunner, stage: str) -> Iterator[None]:
     """Inside, stages run one by one, and report their metrics as `stage`. Afterwards the iteration, the numbers of
     draws, `last_metrics`, the store and the kernel's random state are as before. Weights are not put back:
     `lab.kept(...)` does that."""
-    runner.wait()
+    runner.overlap.wait()
     runner.scheduler.drain()
     counters, batches = runner.counters, runner.batches
     metrics, iteration, draws = counters.last_metrics, counters.iteration, dict(counters.draws)
@@ -30,4 +30,4 @@ def isolated(runner: StageRunner, stage: str) -> Iterator[None]:
         for name in set(batches.store) - stored:
             batches.store.release(name)
         batches.release_unused()
-        counters.save()
+        runner.ownership.record()

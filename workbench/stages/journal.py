@@ -1,4 +1,4 @@
-"""What is written down for a later kernel while stages run; `workbench.session.handover` writes it."""
+"""What a stage leaves in the journal, from which a later kernel goes on; `workbench.session.journal` writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.batches.references import Column
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenRun:
+class SentRun:
     """A stage that was sent to hosts. read: the columns that an update read. drawn: (iteration, draw), where it drew
     samples."""
 
@@ -20,20 +20,15 @@ class OpenRun:
     hosts: tuple[str, ...]
     code: str
     updates: bool
-    collecting: tuple[int, ...]
+    result_ranks: tuple[int, ...]
     layout: str = ""
     read: Mapping[str, Column] = field(default_factory=dict)
     drawn: tuple[int, int] | None = None
 
 
 class Journal(Protocol):
-    """Where it is written down."""
+    """The journal of one workbench."""
 
-    def sent(self, run: OpenRun) -> None:
-        """A stage goes to its hosts."""
-
-    def over(self, number: int) -> None:
-        """Its hosts are done with it, and what came of it is written down."""
-
-    def write(self) -> None:
-        """Write down how things stand."""
+    def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
+        """Append what has changed since the last entry. sent: a stage that now goes to its hosts. over: the number of
+        a stage that its hosts have ended."""

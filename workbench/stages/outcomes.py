@@ -1,5 +1,5 @@
 """What follows from runs that did not just end well: those that failed, were cancelled or abandoned, or whose kernel
-is gone. No step of an update is taken twice, and no samples are drawn anew."""
+is gone. No step of an update is taken twice, and no samples are drawn again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from workbench.backends.hosts import Hosts
 from workbench.batches.store import Weights
 from workbench.messages.metric_values import MetricValues
-from workbench.messages.replies import UpdatePart
+from workbench.messages.replies import Reply, UpdatePart
 from workbench.stages.counters import Counters
-from workbench.stages.journal import Journal, OpenRun
+from workbench.stages.journal import SentRun
 from workbench.stages.ownership import Ownership
 from workbench.stages.run import Run
 from workbench.stages.unfinished import UnfinishedUpdate, UnfinishedUpdates
@@ -18,17 +18,19 @@ from workbench.telemetry.store import TelemetryStore
 
 
 class Outcomes:
-    """updates: those that were interrupted. journal: where it is written down for a later kernel; None on the inline
-    backend, and while this kernel only looks."""
+    """updates: those that were interrupted."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, telemetry: TelemetryStore) -> None:
         self._hosts, self._ownership, self._counters, self._telemetry = hosts, ownership, counters, telemetry
         self.updates = UnfinishedUpdates()
-        self.journal: Journal | None = None
 
     def record(self, run: Run) -> None:
         """Record what its ranks reported, once."""
         replies, run.unrecorded = run.unrecorded, []
+        self.record_replies(replies)
+
+    def record_replies(self, replies: Sequence[Reply]) -> None:
+        """Record spans, transfers and syncs."""
         for reply in replies:
             self._telemetry.append_spans(reply.spans)
             self._telemetry.append_transfers(reply.transfers)
@@ -43,11 +45,10 @@ class Outcomes:
             if run.parts:
                 told = run.parts[0].metrics.get("optimizer_steps")
                 steps = steps + run.parts[0].steps if told is None else int(told.value)
-            weights[role] = Weights.anew(steps)
+            weights[role] = Weights.fresh(steps)
             if run.parts:
-                self.updates.note(run, weights[role], run.collecting)
+                self.remember(_sent_run(run), run.parts, None)
         self._draw_again(run)
-        self._counters.save()
         if run.stuck:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
         self._hosts.forget_shard(run.group.hosts, run.calls[0].key)
@@ -56,12 +57,12 @@ class Outcomes:
         """A run has succeeded, and its caller did not get the result: the same call again must give it."""
         weights = self._counters.weights
         if run.updates and run.group.role in weights and not run.writes:
-            self.updates.note(run, weights[run.group.role], run.collecting, run.given)
+            self.remember(_sent_run(run), run.parts, run.given)
         elif not run.updates:
             self._draw_again(run)
 
     def _draw_again(self, run: Run) -> None:
-        """Let the same call again draw the same samples, if none were drawn since."""
+        """Have the same call draw the same samples again, if none were drawn since."""
         seed: tuple[int, ...] = run.calls[0].meta.get("seed", ()) if run.calls else ()
         if len(seed) == 3:
             self._counters.draw_again(seed[1], seed[2])
@@ -69,47 +70,41 @@ class Outcomes:
     def unfinished(self, run: Run, *, ended: bool) -> UnfinishedUpdate | None:
         """What an update goes on from; see `UnfinishedUpdates.take`."""
         weights = self._counters.weights.get(run.group.role)
-        return self.updates.take(run, run.read, weights, ended=ended) if run.updates and weights else None
+        return self.updates.take(_sent_run(run), weights, ended=ended) if run.updates and weights else None
+
+    def remember(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Have the same call of an update go on with its next step, or give its metrics if it came to its end."""
+        self.updates.of_role[run.role] = UnfinishedUpdate(
+            run=run, weights=self._counters.weights[run.role], parts=tuple(parts), result=result
+        )
 
     # --- for a later kernel -------------------------------------------------------------------------------------------
 
     def sent(self, run: Run, seed: tuple[int, ...]) -> None:
-        """Write down what goes to hosts."""
-        if self.journal is not None:
-            self.journal.sent(OpenRun(
-                number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
-                updates=run.updates, collecting=run.collecting, layout=str(run.group.layout),
-                read=run.read if run.updates else {},
-                drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
-            ))  # fmt: skip
+        """Record in the journal what goes to hosts."""
+        self._ownership.record(sent=_sent_run(run, seed))
 
     def over(self, run: Run) -> None:
-        """Write down what came of a run whose ranks are done with it."""
-        if self.journal is None or not self._ownership.drives:
-            return
-        try:
-            if run.batch is not None:
-                run.batch.settle(wait=False)
-            self.journal.write()
-        finally:
-            self.journal.over(run.number)
+        """Record in the journal what came of a run that its ranks have ended."""
+        if self._ownership.journal is not None and run.batch is not None:
+            run.batch.settle(wait=False)
+        self._ownership.record(over=run.number)
 
-    def note_position(self) -> None:
-        """Write down where the algorithm stands."""
-        if self.journal is not None and self._ownership.drives:
-            self.journal.write()
-
-    def note_update(self, run: OpenRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
-        """Take in an update that ended, or stopped, after its kernel had: the same call again gives its metrics, or
-        goes on where it stood."""
+    def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Remember an update that ended, or stopped, after its kernel had ended."""
         weights = self._counters.weights
         if run.role not in weights or (parts and not parts[0].steps):
             return
-        told = parts[0].metrics.get("optimizer_steps") if parts else None
-        steps = weights[run.role].steps + 1 if told is None else told.value
+        counted = parts[0].metrics.get("optimizer_steps") if parts else None
+        steps = weights[run.role].steps + 1 if counted is None else counted.value
         steps = steps if result is None else result.get("optimizer_steps", steps)
-        weights[run.role] = Weights.anew(int(steps))
-        self.updates.of_role[run.role] = UnfinishedUpdate(
-            stage=run.name, code=run.code, read=run.read, weights=weights[run.role], layout=run.layout,
-            collecting=run.collecting, parts=tuple(parts), result=result,
-        )  # fmt: skip
+        weights[run.role] = Weights.fresh(int(steps))
+        self.remember(run, parts, result)
+
+
+def _sent_run(run: Run, seed: tuple[int, ...] = ()) -> SentRun:
+    return SentRun(
+        number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
+        updates=run.updates, result_ranks=run.result_ranks, layout=str(run.group.layout),
+        read=run.read if run.updates else {}, drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
+    )  # fmt: skip

@@ -7,49 +7,46 @@ import secrets
 from workbench.backends import registry
 from workbench.config.description import Description
 from workbench.errors import NotDriving, NotFound
+from workbench.stages.journal import Journal, SentRun
 
 
 class Ownership:
-    """This kernel's hold on a workbench.
+    """One handle of a workbench, and whether this handle drives it.
 
-    controller: names this handle: two handles never give a shard the same name. recorded: whether the workbench is in
-    the registry, where another kernel may take it over. closed: the handle was closed.
+    controller: names this handle: two handles never give a shard the same name. drives: whether this kernel drives the
+    workbench, as of the last `notice_takeover`. journal: what a later kernel goes on from; None on the inline backend,
+    and where this kernel has only ever looked. closed: the handle was closed.
     """
 
     def __init__(self, description: Description) -> None:
         self.controller = secrets.token_hex(4)
-        self.closed = self.recorded = False
+        self.closed, self.drives = False, True
+        self.journal: Journal | None = None
         self._name, self._id = description.name, description.id
-        self._watches = False
-        self._stamp: int | None = None  # of the registry's word of the owner, when it was last read
-
-    @property
-    def drives(self) -> bool:
-        """Whether this kernel drives the workbench; a kernel from which it was taken over never drives it again."""
-        if self.recorded and not self._watches:
-            stamp = registry.owner_stamp(self._id)
-            if stamp != self._stamp:
-                owner, self._stamp = registry.owner(self._id), stamp
-                if owner is not None and owner.controller != self.controller:
-                    self.watch()
-        return not self._watches
-
-    @property
-    def watches(self) -> bool:
-        """Whether another kernel drives it, as far as is known without asking the registry."""
-        return self._watches
-
-    def watch(self) -> None:
-        """Only look from now on: another kernel drives it."""
-        self._watches = True
+        self._owner_stamp: int | None = None  # of the registry's owner file, when it was last read
 
     def take(self) -> None:
         """Record that this kernel drives it."""
         registry.own(self._id, self.controller)
 
+    def notice_takeover(self) -> None:
+        """Ask the registry whether another kernel has taken the workbench over; then this one never drives it again."""
+        if self.journal is None or not self.drives:
+            return
+        stamp = registry.owner_stamp(self._id)
+        if stamp != self._owner_stamp:
+            owner, self._owner_stamp = registry.owner(self._id), stamp
+            self.drives = owner is None or owner.controller == self.controller
+
+    def record(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
+        """Append what has changed to the journal, if this kernel drives; see `Journal.append`."""
+        self.notice_takeover()
+        if self.journal is not None and self.drives:
+            self.journal.append(sent=sent, over=over)
+
     def check_open(self) -> None:
         """Raise `NotFound` where it is closed."""
-        if self.closed and self._watches:
+        if self.closed and not self.drives:
             again = (
                 f"wb.attach({self._name!r}) looks again, wb.attach({self._name!r}, take_over=True) drives it from here"
             )
@@ -59,6 +56,7 @@ class Ownership:
 
     def check_drives(self) -> None:
         """Raise `NotDriving` where another kernel drives it."""
+        self.notice_takeover()
         if not self.drives:
             owner = registry.owner(self._id)
             who = "another kernel" if owner is None else f"process {owner.process.pid} on {owner.process.machine}"

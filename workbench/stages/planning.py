@@ -42,7 +42,7 @@ def calls_on_batch(
     meta: Mapping[str, Any],
     shard_successors: Mapping[str, str],
 ) -> list[Call]:
-    """One call a rank: the protocol deals out the rows, and each rank is told which of whose shards they are.
+    """One call a rank: the protocol deals out the rows, and the call says in which shards they are.
 
     travels: the columns that go to the ranks. samples: copies of each row, side by side. meta: what travels along.
     shard_successors: see `ShardId.now`.

@@ -1,10 +1,10 @@
-"""One error for all ranks that failed in a stage."""
+"""One error for all ranks that failed in a stage, and for the stages that need its result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workbench.errors import StageError, WorkbenchError
+from workbench.errors import StageError, UpstreamError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
 from workbench.messages.replies import Failure
 
@@ -14,8 +14,8 @@ STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() 
 def one_error(
     role: str, pool: str, stage: str, run: int, failures: Mapping[int, Failure], *, stuck: bool
 ) -> WorkbenchError:
-    """Of the first cause's own class where it is ours, else a `StageError`; equal causes are told as one. The frames on
-    the ranks are its `failure`, and a note, for who prints tracebacks."""
+    """Of the first cause's own class where it is ours, else a `StageError`; equal causes are reported as one. The
+    frames on the ranks are its `failure`, and a note for tracebacks."""
     alike: dict[object, list[int]] = {}
     for rank, failure in failures.items():
         alike.setdefault(failure.likeness, []).append(rank)
@@ -47,3 +47,16 @@ def _rank_failure(ranks: list[int], failures: Mapping[int, Failure]) -> RankFail
         chain=() if first.says_all else first.chain,
         messages=tuple((rank, message) for rank, message in others if message != first.message),
     )
+
+
+def input_failed(consumer: str, producer: str, error: BaseException | None) -> UpstreamError:
+    """The error of a stage that needs the result of another. error: that one's; None: it was cancelled."""
+    if isinstance(error, UpstreamError):  # the first cause is further up
+        cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
+        cause.__cause__ = error.__cause__
+        return cause
+    said = f"{producer} was cancelled" if error is None else str(error)
+    # errors of ours name their stage already
+    cause = UpstreamError(f"{consumer} was not run", said if producer in said else f"{producer}: {said}")
+    cause.__cause__ = error
+    return cause

@@ -1,4 +1,4 @@
-"""What the ranks of a run are at, as far as they say."""
+"""The progress of the ranks of a run."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class RankWatch:
     def begin(self) -> None:
         """All of them have their calls."""
         self.working = list(range(len(self.answers)))
-        self.heard()
+        self.note_progress()
 
-    def heard(self) -> None:
-        """Count silence from now on."""
+    def note_progress(self) -> None:
+        """Restart the clock of `quiet_s`."""
         self._quiet_since = time.monotonic()
 
     @property
@@ -70,11 +70,11 @@ class RankWatch:
         how far they are, without waiting for the answer."""
         hosts = [self._hosts[rank] for rank in self.working]
         if self._ask(backend, hosts if ending else hosts[:1]) or not ending:
-            self.heard()
+            self.note_progress()
         return time.monotonic() - self._quiet_since
 
     def _ask(self, backend: Backend, hosts: Sequence[str]) -> bool:
-        """Whether one of them has got on."""
+        """Whether one of them has made progress."""
         got_on = False
         for host in hosts:
             asked = self._asked.get(host)
@@ -89,7 +89,7 @@ class RankWatch:
         return got_on
 
     def at(self, backend: Backend) -> str:
-        """What each rank is at, in words."""
+        """What each rank is doing, in words."""
         asked = {rank: backend.ask(self._hosts[rank], "status") for rank in self.working}
         backend.wait(list(asked.values()), STATUS_S)
         said = []
@@ -97,7 +97,7 @@ class RankWatch:
             text = "had finished"
             if rank in asked:
                 text = f"did not answer in {STATUS_S:g} s"
-                with contextlib.suppress(Exception):  # of one rank: the others' answers stand
+                with contextlib.suppress(Exception):  # of one rank: the others' answers count
                     if asked[rank].done():
                         busy, done, total, _ = asked[rank].result()
                         text = f"was at {busy or 'the end'}" + (
@@ -124,7 +124,7 @@ class RankWatch:
 
 
 class Counts:
-    """What the ranks of the inline backend tell of themselves. No part of the run: hosts hold on to it."""
+    """Progress of the inline backend's rank. Not part of the run, because hosts keep a reference to it."""
 
     def __init__(self) -> None:
         self.seen = (0, 0)
@@ -135,7 +135,7 @@ class Counts:
         """Raise `StageTimeout` where a rank counts after `until`, monotonic."""
         self._until, self._timeout_s = until, timeout_s
 
-    def hear(self, done: int, total: int, tokens: int) -> None:
+    def count(self, done: int, total: int, tokens: int) -> None:
         """Called by the rank."""
         self.seen = (done, total)
         self.report(done, total, tokens)

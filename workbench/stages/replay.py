@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 def replay(runner: StageRunner, failed: FailedStage, *, rank: int | None, device: str | None, post_mortem: bool) -> Any:
     """`lab.debug(...)`."""
-    runner.ownership.check_open()
     runner.check_driver()
     one_of("device", device, (None, "cpu", "cuda"))
     rank = (failed.ranks or (0,))[0] if rank is None else rank
@@ -77,7 +76,7 @@ def _live_host(runner: StageRunner, call: Call) -> Iterator[Host]:
     backend = runner.hosts.backend
     assert isinstance(backend, InlineBackend)
     roles = [call.role] if call.role in runner.groups.by_role else []
-    with torch.random.fork_rng(), runner.kept(*roles):
+    with torch.random.fork_rng(), runner.snapshots.kept(*roles):
         yield backend.host(runner.hosts.infos[0].name)
 
 
@@ -160,12 +159,12 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
         for rank, name in enumerate(group.hosts)
     ]
     try:
-        carried: list[RankState] = settle(hosts.backend, steps, lambda text: None)
-        host.take_role(move, 0, carried[0], 0, beside=False)
+        states: list[RankState] = settle(hosts.backend, steps, lambda text: None)
+        host.take_role(move, 0, states[0], 0, beside=False)
     finally:
         for name in group.hosts:
             hosts.backend.ask(name, "release", move.published)
-    state = carried[0].random
+    state = states[0].random
     set_random_state({**state, "cuda": state["cuda"] if len(state["cuda"]) == torch.cuda.device_count() else []})
 
 

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.backends.base import Backend, Pending
+from workbench.backends.base import Backend
 from workbench.batches.references import Settled
-from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
-from workbench.errors import StageTimeout, UpstreamError, WorkbenchError
+from workbench.errors import StageTimeout, UpstreamError
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.replies import Reply, UpdatePart
-from workbench.placement.placement import Pool
-from workbench.settings.layout import Layout
 from workbench.stages import interruptions
-from workbench.stages.rank_errors import one_error
+from workbench.stages.rank_errors import input_failed, one_error
 from workbench.stages.rank_watch import RankWatch
+from workbench.stages.run_protocols import Ranks, RunOutcomes, Steps
 from workbench.stages.stopping import StopCoordinator
+from workbench.stages.waiting import interruptible, wait_async, wait_for
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
@@ -33,47 +31,11 @@ if TYPE_CHECKING:
     from workbench.stages.scheduler import Scheduler
 
 # A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
-# after a failure, or when they are to stop, are taken to be stuck; those that get on are waited for.
+# after a failure, or when they are to stop, are taken to be stuck; those that make progress are waited for.
 GRACE_S = 60.0
-SHOW_S = 0.2
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
-
-
-class Ranks(Protocol):
-    """The ranks of a role: a `WorkerGroup`."""
-
-    role: str
-    pool: Pool
-    hosts: tuple[str, ...]
-    layout: Layout
-
-
-class Steps(Protocol):
-    """What a run does of its own. It holds the batch that the run reads, and is let go when the run has ended."""
-
-    def plan(self, run: Run) -> list[Call]:
-        """Make the calls, once the inputs are there."""
-
-    def finish(self, run: Run) -> Any:
-        """Make the result of the replies."""
-
-    def failed(self, run: Run, error: Exception) -> None:
-        """Called with an error of its own, before waiters are woken."""
-
-
-class RunOutcomes(Protocol):
-    """What follows from runs."""
-
-    def clean_up(self, run: Run) -> None:
-        """Let the hosts forget what a run that failed has left."""
-
-    def not_received(self, run: Run) -> None:
-        """Called when the waiter was interrupted and never gets the result."""
-
-    def over(self, run: Run) -> None:
-        """Called when its ranks are done with it."""
 
 
 class Run:
@@ -82,45 +44,44 @@ class Run:
     `result()` waits; `await run` waits without blocking the notebook.
 
     inputs: the runs that come before it. timeout_s: how long it may take, from when its ranks begin or, behind a run
-    that was given up, from when it waits. updates: whether the role's later stages wait for it. writes: the columns
-    that it is registered to write. code: a text that is equal for equal code and arguments. collecting: the ranks whose
-    metrics count. makes: gives the batch that it is making, which can be given to the next stage at once, as the run
-    itself can.
+    that was cancelled, from when it waits. updates: whether the role's later stages wait for it. writes: the columns
+    that it is registered to write. code: a text that is equal for equal code and arguments. result_ranks: the ranks
+    whose outputs and metrics make the result. makes: gives the batch that it is making, which can be given to the next
+    stage at once, as the run itself can.
 
-    read: the columns that an update read. made, meta: the columns that it made, and what is to travel along, once it is
-    done. metrics: what its ranks reported. given: the result of an update. dependents: batches that wait for it.
+    read: the columns that an update read. made, meta: the columns that it made, and the meta that it adds, once it is
+    done. metrics: what its ranks reported. given: the result of an update. parts: of an update that was stopped, how
+    many steps each rank took. dependents: batches that wait for it. Unix times are 0.0 until then.
     """
 
     def __init__(
         self, *, number: int, stage: str, group: Ranks, inputs: Sequence[Run], steps: Steps, outcomes: RunOutcomes,
-        timeout_s: float | None = None, updates: bool = False, writes: tuple[str, ...] = (), code: str = "",
-        collecting: tuple[int, ...] = (), by_loop: bool = False, makes: Callable[[Run], Batch] | None = None,
+        scheduler: Scheduler, timeout_s: float | None = None, updates: bool = False, writes: tuple[str, ...] = (),
+        code: str = "", result_ranks: tuple[int, ...] = (), by_loop: bool = False,
+        makes: Callable[[Run], Batch] | None = None,
     ) -> None:  # fmt: skip
         self.number, self.stage, self.group = number, stage, group
         self.name = f"{group.role}.{stage}"
         self.updates, self.writes, self.code = updates, writes, code
-        self.collecting, self.by_loop, self.timeout_s = collecting, by_loop, timeout_s
+        self.result_ranks, self.by_loop, self.timeout_s = result_ranks, by_loop, timeout_s
+        self.future: Future[Any] = Future()
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
         self.unrecorded: list[Reply] = []
-        self.parts: tuple[UpdatePart, ...] = ()  # of an update that was stopped: how far each rank came
+        self.parts: tuple[UpdatePart, ...] = ()
         self.stuck = self.from_store = False
-        self.submitted_s = time.time()
-        self.started_s = self.ended_s = 0.0  # unix times; 0.0: not yet
+        self.submitted_s, self.started_s, self.ended_s = time.time(), 0.0, 0.0
         self.made: Mapping[str, Column] = {}
         self.read: Mapping[str, Column] = {}
         self.given: Any = None
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
         self.dependents: list[weakref.ref[Settled]] = []
-        self._inputs, self._outcomes = list(inputs), outcomes
+        self._inputs, self._outcomes, self._scheduler = list(inputs), outcomes, scheduler
         self._steps: Steps | None = steps
         self._cleaned = False
-        self._future: Future[Any] = Future()
-        self._over = threading.Event()  # its ranks are at it no more: that may be after its waiters were told
-        self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the scheduler's, while it has it
-        self._scheduler: Scheduler | None = None
-        self._abandoned = ""
+        self._over = threading.Event()
+        self._abandoned = ""  # why its result is not wanted any more
         self._backend: Backend | None = None  # from `send` on
         self._stopping: StopCoordinator | None = None
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
@@ -132,212 +93,130 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Where it stands: waiting (for inputs, or for its pool), running, done, failed, cancelled."""
-        if self._future.cancelled():
+        """waiting (for inputs, or for its pool), running, done, failed, or cancelled."""
+        if self.future.cancelled():
             return "cancelled"
-        if self._future.done():
-            return "failed" if self._future.exception() else "done"
+        if self.future.done():
+            return "failed" if self.future.exception() else "done"
         return "running" if self.calls else "waiting"
 
     @property
     def done(self) -> bool:
         """Whether `result` returns, or raises, at once."""
-        return self._future.done()
+        return self.future.done()
 
     @property
     def over(self) -> bool:
-        """Whether its ranks are done with it, or lost: a run that was given up, or is late, is `done` before."""
+        """Whether its ranks have ended it, or are lost: a run that was cancelled, or is late, is `done` before."""
         return self._over.is_set()
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody waits for what its ranks are still at."""
+        """Whether its ranks still compute what nobody waits for."""
         return bool(self._abandoned) and not self.over
-
-    @property
-    def counted(self) -> tuple[int, int]:
-        """Micro-batches, or rows, that the first rank has done, and of how many; (0, 0) where they are not counted."""
-        return self.ranks.counted
 
     @property
     def error(self) -> str:
         """What ended it, in one line; empty unless it failed or was cancelled."""
-        if self._future.cancelled():
+        if self.future.cancelled():
             return self._abandoned or "it was cancelled"
-        error = self._future.exception() if self._future.done() else None
+        error = self.future.exception() if self.future.done() else None
         return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
 
-    def start(self, scheduler: Scheduler, bar: Progress) -> Any:
-        """Submit it and wait: the blocking form of a call."""
-        self.ranks.counts.report, self._scheduler = bar.update, scheduler
-        with self._interruptible() as presses:
-            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
-                scheduler.submit(self)
-            return self._wait(bar, presses)
+    @property
+    def waits_for(self) -> Run | None:
+        """The run under way that this one waits for: one that makes an input, or has its pool."""
+        runs = self._inputs
+        if self.state == "waiting":
+            runs = [*runs, *(run for run in self._scheduler.open_runs() if run.group.pool == self.group.pool)]
+        return next((run for run in runs if run.state == "running"), None)
 
-    def submit(self, scheduler: Scheduler) -> None:
+    def run(self) -> Any:
+        """Submit it and wait: the blocking form of a call."""
+        with self._progress() as bar, interruptible(self) as presses:
+            self.ranks.counts.report = bar.update
+            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
+                self._scheduler.submit(self)
+            return wait_for(self, bar, presses)
+
+    def submit(self) -> None:
         """Submit it, in the background; on the inline backend it runs now."""
-        with self._interruptible() as presses:
+        with interruptible(self) as presses:
             with contextlib.suppress(KeyboardInterrupt):
-                scheduler.submit(self)
+                self._scheduler.submit(self)
             if presses.count:
-                with self.progress() as bar:
-                    self._wait(bar, presses)
+                with self._progress() as bar:
+                    wait_for(self, bar, presses)
 
     def result(self) -> Any:
         """Wait: the batch's next version, an update's metrics, or what ranks returned.
 
         Raises `StageError` (of the kind of the first cause) when ranks failed, `HostDied` when a process ended,
         `UpstreamError` when an input failed. An interrupt stops the run where nothing is half done, waits for that, and
-        raises `StageInterrupted`, which says where things stand; a second one stops the waiting too.
+        raises `StageInterrupted`, which says what was done; a second one stops the waiting too.
         """
-        with self.progress() as bar:
-            return self.wait(bar)
+        with self._progress() as bar, interruptible(self) as presses:
+            return wait_for(self, bar, presses)
 
-    def progress(self) -> Progress:
-        """A progress line for its waiters."""
+    def __await__(self) -> Generator[Any, None, Any]:
+        return wait_async(self).__await__()
+
+    def _progress(self) -> Progress:
         return Progress(self.name, unit=self._unit)
 
-    def wait(self, bar: Progress) -> Any:
-        """`result`, shown on a progress line that is there already."""
-        with self._interruptible() as presses:
-            return self._wait(bar, presses)
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[Presses]:
-        """Inside, an interrupt asks the run to stop."""
-        with on_interrupt(self._press) as presses:
-            try:
-                yield presses
-            except KeyboardInterrupt:  # pressed again
-                raise interruptions.left_alone(self.name) from None
-
-    def _press(self) -> bool:
-        """Called wherever the notebook's thread is: takes no lock, but leaves a stage that this process computes, and
-        says whether that is so."""
-        if self._backend is None or self._backend.name != "inline" or self.done:
-            return False
-        self._abandoned = "it was cancelled"
-        self._leave()
-        return True
-
-    def _wait(self, bar: Progress, presses: Presses) -> Any:
-        while not (self._future.done() and (self.over or not presses.count)):
-            if presses.count:
-                self.cancel()
-                self._over.wait(SHOW_S)
-            else:
-                wait([self._future], timeout=SHOW_S)
-            self._show(bar, stopping=presses.count > 0)
-        if presses.count:
-            raise self.interrupted()
-        if self._future.cancelled():
-            raise self._not_run()
-        error = self._future.exception()
-        if error is not None:
-            raise error.with_traceback(None)  # it may be raised again, elsewhere
-        return self._future.result()
-
     def when_over(self, act: Callable[[], object]) -> None:
-        """Call `act` once it has ended, however; now, if it has."""
-        self._future.add_done_callback(lambda _: act())
+        """Call `act` once it has ended, in whatever way; now, if it has."""
+        self.future.add_done_callback(lambda _: act())
 
-    def _set_over(self) -> None:
-        self._over.set()
-        try:
-            self._outcomes.over(self)
-        except Exception as error:  # what cannot be written down ends no run
-            warnings.warn(f"after {self.name}: {error!r}", stacklevel=2)
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it is over, in whatever way."""
+        self._over.wait(timeout_s)
 
-    def join(self) -> None:
-        """Wait until it is over, however."""
-        self._over.wait()
+    def not_received(self) -> None:
+        """Note that its waiter was interrupted, and the result reaches nobody."""
+        self._outcomes.not_received(self)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.number}: {self.name}, {self.state}>"
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        """Give it up, without waiting: what has not begun is not begun, and ranks that are at it leave it at the next
-        place where nothing is half done. An update that comes to its end all the same counts; other results are
-        dropped. Stages that need its result fail, and name it. Returns whether it had not ended yet.
+        """Cancel it, without waiting: what has not begun is not begun, and its ranks leave it at the next place where
+        nothing is half done. An update that comes to its end all the same counts; other results are dropped. Stages
+        that need its result fail, and name it. Returns whether it had not ended yet.
         """
         if self.done:
             return False
-        if self.calls and self._press():  # the lock is with who computes it
+        if self.calls and self.leave_if_inline():  # the lock is with the thread that computes it
             return True
-        with self.lock:  # not while it is being sent, or ended
+        with self._scheduler.lock:  # not while it is being sent, or ended
             if self.done:
                 return False
             self._abandoned = "it was cancelled"
-            if self._future.cancel():
+            if self.future.cancel():
                 self.ended_s = time.time()
-                self._future.set_running_or_notify_cancel()  # wakes those who wait
+                self.future.set_running_or_notify_cancel()  # wakes those who wait
                 self._set_over()
                 self._forget()
             else:
                 self._leave()
         return True
 
+    def leave_if_inline(self) -> bool:
+        """Have it stop where this process computes it, without a lock; whether that is so. Called in the notebook's
+        thread, wherever that is."""
+        if self._backend is None or self._backend.name != "inline" or self.done:
+            return False
+        self._abandoned = "it was cancelled"
+        self._leave()
+        return True
+
     def _leave(self) -> None:
-        """Let its ranks leave it."""
+        """Ask its ranks to leave it."""
         if self._stopping is None and self._backend is not None:
             self._stopping = StopCoordinator(self._backend, self.group.hosts, self.number)
-            self.ranks.heard()
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._awaited().__await__()
-
-    async def _awaited(self) -> Any:
-        """`result`, without blocking. A task that is given up, or runs out of time, gives the run up too, and ends when
-        the run's ranks have left it: the next call waits for nothing."""
-        waited = asyncio.wrap_future(self._future)
-        waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # read here, in any case
-        try:
-            while not waited.done():  # an interrupt of a notebook is heard when its loop wakes
-                await asyncio.wait([waited], timeout=SHOW_S)
-        except asyncio.CancelledError as given_up:
-            self.cancel()
-            while not self.over:
-                await asyncio.sleep(SHOW_S / 4)
-            interrupted = self.interrupted()
-            given_up._render_traceback_ = interrupted._render_traceback_  # type: ignore[attr-defined]  # for IPython
-            raise given_up from interrupted
-        if self._future.cancelled():
-            raise self._not_run()
-        error = self._future.exception()
-        if error is not None:
-            raise error.with_traceback(None) from error.__cause__
-        return self._future.result()
-
-    def _not_run(self) -> UpstreamError:
-        return UpstreamError(f"{self.name} was not run: it was cancelled")
-
-    def __repr__(self) -> str:
-        return f"<Run {self.number}: {self.name}, {self.state}>"
-
-    def interrupted(self) -> Exception:
-        """What an interrupt made of it, once it is over: as before, or after which optimizer step. A failure of its own
-        stays that."""
-        if self.state == "cancelled":
-            return interruptions.before_it_began(self.name)
-        if self.state == "done":
-            self._outcomes.not_received(self)
-        if self.updates and self.state == "done":
-            return interruptions.after_all_steps(self.name)
-        error = None if self.state == "done" else self._future.exception()
-        if isinstance(error, WorkbenchError) and not isinstance(error, UpstreamError):
-            return error.with_traceback(None)
-        return interruptions.as_before(self.name)
-
-    def _show(self, bar: Progress, *, stopping: bool = False) -> None:
-        upstream = next((run for run in self._inputs if run.state == "running"), None)
-        if upstream is None and self.state == "waiting" and self._scheduler is not None:
-            mine = [run for run in self._scheduler.open_runs() if run.group.pool == self.group.pool]
-            upstream = next((run for run in mine if run.state == "running"), None)
-        shown = self if upstream is None else upstream
-        bar.label = shown.name if shown is self else f"{self.name} waits for {shown.name}"
-        if stopping:
-            bar.label = f"{self.name}: stopping where nothing is half done (interrupt again to leave it behind)"
-        if failed := shown.ranks.failed:
-            bar.label = f"{shown.name}: rank {', '.join(map(str, failed))} failed, waiting for the others"
-        bar.update(*shown.ranks.progressed)
+            self.ranks.note_progress()
 
     # --- for the scheduler --------------------------------------------------------------------------------------------
 
@@ -345,22 +224,9 @@ class Run:
         """Whether an input is still to come; fails this run if one never will."""
         for run in self._inputs:
             if run.state in ("failed", "cancelled"):
-                self.fail(run.as_cause(self.name))
+                self.fail(input_failed(self.name, run.name, None if run.future.cancelled() else run.future.exception()))
                 return True
         return not all(run.done for run in self._inputs)
-
-    def as_cause(self, consumer: str) -> UpstreamError:
-        """The error of a stage that needs its result."""
-        error = None if self._future.cancelled() else self._future.exception()
-        if isinstance(error, UpstreamError):  # the first cause is further up
-            cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
-            cause.__cause__ = error.__cause__
-        else:
-            # errors of ours name their stage already
-            said = f"{self.name} was cancelled" if error is None else str(error)
-            cause = UpstreamError(f"{consumer} was not run", said if self.name in said else f"{self.name}: {said}")
-            cause.__cause__ = error
-        return cause
 
     def plan(self) -> list[Call]:
         """The calls that `send` makes."""
@@ -368,7 +234,7 @@ class Run:
 
     def send(self, backend: Backend) -> None:
         """Make the calls and give them to the hosts."""
-        if not self._future.set_running_or_notify_cancel():
+        if not self.future.set_running_or_notify_cancel():
             return
         try:
             self.calls, self.started_s = self.plan(), time.time()
@@ -377,7 +243,7 @@ class Run:
             if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
                 self.ranks.counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
             for host, call in zip(self.group.hosts, self.calls, strict=True):
-                self.ranks.answers.append(backend.execute(host, call, self.ranks.counts.hear))
+                self.ranks.answers.append(backend.execute(host, call, self.ranks.counts.count))
             self.ranks.begin()
         except BaseException as error:
             # ranks that have their call would wait for those that have not
@@ -399,33 +265,24 @@ class Run:
             return
         if time.monotonic() - self._clock_s <= self.timeout_s:
             return
-        error = StageTimeout(
-            f"{self.name} took longer than timeout_s={self.timeout_s:g}",
-            self._at(backend),
-            "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
-            "call again of an update goes on with the steps that are left"
-            if self.calls
-            else "wait for it, or where it never ends start its pool again with lab.recover()",
-        )
+        late = f"{self.name} took longer than timeout_s={self.timeout_s:g}"
         if not self.calls:
-            self.fail(error)
+            self.fail(StageTimeout(
+                late, f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up",
+                "wait for it, or where it never ends start its pool again with lab.recover()",
+            ))  # fmt: skip
             return
+        error = StageTimeout(
+            late, self.ranks.at(backend),
+            "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
+            "call again of an update goes on with the steps that are left",
+        )  # fmt: skip
         self._abandoned = f"its timeout_s={self.timeout_s:g} had passed"
         self.ended_s = time.time()
         self._note_failure(error)
         with contextlib.suppress(InvalidStateError):
-            self._future.set_exception(error)
+            self.future.set_exception(error)
         self._leave()
-
-    def _at(self, backend: Backend) -> str:
-        """What each rank is at, in words."""
-        if not self.calls:
-            return f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up"
-        return self.ranks.at(backend)
-
-    def outstanding(self) -> list[Pending]:
-        """Answers that are still to come."""
-        return self.ranks.outstanding
 
     def poll(self, backend: Backend) -> None:
         """Look at what has come; ends the run when all is there, or when what is missing will never come."""
@@ -439,6 +296,8 @@ class Run:
             self.stuck = True
             self._end()
 
+    # --- ending -------------------------------------------------------------------------------------------------------
+
     def _end(self) -> None:
         try:
             self._collect()
@@ -450,12 +309,29 @@ class Run:
         else:
             self.settle(result)
 
+    def _collect(self) -> None:
+        replies, failures, dead = self.ranks.collect()
+        self.replies += replies
+        self.unrecorded += replies
+        if dead is not None:  # what other ranks ran into follows from it
+            self.stuck = True
+            raise dead
+        if failures:
+            raise one_error(self.group.role, self.group.pool.name, self.stage, self.number, failures, stuck=self.stuck)
+        if self.stuck:
+            ranks = ", ".join(map(str, self.ranks.working))
+            raise interruptions.stuck(self.name, ranks, GRACE_S)
+        self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
+        if self.parts:
+            part = self.parts[0]
+            raise interruptions.after(self.name, part) if self.updates else interruptions.as_before(self.name)
+
     def settle(self, result: Any) -> None:
         """End the run with a result."""
         self._forget()
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):  # late: its waiters have been woken
-            self._future.set_result(result)
+            self.future.set_result(result)
         self._set_over()
         for dependent in self.dependents:
             batch = dependent()
@@ -476,31 +352,20 @@ class Run:
         self._forget()
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):
-            self._future.set_exception(error)
+            self.future.set_exception(error)
         self._set_over()
 
     def _forget(self) -> None:
-        """Let go of inputs, so that batches which nobody else holds are released."""
+        """Drop its inputs, so that batches which nobody else holds are released."""
         self._inputs, self._steps, self._cleaned = [], None, True
 
     def _note_failure(self, error: Exception) -> None:
         if self._steps is not None:
             self._steps.failed(self, error)
 
-    def _collect(self) -> None:
-        replies, failures, dead = self.ranks.collect()
-        self.replies += replies
-        self.unrecorded += replies
-        if dead is not None:  # what other ranks ran into follows from it
-            self.stuck = True
-            raise dead
-        if failures:
-            raise one_error(self.group.role, self.group.pool.name, self.stage, self.number, failures, stuck=self.stuck)
-        if self.stuck:
-            ranks = ", ".join(map(str, self.ranks.working))
-            raise interruptions.stuck(self.name, ranks, GRACE_S)
-        parts = [reply.stopped for reply in self.replies if reply.stopped is not None]
-        if parts:
-            self.parts = tuple(parts)
-            part = parts[0]
-            raise interruptions.after(self.name, part) if self.updates else interruptions.as_before(self.name)
+    def _set_over(self) -> None:
+        self._over.set()
+        try:
+            self._outcomes.over(self)
+        except Exception as error:  # what cannot be written down ends no run
+            warnings.warn(f"after {self.name}: {error!r}", stacklevel=2)

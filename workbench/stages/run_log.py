@@ -1,4 +1,4 @@
-"""What stages were called, newest last: who called them, how far they are, how they ended. Holds no results."""
+"""The stages that were called, newest last: the cell, the progress, the end. Holds no results."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class RunLog:
         run.when_over(lambda: self._look(entry))
 
     def _look(self, entry: _Entry) -> RunRecord:
-        """Take over what its run says now; one that nobody holds any more says nothing new."""
+        """Update the record from its run, unless that was garbage collected."""
         run, record = entry.run(), entry.record
         if run is None:
             return record
         if record.ended_s == 0.0:
             record.state = "from the store" if run.from_store and run.done else run.state
-            record.done_units, record.total_units = run.counted
+            record.done_units, record.total_units = run.ranks.counted
             record.started_s = run.started_s
             if run.done:
                 record.ended_s, record.error = run.ended_s, run.error

@@ -14,12 +14,10 @@ import contextlib
 import numbers
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from workbench.backends.hosts import Hosts
 from workbench.errors import BadInput, StageInterrupted
-from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
 from workbench.stages.batch_store import BatchStore
@@ -28,37 +26,17 @@ from workbench.stages.counters import Counters
 from workbench.stages.failing import Failures
 from workbench.stages.group import WorkerGroup
 from workbench.stages.groups import Groups
-from workbench.stages.interruptions import AS_BEFORE
 from workbench.stages.outcomes import Outcomes
+from workbench.stages.overlap import Overlap
 from workbench.stages.ownership import Ownership
 from workbench.stages.run import Run
 from workbench.stages.run_log import RunLog
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.snapshots import Snapshots
 from workbench.stages.stage_names import StageNames
-from workbench.stages.steps import StageSteps
+from workbench.stages.steps import StageParts, StageSteps
 from workbench.support.notebook_cell import running_cell
 from workbench.telemetry.store import TelemetryStore
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """`StageSteps` for one call. metrics: the `last_metrics` of when it was called."""
-
-    steps: StageSteps
-    call: StageCall
-    reported_as: str
-    metrics: dict[str, MetricValues]
-    then: Callable[[], None] | None
-
-    def plan(self, run: Run) -> list[Call]:
-        return self.steps.plan(self.call, run)
-
-    def finish(self, run: Run) -> Any:
-        return self.steps.finish(self.call, run, self.reported_as, self.metrics, self.then)
-
-    def failed(self, run: Run, error: Exception) -> None:
-        self.steps.failed(self.call, run, error)
 
 
 class StageRunner(StageNames):
@@ -72,45 +50,35 @@ class StageRunner(StageNames):
         self.batches, self.telemetry = batches, telemetry
         self.failures = Failures(hosts.description.name)
         self.outcomes = Outcomes(hosts, ownership, counters, telemetry)
-        self.snapshots = Snapshots(hosts, groups, counters, telemetry)
         self.scheduler, self.run_log = Scheduler(hosts), RunLog()
-        self._steps = StageSteps(
-            hosts, groups, counters, batches, self.outcomes, self.failures, telemetry, ownership.controller
-        )
-        self._overlapping, self._overlapped = 0, list[Run]()
+        self.snapshots = Snapshots(self.scheduler, hosts, ownership, groups, counters, telemetry)
+        self.overlap = Overlap(self.scheduler)
+        self._parts = StageParts(
+            hosts=hosts, ownership=ownership, groups=groups, counters=counters, batches=batches, outcomes=self.outcomes,
+            failures=self.failures, telemetry=telemetry,
+        )  # fmt: skip
         self._reusing = False
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on all ranks of its group.
-
-        Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
-        at once: a batch that waits when it is read, or the `Run`.
-        """
+        """See `Workbench.call`."""
         return self.carry_out(self.prepare(group, operation.name, args, kwargs))
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """Run an operation in the background (on the inline backend: now)."""
+        """See `Workbench.submit`."""
         run = self.prepare(group, operation.name, args, kwargs)
-        run.submit(self.scheduler)
+        run.submit()
         return run
 
     def carry_out(self, run: Run) -> Any:
         """Run what was prepared, as `call` says."""
         self.batches.store.trim(lambda batch, path: batch.save(path))
-        if self._overlapping:
-            self.send(run)
+        if self.overlap.on:
+            self.overlap.submit(run)
             return run if run.batch is None else run.batch
-        with run.progress() as bar:
-            return run.start(self.scheduler, bar)
-
-    def send(self, run: Run) -> None:
-        """Run what was prepared in the background; inside `overlap()` it is waited for at the end."""
-        if self._overlapping:
-            self._overlapped.append(run)
-        run.submit(self.scheduler)
+        return run.run()
 
     def prepare(
         self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None,
@@ -128,44 +96,42 @@ class StageRunner(StageNames):
         if call.updates:
             self.require_nothing_to_skip(f"{group.role}.{operation}")
         call.check_columns()
-        before = first()
-        updates = self._open_updates(group)
-        run = self._run(call, [*before, *updates, *call.awaited], then, as_update)
-        if run.updates and call.updates and call.batch is not None and not call.batch.pending:
-            self._steps.answer_ended(call, run, self._name_of(call))
-        there = call.batch is not None and not call.batch.pending and not updates
-        if self._reusing and run.batch is not None and there and not call.draws_anew:
-            self._steps.answer_from_store(call, run, self._name_of(call))
+        before, updates = first(), self._open_updates(group)
+        steps = StageSteps(self._parts, call, self._stage_name or call.operation.name, self.counters.last_metrics, then)
+        run = self._run(steps, [*before, *updates, *call.awaited], call.updates or as_update)
+        there = call.batch is not None and not call.batch.pending
+        if call.updates and there:
+            steps.answer_ended(run)
+        elif self._reusing and run.batch is not None and there and not updates and not call.draws_anew:
+            steps.answer_from_store(run)
         return run
 
-    def _run(self, call: StageCall, inputs: Sequence[Run], then: Callable[[], None] | None, as_update: bool) -> Run:
+    def _run(self, steps: StageSteps, inputs: Sequence[Run], updates: bool) -> Run:
+        call = steps.call
         batch, samples, joins = call.batch, call.samples, call.operation.protocol.joins and call.writes
-        reported_as = self._name_of(call)
         run = Run(
             number=self.counters.next_run(),
             stage=call.operation.name,
             group=call.group,
             inputs=list(dict.fromkeys(inputs)),
-            steps=_Bound(self._steps, call, reported_as, self.counters.last_metrics, then),
+            steps=steps,
             outcomes=self.outcomes,
+            scheduler=self.scheduler,
             timeout_s=call.timeout_s,
-            updates=call.updates or as_update,
+            updates=updates,
             writes=call.writes,
             code=call.code,
-            collecting=call.collecting,
+            result_ranks=call.result_ranks,
             by_loop=self.batches.looping,
             makes=(lambda run: batch.after(run, call.writes, samples)) if batch is not None and joins else None,
         )
-        self._log(call, run, reported_as)
+        self._log(call, run, steps.reported_as)
         return run
-
-    def _name_of(self, call: StageCall) -> str:
-        return self._stage_name or call.operation.name
 
     def _open_updates(self, group: WorkerGroup) -> list[Run]:
         """The updates of a role that were called before: its stages come after them, and are not run when one of them
         failed."""
-        called = (*self.scheduler.open_runs(), *self._overlapped)
+        called = self.overlap.called()
         return [run for run in called if run.updates and run.group is group and not (run.done and run.given_up)]
 
     def _log(self, call: StageCall, run: Run, stage: str) -> None:
@@ -176,7 +142,7 @@ class StageRunner(StageNames):
             self.telemetry.append_event("run", run=run.number, stage=stage, cell=cell.number, cell_id=cell.id)
 
     def report(self, stage: str, metrics: Mapping[str, float]) -> None:
-        """Record what a function that is a stage has to tell, beside the metrics of the operations."""
+        """See `Workbench.report`."""
         if not isinstance(metrics, Mapping):
             raise BadInput(f"metrics={metrics!r:.60}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
         for name, value in metrics.items():
@@ -199,7 +165,9 @@ class StageRunner(StageNames):
             self._driver = before
 
     def check_driver(self) -> None:
-        """Raise `BadInput` while another thread drives, `StageInterrupted` where this one is to stop."""
+        """Raise `NotFound` where the workbench is closed, `NotDriving` where another kernel drives it; beside that see
+        `Workbench.check_driver`."""
+        self.ownership.check_open()
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
@@ -212,8 +180,9 @@ class StageRunner(StageNames):
             )
 
     def require_alone(self, what: str, rule: str) -> None:
-        """Raise `BadInput` inside `overlap()` and `kept()`."""
-        if self._overlapping:
+        """Raise `BadInput` inside `overlap()` and `kept()`, and as `check_driver` does."""
+        self.check_driver()
+        if self.overlap.on:
             raise BadInput(f"{what} inside lab.overlap()", rule, "do it afterwards")
         self.snapshots.refuse(what, rule)
 
@@ -229,42 +198,19 @@ class StageRunner(StageNames):
 
     # --- several at once ----------------------------------------------------------------------------------------------
 
-    @property
-    def overlapping(self) -> bool:
-        """Whether calls return at once, see `overlap`."""
-        return self._overlapping > 0
-
     def open_runs(self) -> Sequence[Run]:
-        """What was called and has not ended, in call order."""
-        runs = (*self.scheduler.open_runs(), *self._overlapped)
-        return [run for run in dict.fromkeys(runs) if not run.done]
+        """See `Workbench.open_runs`."""
+        return [run for run in self.overlap.called() if not run.done]
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
         """Inside, every call blocks and is computed."""
-        overlapping, reusing = self._overlapping, self._reusing
-        self._overlapping, self._reusing = 0, False
+        reusing, self._reusing = self._reusing, False
         try:
-            yield
+            with self.overlap.off():
+                yield
         finally:
-            self._overlapping, self._reusing = overlapping, reusing
-
-    @contextlib.contextmanager
-    def overlap(self) -> Iterator[None]:
-        """Inside, a stage's call returns at once: see `Workbench.overlap`."""
-        self._overlapping += 1
-        try:
-            yield
-        except (KeyboardInterrupt, StageInterrupted) as error:
-            self._stop_overlapped(error)
-        except BaseException:
-            for run in self._overlapped:
-                run.cancel()
-            self._overlapped.clear()
-            raise
-        finally:
-            self._overlapping -= 1
-        self.wait()
+            self._reusing = reusing
 
     @contextlib.contextmanager
     def reuse(self) -> Iterator[None]:
@@ -274,37 +220,3 @@ class StageRunner(StageNames):
             yield
         finally:
             self._reusing = before
-
-    def kept(self, *roles: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Keep the state of roles, and go back to it: see `Workbench.kept`."""
-        return self.snapshots.kept(roles, self.scheduler)
-
-    def wait(self) -> None:
-        """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
-        runs, self._overlapped = self._overlapped, []
-        errors = []
-        for run in runs:
-            try:
-                run.result()
-            except (KeyboardInterrupt, StageInterrupted) as error:
-                self._overlapped = runs
-                self._stop_overlapped(error)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def _stop_overlapped(self, error: BaseException) -> NoReturn:
-        """Stop what was called in `overlap()`, wait for that, and raise one `StageInterrupted` that says how far the
-        updates among it came."""
-        runs, self._overlapped = self._overlapped, []
-        stopped = [run for run in runs if run.cancel()]
-        for run in stopped:
-            run.join()
-        said: list[Exception] = [error] if isinstance(error, StageInterrupted) else []
-        said += [run.interrupted() for run in stopped if run.updates and run.calls]
-        said = list({str(one): one for one in said}.values())
-        if len(said) == 1:
-            raise said[0]
-        told = "; ".join(str(one).rstrip(".") for one in said)
-        raise StageInterrupted(told or "the stages under way were interrupted", "" if told else AS_BEFORE)

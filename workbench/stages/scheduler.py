@@ -1,4 +1,5 @@
-"""Which run goes when: a stage starts when its inputs are there and its pool is free, on one pool in call order."""
+"""Decides when each run starts: a stage starts when its inputs are there and its pool is free, on one pool in call
+order."""
 
 from __future__ import annotations
 
@@ -17,21 +18,20 @@ class Scheduler:
     """Holds the runs that have not ended. A pool has one stage under way at a time, so that what waits can still be
     given up, and an interrupt leaves no call queued behind. Runs of different pools overlap.
 
-    A run that can start is sent by whoever submits it; a thread, which lives while runs are open, polls what runs
-    and sends what that makes ready.
+    A run that can start is sent by the thread that submits it. Another thread, which lives while runs are open, polls
+    them and sends those that become ready.
     """
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
         self._open: list[Run] = []
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def submit(self, run: Run) -> None:
         """Take a run on; it starts at once if it can."""
-        with self._lock:
+        with self.lock:
             self._open.append(run)
-            run.lock = self._lock
             try:
                 self._advance()
             finally:  # an interrupt, too, leaves nothing behind that has ended or that nobody attends to
@@ -42,7 +42,7 @@ class Scheduler:
 
     def open_runs(self) -> Sequence[Run]:
         """What has not ended, in call order."""
-        with self._lock:
+        with self.lock:
             return tuple(self._open)
 
     def drain(self) -> None:
@@ -53,7 +53,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Give up what has not ended, and wake its waiters."""
-        with self._lock:
+        with self.lock:
             for run in self._open:
                 run.cancel()
                 run.fail(UpstreamError(f"{run.name} was given up: the workbench was closed"))
@@ -64,21 +64,21 @@ class Scheduler:
 
     def _attend(self) -> None:
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._open:
                     self._thread = None
                     return
-                outstanding = [pending for run in self._open for pending in run.outstanding()]
+                outstanding = [pending for run in self._open for pending in run.ranks.outstanding]
             try:
                 if outstanding:
                     self._hosts.backend.wait(outstanding, POLL_S, count=1)
                 else:
                     time.sleep(POLL_S)
             except Exception as error:  # the backend is gone: no run will get an answer
-                with self._lock:
+                with self.lock:
                     for run in self._open:
                         run.fail(error)
-            with self._lock:
+            with self.lock:
                 self._advance()
 
     def _advance(self) -> None:
@@ -95,7 +95,7 @@ class Scheduler:
                         changed = True
                     elif run.state == "waiting" and pool in busy and busy[pool].given_up:
                         run.begin_clock()
-                    if run.outstanding():
+                    if run.ranks.outstanding:
                         run.poll(self._hosts.backend)
                     run.check_time(self._hosts.backend)
                 except Exception as error:  # whatever it was, it ends this run and no other

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.backends.hosts import Hosts
 from workbench.backends.starting import Step, settle
 from workbench.errors import BadInput
+from workbench.messages.calls import HostInfo
 from workbench.placement import ROLLOUT
 from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
+from workbench.stages.ownership import Ownership
 from workbench.stages.scheduler import Scheduler
 from workbench.telemetry.store import TelemetryStore
 
 
 class Snapshots:
-    """open: of each snapshot that is kept now, the hosts and the optimizer steps of the roles, as plain values. noted:
-    called when one was taken or dropped, so that a later kernel can go back to it."""
+    """open: of each snapshot that is kept now, the hosts and the optimizer steps of the roles, as plain values. A later
+    kernel can go back to it."""
 
-    def __init__(self, hosts: Hosts, groups: Groups, counters: Counters, telemetry: TelemetryStore) -> None:
-        self._hosts, self._groups, self._counters, self._telemetry = hosts, groups, counters, telemetry
+    def __init__(
+        self, scheduler: Scheduler, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters,
+        telemetry: TelemetryStore,
+    ) -> None:  # fmt: skip
+        self._scheduler, self._hosts, self._ownership, self._groups = scheduler, hosts, ownership, groups
+        self._counters, self._telemetry = counters, telemetry
         self.open: dict[str, dict[str, Any]] = {}
-        self.noted: Callable[[], None] = lambda: None
 
     def refuse(self, what: str, rule: str) -> None:
         """Raise `BadInput` while one is open."""
@@ -32,37 +37,29 @@ class Snapshots:
             raise BadInput(f"{what} inside lab.kept()", rule, "do it afterwards")
 
     @contextlib.contextmanager
-    def kept(self, roles: Sequence[str], scheduler: Scheduler) -> Iterator[Callable[[], None]]:
-        """Keep the state of roles on their hosts, and go back to it at the end, or when what this gives is called."""
+    def kept(self, *roles: str) -> Iterator[Callable[[], None]]:
+        """See `Workbench.kept`."""
         for role in roles:
             if role not in self._groups.by_role:
                 raise BadInput(f"role {role!r}", f"this workbench has {', '.join(self._groups.by_role)}")
-        scheduler.drain()
+        self._scheduler.drain()
         counters = self._counters
         key, draws = f"kept-{secrets.token_hex(4)}", dict(counters.draws)
         # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
         weights = {role: counters.weights[role] for role in roles if role in counters.weights and role != ROLLOUT}
         here = self._by_host(roles)
 
-        def everywhere(what: str, method: str, *, which: bool = False) -> None:
-            backend = self._hosts.backend
-            asked = [
-                Step(what, info, backend.work(info.name, method, key, *([mine] if which else [])))
-                for info, mine in here
-            ]
-            settle(backend, asked, lambda _: None)
-
         def go_back() -> None:
-            scheduler.drain()
-            everywhere(f"restoring {', '.join(roles)}", "restore")
+            self._scheduler.drain()
+            self._everywhere("restoring", here, "restore", key)
             counters.weights.update(weights)
             counters.draws = dict(draws)
-            counters.save()
+            self._ownership.record()
 
-        everywhere(f"keeping {', '.join(roles)}", "snapshot", which=True)
+        self._everywhere("keeping", here, "snapshot", key, which=True)
         steps = {role: kept.steps for role, kept in weights.items()}
-        self.open[key] = {"hosts": [info.name for info, _ in here], "steps": steps}
-        self.noted()
+        self.open[key] = {"hosts": [info.name for info in here], "steps": steps}
+        self._ownership.record()
         before, self._telemetry.aside = self._telemetry.aside, True
         try:
             yield go_back
@@ -71,13 +68,22 @@ class Snapshots:
                 go_back()  # waits for the stages that are still under way
             finally:
                 self._telemetry.aside = before
-                everywhere("dropping what was kept", "drop_snapshot")
+                self._everywhere("dropping the kept", here, "drop_snapshot", key)
                 del self.open[key]
-                self.noted()
+                self._ownership.record()
 
-    def _by_host(self, roles: Sequence[str]) -> list[tuple[Any, list[str]]]:
+    def _everywhere(
+        self, doing: str, roles: Mapping[HostInfo, list[str]], method: str, key: str, *, which: bool = False
+    ) -> None:
+        backend = self._hosts.backend
+        settle(backend, [
+            Step(f"{doing} {', '.join(mine)}", info, backend.work(info.name, method, key, *([mine] if which else [])))
+            for info, mine in roles.items()
+        ], lambda _: None)  # fmt: skip
+
+    def _by_host(self, roles: Sequence[str]) -> dict[HostInfo, list[str]]:
         """The hosts that keep something, each with the roles; a role without workers of its own holds nothing."""
         groups = self._groups.by_role
         own = [role for role in roles if groups[role].worker_role == role]
-        here = [(i, [role for role in own if groups[role].pool.name == i.pool]) for i in self._hosts.infos]
-        return [(info, mine) for info, mine in here if mine]
+        here = {info: [role for role in own if groups[role].pool.name == info.pool] for info in self._hosts.infos}
+        return {info: mine for info, mine in here.items() if mine}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.backends.hosts import Hosts
@@ -21,124 +22,141 @@ from workbench.stages.counters import Counters
 from workbench.stages.failing import Failures
 from workbench.stages.groups import Groups
 from workbench.stages.outcomes import Outcomes
+from workbench.stages.ownership import Ownership
 from workbench.stages.planning import calls_on_batch, calls_without_batch
 from workbench.stages.run import Run
 from workbench.telemetry.store import TelemetryStore
 
 
-class StageSteps:
-    """Plans the calls of runs, and makes their results."""
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """The parts of a workbench that stages use."""
 
-    def __init__(
-        self, hosts: Hosts, groups: Groups, counters: Counters, batches: BatchStore, outcomes: Outcomes,
-        failures: Failures, telemetry: TelemetryStore, controller: str,
-    ) -> None:  # fmt: skip
-        self._hosts, self._groups, self._counters, self._batches = hosts, groups, counters, batches
-        self._outcomes, self._failures, self._telemetry, self._controller = outcomes, failures, telemetry, controller
+    hosts: Hosts
+    ownership: Ownership
+    groups: Groups
+    counters: Counters
+    batches: BatchStore
+    outcomes: Outcomes
+    failures: Failures
+    telemetry: TelemetryStore
+
+
+@dataclass(frozen=True)
+class StageSteps:
+    """The steps of one call.
+
+    reported_as: the name under which its metrics are reported. metrics: the `last_metrics` of when it was called.
+    then: called when it has succeeded, before waiters are woken.
+    """
+
+    parts: StageParts
+    call: StageCall
+    reported_as: str
+    metrics: dict[str, MetricValues]
+    then: Callable[[], None] | None = None
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, call: StageCall, run: Run) -> list[Call]:
+    def plan(self, run: Run) -> list[Call]:
         """One call a rank."""
-        self._groups.check_alive(call.group)
-        self._batches.release_unused()
+        call = self.call
+        self.parts.groups.check_alive(call.group)
+        self.parts.batches.release_unused()
         name = call.operation.name
         common = {
-            "run": run.number, "key": f"{self._controller}-{run.number}", "stage": name, "method": name,
+            "run": run.number, "key": f"{self.parts.ownership.controller}-{run.number}", "stage": name, "method": name,
             "updates": call.updates, "role": call.group.worker_role, "kwargs": call.kwargs,
             "submitted_s": run.submitted_s,
         }  # fmt: skip
         if call.batch is None:
+            self.parts.ownership.record()  # the number of the run
             return calls_without_batch(call.group, call.operation, common, call.args)
-        return self._plan_on_batch(call, call.batch, run, common)
+        return self._plan_on_batch(call.batch, run, common)
 
-    def _plan_on_batch(self, call: StageCall, batch: Batch, run: Run, common: Mapping[str, Any]) -> list[Call]:
-        travels = call.travelling
+    def _plan_on_batch(self, batch: Batch, run: Run, common: Mapping[str, Any]) -> list[Call]:
+        call, travels = self.call, self.call.travelling
         run.read, meta = batch.part(travels)
-        seed = self._seed(call, meta)
+        seed = self._seed(meta)
         seeded = {**meta, "seed": seed}
         if call.group.role == ROLLOUT:  # which trained weights there are is known here, not where samples are drawn
-            seeded["trained_version"] = self._counters.weights["actor"].steps
+            seeded["trained_version"] = self.parts.counters.weights["actor"].steps
         calls = calls_on_batch(
             call.group, call.operation, common, call.args, batch, call.samples, travels, seeded,
-            self._hosts.shard_successors,
+            self.parts.hosts.shard_successors,
         )  # fmt: skip
-        self._outcomes.sent(run, seed)
-        begun = self._outcomes.unfinished(run, ended=False)
-        if begun is None:
+        self.parts.outcomes.sent(run, seed)
+        unfinished = self.parts.outcomes.unfinished(run, ended=False)
+        if unfinished is None:
             return calls
-        print(f"{run.name}: goes on at optimizer step {begun.parts[0].steps + 1} of {begun.parts[0].of}")
-        return begun.resumed(calls, str(call.group.layout), call.collecting)
+        print(f"{run.name}: goes on at optimizer step {unfinished.parts[0].steps + 1} of {unfinished.parts[0].of}")
+        return unfinished.resumed(calls, str(call.group.layout), call.result_ranks)
 
-    def _seed(self, call: StageCall, meta: Mapping[str, Any]) -> tuple[int, ...]:
-        seed, iteration = self._hosts.description.seed, int(meta.get("iteration", 0))
+    def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
+        call = self.call
+        seed, iteration = self.parts.hosts.description.seed, int(meta.get("iteration", 0))
         if not call.operation.samples:
             return (seed, iteration)
         if call.arguments.get("seed") is not None:
             return (int(call.arguments["seed"]), iteration)
-        return (seed, iteration, self._counters.next_draw(iteration))
+        return (seed, iteration, self.parts.counters.next_draw(iteration))
 
     # --- record -------------------------------------------------------------------------------------------------------
 
-    def finish(
-        self, call: StageCall, run: Run, reported_as: str, metrics: dict[str, MetricValues],
-        then: Callable[[], None] | None,
-    ) -> Any:  # fmt: skip
-        """What a run gives, recorded: the batch's next version, an update's metrics, or what ranks returned. metrics:
-        the `last_metrics` of when it was called. then: see `StageRunner.prepare`."""
-        result = self._result(call, run)
+    def finish(self, run: Run) -> Any:
+        """What a run gives, recorded: the batch's next version, an update's metrics, or what ranks returned."""
+        result = self._result(run)
         run.given = result if run.updates else None
         if run.given_up:
-            self._outcomes.not_received(run)
-        self.report(run, reported_as, metrics)
-        if then is not None:
-            then()
+            self.parts.outcomes.not_received(run)
+        self._report(run)
+        if self.then is not None:
+            self.then()
         return result
 
-    def report(self, run: Run, stage: str, metrics: dict[str, MetricValues]) -> None:
-        """Record its metrics under the name of a stage."""
+    def _report(self, run: Run) -> None:
         if run.metrics:
-            now = self._counters.iteration
+            now = self.parts.counters.iteration
             iteration = int(run.calls[0].meta.get("iteration", now)) if run.calls else now
-            self._telemetry.append_metrics(stage, run.number, iteration, run.metrics)
-            metrics[stage] = run.metrics
+            self.parts.telemetry.append_metrics(self.reported_as, run.number, iteration, run.metrics)
+            self.metrics[self.reported_as] = run.metrics
 
-    def failed(self, call: StageCall, run: Run, error: Exception) -> None:
+    def failed(self, run: Run, error: Exception) -> None:
         """Keep what it failed with."""
-        self._failures.note(run, error, call.operation, call.batch, call.arguments)
+        self.parts.failures.note(run, error, self.call.operation, self.call.batch, self.call.arguments)
 
-    def _result(self, call: StageCall, run: Run) -> Any:
-        self._outcomes.record(run)
+    def _result(self, run: Run) -> Any:
+        self.parts.outcomes.record(run)
         for note in dict.fromkeys(note for reply in run.replies for note in reply.notes):
             print(f"{run.name}: {note}")
-        collected = [run.replies[rank] for rank in run.collecting]
+        collected = [run.replies[rank] for rank in run.result_ranks]
         metrics: Metrics = {}
         for reply in collected:
             merge_metrics(metrics, reply.metrics)
         run.metrics = MetricValues(reported(metrics))
-        self._count_update(call, run)
-        if not call.operation.protocol.joins:
+        self._count_update(run)
+        if not self.call.operation.protocol.joins:
             return [reply.value for reply in collected]
-        made = self._next_version(call, run)
+        made = self._next_version(run)
         return run.metrics if made is None else made
 
-    def _count_update(self, call: StageCall, run: Run) -> None:
-        weights, role = self._counters.weights, run.group.role
+    def _count_update(self, run: Run) -> None:
+        weights, role = self.parts.counters.weights, run.group.role
         # a run may take its turn as an update does and change no weights, such as `check_sync` of rollout workers
-        if call.operation.updates and role in weights:
-            weights[role] = Weights.anew(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
-            self._counters.save()
+        if self.call.operation.updates and role in weights:
+            weights[role] = Weights.fresh(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
 
-    def _next_version(self, call: StageCall, run: Run) -> Batch | None:
+    def _next_version(self, run: Run) -> Batch | None:
         """The batch with the columns that were made; None where none were."""
-        replies, calls, ranks = run.replies, run.calls, run.collecting
+        replies, calls, ranks = run.replies, run.calls, run.result_ranks
         summaries = agreed_columns([replies[rank] for rank in ranks], run.writes, run.name)
         if not summaries:
             return None
-        assert call.batch is not None
+        batch = self.call.batch
+        assert batch is not None
         parts = [(ShardId(run.group.hosts[rank], calls[rank].key), calls[rank].rows) for rank in ranks]
         location = Location.of_parts([(shard, rows) for shard, rows in parts if rows is not None])
-        self._batches.shard_counts.hold(location)
+        self.parts.batches.shard_counts.hold(location)
         run.meta = replies[ranks[0]].meta
         run.made = {
             name: Column(
@@ -147,12 +165,12 @@ class StageSteps:
             )
             for name, summary in summaries.items()
         }  # fmt: skip
-        made = call.batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
-        self._batches.store.add(made, self._origin(run, calls[0]), run.made.values(), by_loop=run.by_loop)
+        made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
+        self.parts.batches.store.add(made, self._origin(run, calls[0]), run.made.values(), by_loop=run.by_loop)
         return made
 
     def _origin(self, run: Run, call: Call) -> Origin:
-        weights = self._counters.weights.get(run.group.role)
+        weights = self.parts.counters.weights.get(run.group.role)
         return Origin(
             stage=run.name,
             run=run.number,
@@ -170,18 +188,18 @@ class StageSteps:
 
     # --- answered without being sent ----------------------------------------------------------------------------------
 
-    def answer_ended(self, call: StageCall, run: Run, reported_as: str) -> None:
+    def answer_ended(self, run: Run) -> None:
         """End an update that was done when it was interrupted, with the metrics that it had."""
-        assert call.batch is not None
-        run.read, _ = call.batch.part(call.travelling)
-        if ended := self._outcomes.unfinished(run, ended=True):
+        assert self.call.batch is not None
+        run.read, _ = self.call.batch.part(self.call.travelling)
+        if ended := self.parts.outcomes.unfinished(run, ended=True):
             print(f"{run.name}: was done when it was interrupted; these are its metrics")
             run.metrics = ended.result
-            self._answer(run, reported_as, ended.result)
+            self._answer(run, ended.result)
 
-    def answer_from_store(self, call: StageCall, run: Run, reported_as: str) -> None:
+    def answer_from_store(self, run: Run) -> None:
         """End a run with what the store has, where the same code has read the same columns with the same weights."""
-        store, weights = self._batches.store, self._counters.weights
+        call, store, weights = self.call, self.parts.batches.store, self.parts.counters.weights
         assert call.batch is not None
         batch, travels = call.batch.copies(call.samples), call.travelling
         state = weights[run.group.role].state if run.group.role in weights else ""
@@ -198,11 +216,11 @@ class StageSteps:
                 assert run.batch is not None
                 run.made, run.meta, run.metrics = made, origin.meta_out, MetricValues(origin.metrics)
                 print(f"{run.name}: from the store, as run {origin.run} made it")
-                self._answer(run, reported_as, run.batch)
+                self._answer(run, run.batch)
                 store.add(run.batch, origin, (), by_loop=run.by_loop)
                 return
 
-    def _answer(self, run: Run, reported_as: str, result: Any) -> None:
-        self.report(run, reported_as, self._counters.last_metrics)
+    def _answer(self, run: Run, result: Any) -> None:
+        self._report(run)
         run.from_store = True
         run.settle(result)

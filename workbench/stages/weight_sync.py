@@ -28,7 +28,7 @@ from workbench.workers.weight_exchange import Published
 class Publication:
     """The actor's weights as they are when all that was called before has run, published for one taker.
 
-    run: of the actor's ranks. weights: which those are; None until they are published. where: what the taker is told.
+    run: of the actor's ranks. weights: which those are; None until they are published. where: for the taker.
     """
 
     def __init__(self, runner: StageRunner, **what: bool) -> None:
@@ -50,7 +50,7 @@ class Publication:
         # the role's later stages wait for it, and are not run where it fails
         run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then, as_update=True)
         run.when_over(lambda: self.run.when_over(self._release))
-        self._runner.send(self.run)
+        self._runner.overlap.submit(self.run)
         return run
 
     def _release(self) -> None:
@@ -83,13 +83,12 @@ class WeightSync:
         def taken() -> None:
             assert publication.weights is not None
             runner.counters.weights[self._role] = publication.weights
-            runner.counters.save()
 
         take = publication.taken_by(
             runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
         )
         self._last = publication, take
-        runner.send(take)
+        runner.overlap.submit(take)
         return take
 
 
@@ -110,11 +109,11 @@ class RolloutCaller:
                 rollout.delegate(name, GroupOperation(rollout, operation, self))
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.overlapping))
+        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.overlap.on))
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         run = self._prepare(operation, args, kwargs, wait=False)
-        self._runner.send(run)
+        self._runner.overlap.submit(run)
         return run
 
     def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Run:

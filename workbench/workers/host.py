@@ -185,7 +185,7 @@ class Host(Shards):
         self._progress, self._busy = (0, 0, 0), call.stage
         output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
         labels = {"stage": call.stage, "run": call.run, "role": call.role}
-        self._stopping.begin(call.run, call.begun, updates=call.updates)
+        self._stopping.begin(call.run, call.resume_from, updates=call.updates)
         try:
             with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
                 recorder.add("queue", call.submitted_s, time.time())

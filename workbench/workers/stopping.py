@@ -56,21 +56,21 @@ class Stopping:
         self._asked_of, self._round = 0, 0
         self._waits_at = 0
         self._leave_at: int | None = None
-        self.begun: UpdatePart | None = None
+        self.resume_from: UpdatePart | None = None
 
     # --- for the stage ------------------------------------------------------------------------------------------------
 
-    def begin(self, run: int, begun: UpdatePart | None = None, *, updates: bool = False) -> None:
-        """A stage begins. begun: of an update, what it goes on from. updates: it is left between optimizer steps only,
-        at points that say how many it has taken."""
+    def begin(self, run: int, resume_from: UpdatePart | None = None, *, updates: bool = False) -> None:
+        """A stage begins. resume_from: where an interrupted update goes on. updates: it is left between optimizer steps
+        only, at points that say how many it has taken."""
         with self._changed:
             self._run, self._passed, self._together = run, 0, self._everyone
-            self.begun, self._updates = begun, updates
+            self.resume_from, self._updates = resume_from, updates
 
     def end(self) -> None:
         """It is over."""
         with self._changed:
-            self._run, self.begun = 0, None
+            self._run, self.resume_from = 0, None
 
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
         """A place where nothing is half done: leaves the stage, if it is to stop. All ranks that compute together call

@@ -44,25 +44,14 @@ class Automatic:
 
 
 class Checkpoints:
-    """Saves a run to disk: when it is told to, and by itself between iterations. automatic: when that is."""
+    """Saves a run to disk: on request, and by itself between iterations. automatic: when that is."""
 
     def __init__(self, runner: StageRunner, position: Position, prompts: Callable[[], PromptStream]) -> None:
         self._runner, self._position, self._prompts = runner, position, prompts
         self.automatic: Automatic | None = None
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
-        """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
-        the random states of their ranks; where prompts, examples and the algorithm stand. `wb.restore(path)` goes on
-        from it, under this placement or another, and a script with `--resume PATH`.
-
-        algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
-        step, while somebody holds it. models: also write each trained role's model to
-        `roles/<role>/model`, for transformers and vLLM.
-
-        The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
-        see. Waits for the stages under way. Raises `BadInput` where the folder holds something or the disk has no room,
-        `StageError` where a rank cannot write; what was saved before stays as it was.
-        """
+        """See `Workbench.save`."""
         position = self._position
         found = algorithm or position.algorithm
         position.last_saved = save(self._runner, position, self._prompts(), path, found, models=models)
@@ -77,14 +66,7 @@ class Checkpoints:
         folder: str | Path | None = None,
         models: bool = False,
     ) -> None:
-        """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
-        `lab.autosave(None)` ends it.
-
-        It happens when an algorithm's iteration is over, and before prompts or examples of the next one are drawn.
-        keep: how many of these are left on the disk; older ones are deleted once a new one is there. folder: where;
-        default `checkpoints` in the run folder. models: as in `save`. What cannot be saved is warned of, and
-        the run goes on.
-        """
+        """See `Workbench.autosave`."""
         if every is None and minutes is None:
             self.automatic = None
             return
@@ -97,7 +79,7 @@ class Checkpoints:
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
-        """Between two iterations: save where `autosave` says so."""
+        """See `Workbench.save_if_due`."""
         automatic = self.automatic
         if automatic is None or self._runner.snapshots.open or not automatic.due(self._runner.counters.iteration):
             return

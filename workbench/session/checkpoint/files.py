@@ -1,6 +1,6 @@
 """The folder of a checkpoint: what is in it, how it comes to be whole or not at all, and how one is found again.
 
-    checkpoint.json     what it is: format, iteration, placement, counters, where prompts and algorithm stand; and of
+    checkpoint.json     what it is: format, iteration, placement, counters, positions of prompts and algorithm; and of
                         each other file its bytes and SHA-256
     controller.pkl      the description of the workbench, and what small things each rank has to add
     roles/<role>/       see `workbench.workers.role_files`; model/ is loaded by transformers and vLLM
@@ -78,14 +78,14 @@ class Checkpoint:
         names cannot be imported."""
         self.verify(CONTROLLER)
         try:
-            description, carried = pickle.loads((self.folder / CONTROLLER).read_bytes())
+            description, rank_states = pickle.loads((self.folder / CONTROLLER).read_bytes())
         except (ImportError, AttributeError) as error:
             raise MissingDependency(
                 f"checkpoint {str(self.folder)!r} was made with code that this process cannot import: {error}",
                 "its functions and worker classes are found by the names of their modules",
                 "run from the folder of that module, or with PYTHONPATH=<folder>",
             ) from error
-        return description, carried
+        return description, rank_states
 
     def __repr__(self) -> str:
         return f"<Checkpoint after {self.iteration} iterations of {self.values['name']!r}: {self.folder}>"
@@ -127,9 +127,9 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def write_manifest(folder: Path, values: Mapping[str, Any], description: Description, carried: Any) -> Checkpoint:
+def write_manifest(folder: Path, values: Mapping[str, Any], description: Description, rank_states: Any) -> Checkpoint:
     """Add what the controller says, after all other files; what they are is part of it."""
-    (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, carried)))
+    (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, rank_states)))
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     with ThreadPoolExecutor(4) as pool:
         files = dict(zip(names, pool.map(lambda name: _entry(folder / name, to_disk=True), names), strict=True))

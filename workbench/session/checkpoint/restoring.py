@@ -33,7 +33,7 @@ class Restoring:
         `BadInput` and `MissingDependency`."""
         self.checkpoint, self._description = checkpoint, description
         checkpoint.verify()
-        before, self._carried = checkpoint.controller()
+        before, self._rank_states = checkpoint.controller()
         models, now = before.role_models(), description.role_models()
         self._files: dict[str, RoleFiles] = {}
         for role, said in checkpoint.values["roles"].items():
@@ -86,10 +86,10 @@ class Restoring:
         models, steps = hosts.description.role_models(), []
         random: dict[str, Any] = {}
         for role, files in self._files.items():
-            carried, model = self._carried[role], models[role]
+            states, model = self._rank_states[role], models[role]
             parts = () if model is None else tuple(state_of(model))
             for rank, host in enumerate(groups[role].hosts):
-                mine: RankState = carried[rank % len(carried)]
+                mine: RankState = states[rank % len(states)]
                 random.setdefault(host, mine.random)
                 pending = hosts.backend.work(host, "load_role", files, parts, rank, mine)
                 steps.append(Step(f"restoring {role}", infos[host], pending))
@@ -115,10 +115,10 @@ class Restoring:
         prompts.drawn, prompts.state = state["drawn"], state["prompts"]
         counters.draws = {counters.iteration: state["draws"]}
         for role, weights in counters.weights.items():
-            # rollout workers are sent the actor's anew; a reference that was never refreshed is as its model has it
+            # rollout workers are sent the actor's again; a reference that was never refreshed is as its model has it
             saved = state["weights"].get(role)
             if saved and (role in self._files or role == ROLLOUT):
-                counters.weights[role] = Weights.anew(saved["steps"])
+                counters.weights[role] = Weights.fresh(saved["steps"])
             elif saved:
                 counters.weights[role] = Weights(steps=saved["steps"], state=weights.state)
         position.saved_streams = list(state["streams"])
@@ -126,7 +126,6 @@ class Restoring:
         position.checkpoint = self.checkpoint
         under_way = bool(position.saved_algorithm and position.saved_algorithm["under_way"])
         counters.iterations_to_skip = counters.iteration - under_way
-        counters.save()
         runner.telemetry.append_event(
             "restored", folder=str(self.checkpoint.folder), iteration=counters.iteration,
             run_folder=self.checkpoint.values["run_folder"], run=counters.run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from workbench.workers.role_files import RoleFiles
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
 
-ANSWER_S = 60.0  # how long an error waits for hosts to let go of the files
+ANSWER_S = 60.0  # how long an error waits until hosts have closed the files
 
 
 def save(
@@ -36,26 +36,7 @@ def save(
 ) -> Checkpoint:  # fmt: skip
     """`lab.save(path, algorithm, models=...)`."""
     folder = Path(path).expanduser().resolve()
-    runner.ownership.check_open()
-    runner.check_driver()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(
-            f"{str(folder)!r} holds something", "a checkpoint is saved to a new or empty folder", "choose another"
-        )
-    runner.snapshots.refuse(f"save({str(path)!r})", "that needs the roles as they are")
-    if runner.overlapping and runner.open_runs():
-        raise BadInput(
-            f"save({str(path)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
-        )
-    for group in runner.groups.by_role.values():
-        runner.groups.check_alive(group)
-    runner.scheduler.drain()
-    if left := runner.outcomes.updates.open(runner.counters.weights):
-        raise BadInput(
-            f"save({str(path)!r}) while {left[0]} stands between two of its steps, as an interrupt left it",
-            "a checkpoint would not know which are taken",
-            "run the same call again, which takes the rest, and then save",
-        )  # fmt: skip
+    _check_can_save(runner, path, folder)
     roles = role_files(runner, folder, models=models)
     _check_room(folder, roles)
     began = time.monotonic()
@@ -75,6 +56,29 @@ def save(
     seconds = time.monotonic() - began
     runner.telemetry.append_event("saved", folder=str(folder), iteration=runner.counters.iteration, seconds=seconds)
     return read_checkpoint(folder)
+
+
+def _check_can_save(runner: StageRunner, path: str | Path, folder: Path) -> None:
+    """Raise where the folder is not empty, or roles cannot be saved now; waits for the stages under way."""
+    runner.check_driver()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(
+            f"{str(folder)!r} holds something", "a checkpoint is saved to a new or empty folder", "choose another"
+        )
+    runner.snapshots.refuse(f"save({str(path)!r})", "that needs the roles as they are")
+    if runner.overlap.on and runner.open_runs():
+        raise BadInput(
+            f"save({str(path)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
+        )
+    for group in runner.groups.by_role.values():
+        runner.groups.check_alive(group)
+    runner.scheduler.drain()
+    if left := runner.outcomes.updates.open(runner.counters.weights):
+        raise BadInput(
+            f"save({str(path)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
+            "a checkpoint would not know which are taken",
+            "run the same call again, which takes the rest, and then save",
+        )  # fmt: skip
 
 
 def role_files(runner: StageRunner, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
@@ -132,69 +136,66 @@ def _write(
     roles: Mapping[str, RoleFiles], bar: Progress,
 ) -> None:  # fmt: skip
     hosts = runner.hosts
-
-    def note(text: str) -> None:
-        bar.label = f"saving {folder.name}: {text}"
-        bar.update(0, 0)
-
-    def asked(roles: Sequence[str], method: str) -> dict[str, list[Any]]:
-        """The answers of each role's ranks."""
-        steps, answers = {}, dict[str, list[Any]]()
-        for role in roles:
-            for rank, host in enumerate(runner.groups.by_role[role].hosts):
-                pending = hosts.backend.work(host, method, roles_files[role], rank)
-                steps[role, rank] = Step(f"saving {role}", infos[host], pending)
-        try:
-            found = settle(hosts.backend, list(steps.values()), note)
-        except BaseException:  # they write into a folder that is about to go
-            hosts.backend.wait([step.pending for step in steps.values()], ANSWER_S)
-            for step in steps.values():
-                if not step.pending.done():
-                    hosts.clean_up_later(step.host.pool, "saving", step.pending)
-            raise
-        for (role, _), answer in zip(steps, found, strict=True):
-            answers.setdefault(role, []).append(answer)
-        return answers
-
-    infos, roles_files = hosts.named(), roles
-    carried = asked(list(roles), "save_role")
+    rank_states = _on_ranks(runner, roles, "save_role", bar)
     # only when every rank has written its part: here ranks wait for each other
-    asked([role for role, files in roles.items() if files.model], "save_model")
+    _on_ranks(runner, {role: files for role, files in roles.items() if files.model}, "save_model", bar)
     for role, files in roles.items():
-        for path in files.expected(moments=carried[role][0].moments):
+        for path in files.expected(moments=rank_states[role][0].moments):
             if not path.is_file():
                 raise StageError(
                     f"{path.name} of {role} is not in {str(folder)!r}",
                     "its rank says that it wrote it: on another machine, which does not see this folder",
                     "give a folder that all machines share",
                 )
+    said = {
+        role: {
+            "layout": str(files.layout),
+            "steps": rank_states[role][0].steps,
+            "parts": [part.what for part in files.parts],
+        }
+        for role, files in roles.items()
+    }
     values = {
         "name": hosts.description.name,
         "saved_s": time.time(),
         "run_folder": str(hosts.run_folder),
         "placement": str(hosts.placement),
-        "roles": {
-            role: {
-                "layout": str(files.layout),
-                "steps": carried[role][0].steps,
-                "parts": [part.what for part in files.parts],
-            }
-            for role, files in roles.items()
-        },
+        "roles": said,
         "state": state,
         "algorithm": None if algorithm is None else _algorithm_state(algorithm, folder),
     }
-    write_manifest(folder, values, hosts.description, carried)
+    write_manifest(folder, values, hosts.description, rank_states)
+
+
+def _on_ranks(runner: StageRunner, roles: Mapping[str, RoleFiles], method: str, bar: Progress) -> dict[str, list[Any]]:
+    """Have all ranks of roles write; the answers of each role's ranks."""
+    backend, infos = runner.hosts.backend, runner.hosts.named()
+    steps = {
+        (role, rank): Step(f"saving {role}", infos[host], backend.work(host, method, files, rank))
+        for role, files in roles.items() for rank, host in enumerate(runner.groups.by_role[role].hosts)
+    }  # fmt: skip
+    try:
+        found = settle(backend, list(steps.values()), bar.note)
+    except BaseException:  # they write into a folder that is about to go
+        backend.wait([step.pending for step in steps.values()], ANSWER_S)
+        for step in steps.values():
+            if not step.pending.done():
+                runner.hosts.clean_up_later(step.host.pool, "saving", step.pending)
+        raise
+    answers: dict[str, list[Any]] = {role: [] for role in roles}
+    for (role, _), answer in zip(steps, found, strict=True):
+        answers[role].append(answer)
+    return answers
 
 
 def controller_state(counters: Counters, position: Position, prompts: PromptStream) -> dict[str, Any]:
-    """The counters of a workbench, and where its prompts and examples stand, as plain values."""
+    """The counters of a workbench, and the positions of its prompts and examples, as plain values."""
     streams = [stream.state for stream in position.streams()]
     return {**counters.state(), "drawn": prompts.drawn, "prompts": prompts.state, "streams": streams}
 
 
 def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
-    """Where an algorithm stands; what the iteration under way has made is written beside."""
+    """The position of an algorithm; what the iteration under way has made is written to files of its own."""
     made: dict[str, Any] = {}
     if algorithm.under_way:
         (folder / "made").mkdir()

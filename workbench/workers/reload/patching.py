@@ -1,15 +1,14 @@
 """Edited code put into the modules of a living process, with a way back.
 
-Functions and classes stay the objects that they are, and get the new code: so that instances keep their state, and what
-other modules imported, subclassed or test with `isinstance` goes on being the same thing. (IPython's autoreload makes a
-second class and moves the instances over, which breaks `isinstance` elsewhere, and has no way back.)
+Functions and classes stay the objects that they are, and get the new code: so instances keep their state, and what
+other modules imported, subclassed or test with `isinstance` stays the same thing. `docs/design.md` says why IPython's
+autoreload is not used.
 """
 
 from __future__ import annotations
 
 import abc
 import ast
-import builtins
 import gc
 import importlib
 import linecache
@@ -18,7 +17,6 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import resolve_name
 from typing import Any, Protocol
@@ -50,6 +48,24 @@ class Patched:
     roles: tuple[str, ...] = ()
     error: str = ""
     traceback: str = ""
+
+
+KEEP = "__keep_class__"
+
+
+class KeepClasses(ast.NodeTransformer):
+    """Makes `KEEP` the first decorator that is called with the class of each class statement of a module."""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        self.generic_visit(node)
+        node.decorator_list.append(ast.copy_location(ast.Name(KEEP, ast.Load()), node))
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node  # the classes that a function makes are new ones each time
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
+        return node
 
 
 def check_syntax(sources: Mapping[str, SourceFile]) -> None:
@@ -143,9 +159,13 @@ class Patch:
         before = dict(namespace)
         todo = rerun(old, new, seeds, {n for n, value in before.items() if _is_patchable(value)})
         self._undo.append(lambda: _restore(namespace, before))
-        code = compile(ast.Module(todo.statements, []), source.path, "exec", dont_inherit=True)
-        with self._classes_stay(namespace, before):
+        statements = [KeepClasses().visit(statement) for statement in todo.statements]
+        code = compile(ast.Module(statements, []), source.path, "exec", dont_inherit=True)
+        namespace[KEEP] = lambda now: self._keep_class(now, before)
+        try:
             exec(code, namespace)
+        finally:
+            namespace.pop(KEEP, None)
         for gone in todo.gone & set(namespace):
             if not isinstance(namespace[gone], types.ModuleType):
                 del namespace[gone]
@@ -211,36 +231,16 @@ class Patch:
             mine.cell_contents = theirs.cell_contents
         return True
 
-    @contextmanager
-    def _classes_stay(self, namespace: dict[str, Any], before: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, a class statement of a module gives the class that was there, with the new members: what comes after
-        it in the module (decorators, subclasses, instances) is made of that one at once."""
-        original = builtins.__build_class__
-
-        def build(function: Any, name: str, *bases: Any, **options: Any) -> Any:
-            was = None
-            if function.__globals__ is namespace:
-                was = _class_of(before, namespace["__name__"], function.__code__.co_qualname)
-            if was is None:
-                return original(function, name, *bases, **options)
-            cells = []
-
-            def body(members: dict[str, Any]) -> None:
-                exec(function.__code__, namespace, members, closure=function.__closure__)
-                cells.append(members.get("__classcell__"))
-
-            now = types.new_class(name, bases, options, body)
-            if not (_is_patchable(now) and type(now) is type(was) and self._class(was, now)):
-                return now
-            if cells[0] is not None:  # what `super()` and `__class__` in the new methods mean
-                cells[0].cell_contents = was
-            return was
-
-        builtins.__build_class__ = build  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            builtins.__build_class__ = original
+    def _keep_class(self, now: type, before: Mapping[str, Any]) -> type:
+        """The class that a class statement of a module gives: the one that was there, with the new members, so that
+        decorators, subclasses and instances that come after it in the module are of that one at once."""
+        was = _class_of(before, now.__module__, now.__qualname__)
+        if was is None or not (_is_patchable(now) and type(now) is type(was) and self._class(was, now)):
+            return now
+        for cell in gc.get_referrers(now):  # what `super()` and `__class__` in the new methods mean
+            if isinstance(cell, types.CellType):
+                cell.cell_contents = was
+        return was
 
     def _class(self, was: type, now: type) -> bool:
         """Give a class the bases and members of another; whether that can be."""
@@ -261,7 +261,7 @@ class Patch:
         return True
 
     def _worker(self, role: str, worker: Worker, model: Model, worker_class: type) -> None:
-        """Let a living worker be of another class, with another function."""
+        """Give a living worker another class, and another function."""
         spec, kind = worker.spec, type(worker)
 
         def undo() -> None:
@@ -274,8 +274,8 @@ class Patch:
     # --- afterwards ---------------------------------------------------------------------------------------------------
 
     def _refresh(self, sources: Mapping[str, SourceFile]) -> int:
-        """Let functions that stayed as they were know their lines in the new text, for tracebacks; the number of living
-        objects whose class has changed."""
+        """Give functions that did not change their lines in the new text, for tracebacks; the number of living objects
+        whose class has changed."""
         codes: dict[int, dict[str, list[types.CodeType]]] = {}
         for name, source in sources.items():
             found = codes[id(vars(sys.modules[name]))] = {}

@@ -190,7 +190,7 @@ def _is_package(name: str) -> bool:
 
 
 def _editable(name: str, module: ModuleType | None) -> str | None:
-    """The file of a module that somebody may edit."""
+    """The file of a module that the user may edit."""
     path = getattr(module, "__file__", None)
     if name in _NOT_EDITED or not isinstance(path, str) or not path.endswith(".py"):
         return None

@@ -180,8 +180,8 @@ class TrainedWorker(ModelWorker):
         has no memory for automatic micro-batches, the step begins anew with smaller ones.
         """
         context, done_tokens, done = self.context, 0, 0
-        begun = context.stopping.begun  # an update that was stopped goes on where it stood
-        taken, metrics = (begun.steps, dict(begun.metrics)) if begun else (0, Metrics())
+        resume_from = context.stopping.resume_from  # an update that was stopped goes on where it stood
+        taken, metrics = (resume_from.steps, dict(resume_from.metrics)) if resume_from else (0, Metrics())
         notes: list[str] = []
         groups = context.groups
         minibatches = self._minibatches(terms)
