@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.tracing import trace
@@ -15,7 +16,7 @@ from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
-from workbench.support.named_fields import NamedFields
+from workbench.support.named_fields import check_names
 from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
 
 
-class Algorithm(NamedFields, ABC):
+class Algorithm(ABC):
     """Drives a workbench. `define` is written as the paper lists it, a line a stage; nothing else knows the lines.
 
     graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give it up. run(n): n
@@ -39,6 +40,12 @@ class Algorithm(NamedFields, ABC):
     _interrupted = False  # in the iteration under way
     _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
     _iteration = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Before the dataclass's own `__init__`, which would raise a `TypeError` for a field that there is not."""
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        check_names(cls.__name__, parameters, kwargs, len(args))
+        return super().__new__(cls)
 
     @abstractmethod
     def define(self, lab: Any) -> None:
@@ -176,7 +183,7 @@ class Algorithm(NamedFields, ABC):
         self.lab.note_position()
         self.lab.save_if_due(self)
 
-    def finish(self, metrics: Mapping[str, float]) -> None:
+    def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (not abstract: most algorithms have none)
         """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
 
     def state(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from workbench.config.requirements import check
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
 from workbench.models import load_config
-from workbench.models.spec import Model, check_settings
+from workbench.models.spec import Model
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
 from workbench.placement.estimate import device_numbers
 from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
@@ -20,7 +20,7 @@ from workbench.placement.room import Room, rooms
 from workbench.settings.engines import SHARE_MEMORY, Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import cores
-from workbench.support.validation import at_least, one_of, whole
+from workbench.support.validation import at_least, checked, one_of, whole
 from workbench.workers.roles import ROLE_WORKERS
 
 BACKENDS = ("ray", "inline")
@@ -95,8 +95,8 @@ class Description:
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
         whole("seed", seed, 0)
-        check_settings("training", training, Training)
-        check_settings("generation", generation, Generation)
+        checked("training", training, Training | None)
+        checked("generation", generation, Generation | None)
         if address is not None and device is None:
             raise BadInput(
                 f"address={address!r} without device=",

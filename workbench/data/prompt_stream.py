@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -101,7 +102,8 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
     """
     if not isinstance(settings, Mapping):
         return {"source": settings}
-    check_names(Prompts, settings, called=called, hidden=("tokenizer",))
+    parameters = inspect.signature(Prompts).parameters.values()
+    check_names(called, [p for p in parameters if p.name != "tokenizer"], settings)
     return dict(settings)
 
 
