@@ -17,13 +17,11 @@ from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_r
 from workbench.placement.estimate import device_numbers
 from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
 from workbench.placement.room import Room, rooms
-from workbench.settings.engines import SHARE_MEMORY, Generation, ShareMemory, Training
+from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import cores
-from workbench.support.validation import at_least, checked, one_of, whole
+from workbench.support.validation import checked
 from workbench.workers.roles import ROLE_WORKERS
-
-BACKENDS = ("ray", "inline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +73,6 @@ class Description:
         idle_hours: float | None = None,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
-        one_of("backend", backend, BACKENDS)
-        one_of("share_memory", share_memory, SHARE_MEMORY)
-        if idle_hours is not None:
-            try:
-                at_least("idle_hours", idle_hours, 0, strictly=True)
-            except BadInput as error:
-                raise BadInput(error.value, error.rule, "None for a workbench that never closes itself") from None
         if not isinstance(models, Mapping):
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -94,7 +85,6 @@ class Description:
             )
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
-        whole("seed", seed, 0)
         checked("training", training, Training | None)
         checked("generation", generation, Generation | None)
         if address is not None and device is None:
@@ -104,7 +94,6 @@ class Description:
                 "add device='cuda' or device='cpu'",
             )
         device = device or _local_device()
-        one_of("device", device, ("cpu", "cuda"))
         if device == "cuda" and address is None and not _device_count("cuda"):
             raise BadInput(
                 "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"

@@ -14,7 +14,6 @@ from workbench.models.tokenizers import vocabulary
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.role_model import head_of
 from workbench.resharding.weights import model_weights
-from workbench.support.validation import whole
 from workbench.workers.roles import ROLE_WORKERS, ActorWorker
 from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.worker import Worker
@@ -39,8 +38,6 @@ INSTALL = {
 
 def check(description: Description) -> None:
     """Raise `BadInput`, or a subclass of it, where a workbench cannot be this."""
-    if description.devices is not None:
-        whole("devices", description.devices, 1)
     if description.devices is not None and description.placement.devices > description.devices:
         what = "slots (shares of its cores)" if description.device == "cpu" else "GPUs"
         raise BadInput(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -23,7 +23,7 @@ from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
-from workbench.launch import overrides
+from workbench.launch import arguments, overrides
 from workbench.launch.overrides import overridable
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
@@ -32,39 +32,36 @@ from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.handover import Handover
 from workbench.session.saved_state import restore_state
-from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.settings.engines import DType, Generation, ShareMemory, Training
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked
 from workbench.support.machine import available_bytes, cores, gpu_bytes
 from workbench.support.notebook_cell import in_notebook
-from workbench.support.validation import at_least, one_of, whole
-from workbench.telemetry.sinks import check_tracker
-
-IfExists = Literal["attach", "replace", "error"]
+from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
 
 
 @overridable
 def open(
-    name: str = "lab",
+    name: arguments.Name = "lab",
     *,
     models: Mapping[str, Any],
     placement: Placement | None = None,
     prompts: Any = None,
     training: Training | None = None,
     generation: Generation | None = None,
-    dtype: str | None = None,
-    backend: Literal["ray", "inline"] = "ray",
-    device: Literal["cpu", "cuda"] | None = None,
-    devices: int | None = None,
-    seed: int = 0,
-    address: str | None = None,
+    dtype: DType | None = None,
+    backend: arguments.Backend = "ray",
+    device: arguments.Device | None = None,
+    devices: PositiveInt | None = None,
+    seed: NonNegativeInt = 0,
+    address: arguments.Address | None = None,
     share_memory: ShareMemory = False,
-    idle_hours: float | None = 24.0,
-    if_exists: IfExists = "attach",
-    runs: str | Path = "runs",
-    track: str | Sequence[str] = (),
-    resume: str | Path | None = None,
-    save_every: int | None = None,
+    idle_hours: arguments.IdleHours | None = 24.0,
+    if_exists: arguments.IfExists = "attach",
+    runs: arguments.Folder = "runs",
+    track: arguments.Trackers = (),
+    resume: arguments.Folder | None = None,
+    save_every: PositiveInt | None = None,
     wait_s: float = 0.0,
 ) -> Workbench:
     """Open a workbench: start its hosts, load its models, and return the controller.
@@ -108,11 +105,7 @@ def open(
     """
     began_s = time.time()
     at_least("wait_s", wait_s, 0)
-    one_of("if_exists", if_exists, ("attach", "replace", "error"))
-    registry.check_name(name)
-    trackers = [track] if isinstance(track, str) else list(track)
-    for tracker in trackers:
-        check_tracker(tracker)
+    trackers = list(track)
     if backend == "ray" and address is None:
         start_ahead()  # while models and prompts are read, which takes about as long
     description = Description.of(
@@ -120,8 +113,6 @@ def open(
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
         share_memory=share_memory, idle_hours=idle_hours,
     )  # fmt: skip
-    if save_every is not None:
-        whole("save_every", save_every, 1)
     restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
@@ -142,7 +133,7 @@ def open(
 
 
 def _open(
-    description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None],
+    description: Description, run_folder: Path, if_exists: str, trackers: list[str], note: Callable[[str], None],
     restoring: Restoring | None, began_s: float, wait_s: float,
 ) -> Workbench:  # fmt: skip
     name = description.name

@@ -22,42 +22,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.launch.script_options import add_option, parameters_of
+from workbench.launch.arguments import ARGUMENTS
+from workbench.launch.script_options import add_option, option_of, parameters_of
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
-# option -> argument of `wb.open`, and how argparse reads it
-OPENING: dict[str, tuple[str, dict[str, Any]]] = {
-    "--name": ("name", {"metavar": "NAME", "help": "of the workbench"}),
-    "--seed": ("seed", {"metavar": "N", "type": int, "help": "of prompts, sampling and heads"}),
-    "--output": ("runs", {"metavar": "FOLDER", "help": "where the run folder is made"}),
-    "--backend": ("backend", {"choices": ("ray", "inline"), "help": "inline: all in this process, on one device"}),
-    "--address": ("address", {"metavar": "HOST:PORT", "help": "a Ray cluster to join; needs --device"}),
-    "--device": ("device", {"choices": ("cpu", "cuda"), "help": "what computes"}),
-    "--devices": (
-        "devices",
-        {"metavar": "N", "type": int, "help": "how many there are; of a CPU, shares of its cores"},
-    ),
-    "--if-exists": (
-        "if_exists",
-        {"choices": ("attach", "replace", "error"), "help": "where a workbench of that name lives; else: error"},
-    ),
-    "--track": (
-        "track",
-        {"metavar": "TRACKER[=PROJECT]", "action": "append", "help": "metrics go to it too: see lab.track; repeatable"},
-    ),
-    "--resume": (
-        "resume",
-        {"metavar": "PATH", "help": "go on from a checkpoint, or from the newest one of a run folder"},
-    ),
-    "--save-every": (
-        "save_every",
-        {"metavar": "N", "type": int, "help": "a checkpoint after each N iterations, in the run folder"},
-    ),
-}
 FLAGS = {
     "--keep": "leave the workbench living, for wb.attach, also where the script closes it",
     "--quiet": "show no progress",
@@ -79,15 +51,14 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
     from workbench.display import progress
     from workbench.launch import overrides
 
-    opening = {name: arguments[f"open.{name}"] for name, _ in OPENING.values() if f"open.{name}" in arguments}
-    for option, (name, _) in OPENING.items():
-        if name in opening:
-            try:
-                overrides.check(name, opening[name], option)
-            except BadInput as error:
-                parser.error(str(error))
-            except WorkbenchError as error:
-                _fail(error)
+    opening = {name: arguments[f"open.{name}"] for name in ARGUMENTS if f"open.{name}" in arguments}
+    for name, value in opening.items():
+        try:
+            overrides.check(name, value, _option(name))
+        except BadInput as error:
+            parser.error(str(error))
+        except WorkbenchError as error:
+            _fail(error)
     script = overrides.Script(
         command=tuple(sys.argv if argv is None else (sys.argv[0], *argv)),
         options={name: arguments.get(name, parameter.default) for name, parameter in own.items()},
@@ -170,13 +141,29 @@ def _parser(main: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], arg
         for option, parameter in parameters.items():
             add_option(own, option, parameter)
     every = parser.add_argument_group("options of every script", "What they say goes before what the script says.")
-    for option, (name, reading) in OPENING.items():
-        if option not in parameters:
-            every.add_argument(option, dest=f"open.{name}", default=argparse.SUPPRESS, **reading)
+    for name, argument in ARGUMENTS.items():
+        if argument.help and _option(name) not in parameters:
+            reading: dict[str, Any] = {"type": int} if argument.metavar == "N" else {"choices": _choices(argument.hint)}
+            reading |= {"action": "append"} if name == "track" else {}
+            every.add_argument(
+                _option(name), dest=f"open.{name}", default=argparse.SUPPRESS,
+                help=argument.help, metavar=argument.metavar, **reading,
+            )  # fmt: skip
     for option, text in FLAGS.items():
         if option not in parameters:
             every.add_argument(option, dest=f"script.{option[2:]}", action="store_true", help=text)
     return {parameter.name: parameter for parameter in parameters.values()}, parser
+
+
+def _option(name: str) -> str:
+    """What the option of an argument of `wb.open` is called."""
+    return ARGUMENTS[name].option or option_of(name)
+
+
+def _choices(hint: Any) -> tuple[str, ...] | None:
+    """The values of an argument that takes one of a few."""
+    literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+    return get_args(literals[0]) if literals else None
 
 
 def _fail(error: WorkbenchError) -> NoReturn:
