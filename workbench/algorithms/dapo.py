@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
@@ -17,9 +18,6 @@ from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import with_variance
 from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass

@@ -9,14 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from workbench.algorithms.lab import Lab
 from workbench.errors import BadInput, StageError
 from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench.algorithms.graph import Graph, Stage
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.tracing import trace
 from workbench.batches.batch import Batch
 from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
-from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
 from workbench.support.named_fields import check_names
-from workbench.support.validation import at_least, whole
+from workbench.support.validation import at_least, check_fields, whole
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from workbench.algorithms.lab import Lab
 
 
 class Algorithm(ABC):
@@ -303,16 +300,8 @@ class Algorithm(ABC):
                 "its first argument is the workbench that it drives",
                 "give what wb.open(...) returned",
             )
-        for name in ("reward", "cost"):
-            if getattr(self, name, None) is not None and not callable(getattr(self, name)):
-                raise BadInput(
-                    f"{type(self).__name__}.{name}={getattr(self, name)!r:.60}",
-                    "must be a function fn(prompt, response, **row), or None for the role's own",
-                )
-        sampling = getattr(self, "sampling", None)
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise BadInput(f"{type(self).__name__}.sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
-        self._check_numbers()
+        if is_dataclass(self):
+            check_fields(self)
         for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
             at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
         missing = [role for role in roles if role not in self.lab.groups]
@@ -329,20 +318,6 @@ class Algorithm(ABC):
         """Raise `BadInput` for numbers of prompts, samples and rows that ranks and minibatches cannot take."""
         counts = (f"{name}={getattr(self, name)}" for name in ("prompts", "samples", "rows") if hasattr(self, name))
         self.graph().check_rows(f"{type(self).__name__}({', '.join(counts)})", known)
-
-    def _check_numbers(self) -> None:
-        """Raise `BadInput` for a field that is declared as a number and holds something else."""
-        if not is_dataclass(self):
-            return
-        for declared in fields(self):
-            kinds = str(getattr(declared.type, "__name__", declared.type)).split(" | ")
-            value = getattr(self, declared.name)
-            if not {"int", "float"} & set(kinds) or (value is None and "None" in kinds):
-                continue
-            kind, rule = (numbers.Real, "a number") if "float" in kinds else (numbers.Integral, "a whole number")
-            if isinstance(value, bool) or not isinstance(value, kind):
-                optional = ", or None" if "None" in kinds else ""
-                raise BadInput(f"{type(self).__name__}.{declared.name}={value!r:.60}", f"must be {rule}{optional}")
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""

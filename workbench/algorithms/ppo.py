@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
 from workbench.objectives.kl import adaptive_kl_step
 from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.data.example_stream import ExampleStream
 from workbench.support.validation import one_of
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass

@@ -6,8 +6,9 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.algorithms.ppo import check_value_clip
 from workbench.errors import BadInput
@@ -15,9 +16,6 @@ from workbench.objectives.correction import Correction
 from workbench.objectives.lagrangian import dual_step
 from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass

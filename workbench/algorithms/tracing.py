@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.algorithms.graph import Graph, Stage, StandIn, stage_of
+from workbench.algorithms.lab import Lab
 from workbench.data.example_stream import ExampleStream
 from workbench.errors import BadInput
 from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.stage_names import StageNames
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
 

@@ -11,15 +11,18 @@ has `SEQUENCE`, a list becomes a tuple. `__post_init__` checks what fields must 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import numbers
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import ErrorDetails, PydanticKnownError
 
 from workbench.errors import BadInput, WorkbenchError
@@ -111,7 +114,27 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=CONFIG)
+    return TypeAdapter(hint, config=None if is_pydantic_dataclass(hint) else CONFIG)
+
+
+def check_fields(instance: Any) -> None:
+    """Raise `BadInput` where a field of a dataclass, which need not be one of ours, is not what its annotation says.
+
+    Annotations of numbers, functions, settings and choices are checked, where they can be evaluated.
+    """
+    with contextlib.suppress(NameError):
+        hints = get_type_hints(type(instance), include_extras=True)
+        for field in dataclasses.fields(instance):
+            hint = hints[field.name]
+            kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            if all(map(_is_checked, kinds)):
+                with_numpy = Union[tuple({int: Whole, float: Number}.get(kind, kind) for kind in kinds)]  # noqa: UP007
+                checked(f"{type(instance).__name__}.{field.name}", getattr(instance, field.name), with_numpy)
+
+
+def _is_checked(kind: Any) -> bool:
+    origins = (Annotated, Callable, Literal)
+    return kind in (int, float, types.NoneType) or get_origin(kind) in origins or is_pydantic_dataclass(kind)
 
 
 def _plain_signature(made: Any) -> inspect.Signature:
