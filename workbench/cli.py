@@ -119,9 +119,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from workbench.launch import opening
+    from workbench.launch.listing import ls
 
-    rows = opening.ls()
+    rows = ls()
     if arguments.json:
         print(json.dumps(rows, indent=2, default=str))
     else:

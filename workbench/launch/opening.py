@@ -1,4 +1,4 @@
-"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.ls`, `wb.stop`."""
+"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,6 @@ def open(
     """
     began_s = time.time()
     at_least("wait_s", wait_s, 0)
-    trackers = list(track)
     if backend == "ray" and address is None:
         start_ahead()  # while models and prompts are read, which takes about as long
     description = Description.of(
@@ -115,18 +115,11 @@ def open(
     )  # fmt: skip
     restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    with Progress(f"opening {name}") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"opening {name}: {text}"
-            bar.update(0, 0)
-
-        if description.backend == "inline":
-            lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
-        else:
-            # the second of two notebooks that open the same name at once attaches to what the first opened
-            with locked(f"open-{name}", lambda: note("waiting for another process that opens it")):
-                lab = _open(description, run_folder, if_exists, trackers, note, restoring, began_s, wait_s)
+    with _noting(f"opening {name}") as note:
+        # the second of two notebooks that open the same name at once attaches to what the first opened
+        turn = locked(f"open-{name}", lambda: note("waiting for another process that opens it"))
+        with turn if backend == "ray" else nullcontext():
+            lab = _open(description, run_folder, if_exists, list(track), note, restoring, began_s, wait_s)
     if save_every is not None:
         lab.autosave(save_every)
     return lab
@@ -139,18 +132,18 @@ def _open(
     name = description.name
     living = _living(name)
     another = living is not None and description.digest not in living
-    if living is not None and (if_exists == "error" or (if_exists == "attach" and another)):
-        raise NameTaken(
-            f"a workbench named {name!r} lives",
-            "if_exists='error'" if if_exists == "error" else _what_differs(description),
-            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-        )
-    if living is not None and if_exists == "attach" and restoring is not None:
-        raise NameTaken(
-            f"a workbench named {name!r} lives", "what lives is not put back to a checkpoint",
-            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-        )  # fmt: skip
-    if living is not None and if_exists == "attach":
+    if living is not None and if_exists != "replace":
+        if if_exists == "error":
+            refused = "if_exists='error'"
+        elif another:
+            refused = _what_differs(description)
+        else:
+            refused = "what lives is not put back to a checkpoint" if restoring is not None else ""
+        if refused:
+            raise NameTaken(
+                f"a workbench named {name!r} lives", refused,
+                "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+            )  # fmt: skip
         return _tracked(attach(name), trackers)
     lab = _workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
     if restoring is not None:
@@ -223,6 +216,18 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
     lab = open(**arguments, resume=checkpoint.folder)
     lab.runner.counters.iterations_to_skip = 0  # the notebook goes on: nothing is done again
     return lab
+
+
+@contextmanager
+def _noting(doing: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done; what this gives says what is being waited for."""
+    with Progress(doing) as bar:
+
+        def note(text: str) -> None:
+            bar.label = f"{doing}: {text}"
+            bar.update(0, 0)
+
+        yield note
 
 
 def _workbench(description: Description, run_folder: Path) -> Workbench:
@@ -311,12 +316,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
         lab.ownership.watch()
     lost = lab.hosts.attach(lab.ownership.controller, record.address)
     handover = Handover(record.folder, lab.runner, lab.position, lab.checkpoints)
-    with Progress(f"attaching to {name}") as bar:
-
-        def note(text: str) -> None:
-            bar.label = f"attaching to {name}: {text}"
-            bar.update(0, 0)
-
+    with _noting(f"attaching to {name}") as note:
         if not lab.looks:
             lab.ownership.take()
             lab.hosts.drive()
@@ -332,50 +332,6 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
         assert owner is not None
         print(f"looking at {name}, which process {owner.process.pid} drives; wb.attach({name!r}, take_over=True) would")
     return lab
-
-
-def ls() -> list[dict[str, Any]]:
-    """The workbenches that live on this machine, and what they hold.
-
-    alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
-    roles: the model of each. devices: how many. memory_bytes: of the hosts on this machine. iteration: that it is in.
-    idle_s: since a stage was last called. driver: process, machine, whether it is alive, of the kernel that drives it.
-    """
-    found = []
-    for record in registry.records():
-        processes = [
-            {"host": host, "machine": process.machine, "process": process.pid} for host, process in record.hosts.items()
-        ]
-        shown = {"name": record.name, "id": record.id, "alive": record.alive, "address": record.address}
-        found.append({**shown, **_held(record), "processes": processes, "run_folder": record.run_folder})
-    for name, lab in registry.opened.items():
-        if lab.description.backend == "inline":
-            shown = {"name": name, "id": lab.description.id, "alive": True, "address": "inline"}
-            roles = {role: str(group.spec) for role, group in lab.groups.items()}
-            held = {"roles": roles, "devices": 1, "memory_bytes": None, "iteration": lab.iteration, "idle_s": None}
-            found.append({**shown, **held, "driver": None, "processes": [], "run_folder": str(lab.run_folder)})
-    return found
-
-
-def _held(record: registry.Record) -> dict[str, Any]:
-    """What a workbench holds, as far as its record and its processes here say."""
-    owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
-    try:
-        roles = {role: str(model) for role, model in registry.description(record).models.items()}
-    except WorkbenchError:  # it needs modules that are not here
-        roles = {}
-    here = [process.here for process in record.hosts.values()]
-    driver = None
-    if owner is not None:
-        driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
-    return {
-        "roles": roles,
-        "devices": len(record.hosts),
-        "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
-        "iteration": registry.load_state(record.id).get("iteration"),
-        "idle_s": time.time() - used_s if used_s else None,
-        "driver": driver,
-    }
 
 
 def stop(name: str) -> None:
