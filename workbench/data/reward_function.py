@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from workbench.data.user_calls import accepted, call_each, event_loop, finite_number, short
+from workbench.data.user_calls import accepted, call_each, event_loop, finite_number, parameters_of, short
 from workbench.errors import BadInput, RewardError
 from workbench.support.named_fields import meant
 
@@ -23,9 +23,8 @@ def check_function(function: Any) -> None:
     """Raise `BadInput` for what cannot be called with a prompt and a response."""
     if not callable(function):
         raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a callable that does not say
+    parameters = parameters_of(function)
+    if parameters is None:
         return
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lacks = [name for name in ("prompt", "response") if name not in parameters and not takes_all]
@@ -40,12 +39,8 @@ def check_function(function: Any) -> None:
 def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
     """Raise `BadInput` where a function cannot do without a parameter that no row has. given: names of what rows
     have."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not say
-        return
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for parameter in parameters:
+    for parameter in (parameters_of(function) or {}).values():
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
             near = meant(parameter.name, given, str)
             raise BadInput(

@@ -130,13 +130,18 @@ def call_each(
         stop.set()
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function by name; None for a callable that does not say."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Those values of a row that a function takes by name: all of them where it has **, or does not say."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return dict(row)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    parameters = parameters_of(function)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(row)
     return {name: value for name, value in row.items() if name in parameters}
 
