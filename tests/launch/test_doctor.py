@@ -179,7 +179,7 @@ def test_gpus_that_torch_does_not_find_are_told_of() -> None:
     assert doctor._devices([H100], None).found.startswith("NVIDIA H100 (80 GiB); ")
     check = doctor._devices([H100], [])
     assert not check.ok
-    assert "the driver tells of 1 GPU(s), torch finds 0" in check.found
+    assert "the driver has 1 GPU(s), torch finds 0" in check.found
     probe = subprocess.CompletedProcess([], 0, json.dumps([{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}]), "")
     assert doctor._devices([H100], doctor._seen_by_torch(probe)).ok
 

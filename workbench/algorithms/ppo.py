@@ -23,7 +23,7 @@ class PPO(Algorithm):
     kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. kl_target: nats a
     response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
     kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
-    arXiv:2410.02743). bootstrap: the critic's value stands for what would have followed a response that was cut. clip,
+    arXiv:2410.02743). bootstrap: the critic's value replaces the rewards after the cut of a cut response. clip,
     value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; dual_clip,
     entropy_coefficient: as in `update_actor`. sampling: how responses are
     drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.

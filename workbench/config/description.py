@@ -1,4 +1,4 @@
-"""What a workbench is asked to be: checked before any process starts, and compared when a name is opened again."""
+"""The description of a workbench: checked before any process starts, compared when a name is opened again."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Description:
     devices: how many there are; None: as many as the cluster that was joined has.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
-    made others than the opening. opened: the digest of the description that it was opened with, where it has another by
-    now. None of these is part of the `digest`.
+    changed them. opened: the digest at the opening, where it differs from the present one. None of these is part of the
+    `digest`.
     """
 
     id: str
@@ -178,7 +178,7 @@ class Description:
         return layout.generating(t_g)
 
     def is_ours(self, role: str) -> bool:
-        """Whether a role computes as ours do: a worker of another kind computes as it likes."""
+        """Whether a role has a model and a worker of the role's own class, whose memory and layout are known."""
         model = self.models[role]
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
 
@@ -276,7 +276,7 @@ class Description:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What a table of runs tells them apart by: texts and numbers by name."""
+        """What distinguishes runs in a table: texts and numbers by name."""
         models = {f"models/{role}": str(model) for role, model in self.models.items()}
         where = {"placement": str(self.placement), "backend": self.backend, "device": self.device}
         return {"workbench": self.name, "seed": self.seed, **where, **models}

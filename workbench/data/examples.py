@@ -44,13 +44,13 @@ class Tokenized:
 class Examples(EpochRows[Tokenized]):
     """All rows of a source, tokenized once; what is handed out is decided by the seed alone.
 
-    source: whatever `read_rows` reads. kind: what its rows are, see `demonstration` and `pair`.
+    source: see `read_rows`. kind: what its rows are, see `demonstration` and `pair`.
     max_tokens: of prompt and answer together. overlong: what becomes of a longer row: "filter" drops it; "cut" takes
         tokens off the front of the prompt (BOS stays), and drops the row only where its answer alone is too long;
         "error" raises `BadInput`. Both answers of a pair keep the same prompt.
     held_out: rows that are never handed out for training. Rows with equal prompts are on the same side.
     chat: whether texts go through the chat template; None: if the tokenizer has one. A prompt in the form of HH-RLHF
-        ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes the messages that it stands for.
+        ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
 
     Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows.
     Raises `BadInput` for a row that is none of its kind, with its place in the source.

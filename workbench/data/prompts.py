@@ -29,7 +29,7 @@ Conversation = str | list[dict[str, Any]]
 class PromptRow:
     """One prompt.
 
-    index: the row's place in the source, from 0, whatever was dropped.
+    index: the row's place in the source, from 0; dropped rows count.
     prompt: the text, or the last user message of a conversation; what a reward function receives as `prompt`.
     prompt_ids: token ids up to where the response begins, chat template included.
     extra: the row's other columns, such as the answer; what a reward function receives by name.
@@ -44,7 +44,7 @@ class PromptRow:
 class Prompts(EpochRows[PromptRow]):
     """An endless, resumable supply of prompts.
 
-    source: whatever `read_rows` reads: a list, a .jsonl file, a name under datasets/, a hub id.
+    source: see `read_rows`: a list, a .jsonl file, a name under datasets/, a hub id.
     tokenizer: of the model that will respond. All rows are rendered at once, at about 0.2 ms a row.
     prompt_column: the column with the text or the messages; None: the first of "prompt", "question", "messages" found.
     seed, shuffle: each epoch has a permutation of its own, drawn from (seed, epoch); else the source's order.
@@ -107,7 +107,7 @@ class Prompts(EpochRows[PromptRow]):
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """The data set's columns beside the prompt, in order of appearance."""
+        """The data set's columns other than the prompt, in order of appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.extra))
 
     def __len__(self) -> int:

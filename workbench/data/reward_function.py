@@ -1,4 +1,4 @@
-"""Runs a user's reward function over rows: several at a time, each within a time limit."""
+"""Runs a user's reward function over rows: several at a time, each call with a time limit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def check_function(function: Any) -> None:
 
 
 def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
-    """Raise `BadInput` where a function cannot do without a parameter that no row has. given: names of what rows
-    have."""
+    """Raise `BadInput` where a function needs a parameter that no row has. given: the names that rows have."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in (parameters_of(function) or {}).values():
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
@@ -65,8 +64,7 @@ def score_rows(
     `async def` functions work too; all their calls share one event loop.
 
     Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows.
-    concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
-    timeout_s: for one call; a call past it is abandoned (Python cannot end a thread) and the stage fails.
+    concurrency, timeout_s: see `call_each`; a call that takes longer fails the stage.
     Raises `RewardError` naming the prompt, the row and the rank when a call raises, runs out of time, or returns
     neither a finite number nor as many finite numbers as the response has tokens; and when some rows get one number
     and others several.

@@ -1,8 +1,8 @@
-"""What is installed, which engines can run here, on which devices, and what to do about what is missing.
+"""What is installed, which engines can run here, on which devices, and the remedy for what is missing.
 
-The quick look imports no engine: it reads which packages, versions and compiled files there are, for which device they
-were built, and what the driver says. So it tells what is there, not that it works. The deep one imports each engine in
-a process of its own, because a wrong build of one library may show only then (and may end the process).
+The quick look imports no engine: it reads packages, versions, compiled files, the devices that they were built for, and
+the driver. It shows what is installed, not that it works. The deep look imports each engine in its own process, because
+a wrong build may fail only then (and may end the process).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ UNWANTED = frozenset(("torchvision", "torchaudio", "torchcodec"))
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What an engine needs. code: what has to import. modules: those that have to be there. files: compiled ones that
-    lie in them, as patterns. distributions: whose version is shown, those of them that are installed."""
+    """What an engine needs. code: must run. modules: must be installed. files: patterns of compiled files in them.
+    distributions: those whose version is shown, where they are installed."""
 
     code: str
     modules: tuple[str, ...]
@@ -98,8 +98,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks. `ok`: nothing that was looked at keeps the main job (the first lesson, with the default engines on
-    the bundled model) from running here. deep: whether the engines were imported."""
+    """All checks. `ok`: no check says that the main job (the first lesson, with the default engines on the bundled
+    model) cannot run here. deep: whether the engines were imported."""
 
     checks: tuple[Check, ...]
     deep: bool = False
@@ -274,7 +274,7 @@ def _seen_by_torch(probe: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
-    """gpus: as the driver tells of them. seen: those that torch finds; None: it was not asked."""
+    """gpus: those of the driver. seen: those of torch; None: torch was not asked."""
     import psutil
 
     told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
@@ -286,7 +286,7 @@ def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
     memory_gib = psutil.virtual_memory().total / 2**30
     found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}"
     if seen is not None and len(seen) < len(gpus):
-        found = f"{found}; the driver tells of {len(gpus)} GPU(s), torch finds {len(seen)}"
+        found = f"{found}; the driver has {len(gpus)} GPU(s), torch finds {len(seen)}"
         return Check("devices", False, found, "see `nvidia-smi`; for a torch with CUDA run `make clean` and `make`")
     return Check("devices", True, found)
 

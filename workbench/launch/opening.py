@@ -97,7 +97,7 @@ def open(
     wait_s: how long to wait for devices, or memory of GPUs, that others hold. 0: `DevicesTaken` says within seconds who
         holds them, since when, how much, and how to stop it.
 
-    A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
+    A script's command line and the environment variable WORKBENCH_OPEN override these arguments: see `wb.script` and
     `workbench.launch.overrides`.
 
     Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
@@ -145,7 +145,7 @@ def _open(
                 "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
             )  # fmt: skip
         return _tracked(attach(name), trackers)
-    lab = _workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    lab = _workbench(description, run_folder)  # checks the prompts, so it comes before a living workbench is replaced
     if restoring is not None:
         restoring.check(lab.prompts)
     replaced = [] if living is None else _processes(name)
@@ -238,7 +238,7 @@ def _workbench(description: Description, run_folder: Path) -> Workbench:
 
 
 def _record(lab: Workbench, event: str) -> None:
-    """Write down that a workbench was opened or attached, and from now on the cells that are run with it."""
+    """Record that a workbench was opened or attached, and from now on the cells that run."""
     lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement))
     record_cells(lab.telemetry, lambda: lab.ownership.closed)
 
@@ -261,7 +261,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
     """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
     machines have is not known. replaced: whose memory will be free."""
     ray = sys.modules.get("ray")
-    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to whatever cluster
+    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to a cluster of any kind
     if description.address is not None or (joined and joined_address(ray)):
         return
     mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []

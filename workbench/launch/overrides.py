@@ -1,9 +1,8 @@
-"""Arguments of `wb.open` that come from outside the text that calls it, and go before what it says.
+"""Arguments of `wb.open` from outside the code that calls it: they override the arguments in the code.
 
-Two places give them: the command line of a script, see `workbench.launch.script`, and the environment variable
-WORKBENCH_OPEN, a JSON object by the names of the arguments, for what has no command line, such as a notebook that
-nobody watches:
-WORKBENCH_OPEN='{"runs": "/tmp/x", "backend": "inline", "seed": 3}'. The command line goes before the variable.
+The command line of a script gives them (see `workbench.launch.script`), or the environment variable WORKBENCH_OPEN, a
+JSON object by argument, for example for a notebook that runs headless:
+WORKBENCH_OPEN='{"runs": "/tmp/x", "backend": "inline", "seed": 3}'. The command line overrides the variable.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def settings() -> dict[str, Setting]:
 
 
 def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
-    """`wb.open` with the arguments from outside. What they changed is said on stderr, and an event of the workbench."""
+    """`wb.open` with the arguments from outside. What they change is printed on stderr and recorded as an event."""
     signature = inspect.signature(opens)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 

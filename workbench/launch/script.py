@@ -1,11 +1,11 @@
-"""Running a `main` as a script: its parameters are options of the command line, beside those that every script has.
+"""Running a `main` as a script: its parameters become options of the command line, added to those of every script.
 
     if __name__ == "__main__":
         wb.script.run(main)
 
 A parameter is a whole number, a number, a text, a bool (--flag, --no-flag), one of a `Literal`, any of these or None
-("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` gives its help. Where it has the
-name of an option that every script has, it takes that one's place, and what the text does with it counts.
+("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` gives its help. A parameter
+with the name of an option of every script replaces that option, and the script decides what it does.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 """
@@ -38,7 +38,7 @@ FLAGS = {
 
 
 def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn:
-    """Call `main` with what the command line says, close the workbenches that it opened, and exit.
+    """Call `main` with the options of the command line, close the workbenches that it opened, and exit.
 
     A coroutine function runs in `asyncio.run`. argv: default `sys.argv[1:]`. The message of a `WorkbenchError` goes to
     stderr, other exceptions keep their traceback. The run folders are printed at the end.
@@ -140,7 +140,7 @@ def _parser(main: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], arg
         own = parser.add_argument_group("options of this script")
         for option, parameter in parameters.items():
             add_option(own, option, parameter)
-    every = parser.add_argument_group("options of every script", "What they say goes before what the script says.")
+    every = parser.add_argument_group("options of every script", "They override what the script says.")
     for name, argument in ARGUMENTS.items():
         if argument.help and _option(name) not in parameters:
             reading: dict[str, Any] = {"type": int} if argument.metavar == "N" else {"choices": _choices(argument.hint)}

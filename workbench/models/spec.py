@@ -1,4 +1,4 @@
-"""What a role is made of."""
+"""The model of a role, and how it computes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Correction:
 
     @property
     def lowest(self) -> float:
-        """`low`, or what stands for it."""
+        """`low`, or its default."""
         return 0.5 if self.low is None else self.low
 
 

@@ -1,4 +1,4 @@
-"""How a role computes: plain values, given in a notebook, sent to the hosts, part of a workbench's description."""
+"""How a role computes: plain values, given in a notebook, sent to hosts, kept in a workbench's description."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class Sampling:
 
 
 def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> None:
-    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word.
+    """Raise `BadInput` where no response can be as long as asked for: all would be cut silently.
 
     sampling: fields of `Sampling`.
     """

@@ -70,7 +70,7 @@ def _allowed_share() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process that can be told from a later one of the same id, and from one on another machine.
+    """A process, distinguished from a later one of the same id and from one on another machine.
 
     machine: the host name of the machine. created_s: when it was started, seconds since the epoch.
     """

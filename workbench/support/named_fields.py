@@ -1,4 +1,4 @@
-"""Arguments that are given by name: an unknown name is refused, with the name that is likely meant."""
+"""Unknown argument names are refused, and the message suggests the right name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.errors import BadInput
 
-# What other libraries of the field call fields of ours: the first of these that there is, is meant.
+# The name of a field in other libraries -> ours; of several, the first that the class has.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "adam_epsilon": ("eps",),
     "batch_size": ("prompts", "rows"),
@@ -55,14 +55,14 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
-    """A remedy for a name that there is not: that of `known` which is its synonym, or is spelled nearly so; else "".
+    """A remedy for an unknown name: its synonym in `known`, or the name with the nearest spelling; else "".
 
-    written: how a name is written there.
+    written: how a name is shown in the message.
     """
     names = list(known)
     for other in SYNONYMS.get(name, ()):
         if other in names:
-            return f"write {written(other)}, which it is called here"
+            return f"write {written(other)}, its name here"
     near = difflib.get_close_matches(name, names, n=1)
     return f"write {written(near[0])} (the nearest)" if near else ""
 

@@ -45,7 +45,7 @@ def _as_int(value: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):  # pydantic takes whatever has __float__
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):  # pydantic also takes objects with __float__
         raise PydanticKnownError("float_type")
     return value if isinstance(value, int) else float(value)
 
