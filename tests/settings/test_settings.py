@@ -100,32 +100,36 @@ def test_a_wrong_value_names_the_field(kind: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "value", "rule", "remedy"),
+    ("kind", "given", "value", "rule", "remedy"),
     [
-        (lambda: wb.Training(minibatches=0), "Training.minibatches=0", "must be at least 1", ""),
-        (lambda: wb.Training(eps=0.0), "Training.eps=0.0", "must be more than 0", ""),
-        (lambda: wb.LoRA(alpha=INF), "LoRA.alpha=inf", "must be a finite number", ""),
-        (lambda: wb.Generation(max_rows=1.5), "Generation.max_rows=1.5", "must be a whole number, or None", ""),
-        (lambda: wb.Sampling(ignore_eos=1), "ignore_eos=1", "must be True or False", ""),
-        (lambda: wb.Sampling(stop="a"), "stop='a'", "must be a sequence of non-empty strings", "write stop=('\\n',)"),
+        (wb.Training, {"minibatches": 0}, "Training.minibatches=0", "must be at least 1", ""),
+        (wb.Training, {"eps": 0.0}, "Training.eps=0.0", "must be more than 0", ""),
+        (wb.LoRA, {"alpha": INF}, "LoRA.alpha=inf", "must be a finite number", ""),
+        (wb.Generation, {"max_rows": 1.5}, "Generation.max_rows=1.5", "must be a whole number, or None", ""),
+        (wb.Sampling, {"ignore_eos": 1}, "ignore_eos=1", "must be True or False", ""),
+        (wb.Sampling, {"stop": "a"}, "stop='a'", "must be a sequence of non-empty strings", "write stop=('\\n',)"),
         (
-            lambda: wb.Model("tiny-llama", adapter={"rank": 4}),
+            wb.Model,
+            {"name": "tiny-llama", "adapter": {"rank": 4}},
             "Model.adapter={'rank': 4}",
             "must be a wb.LoRA(...), or None",
             "write wb.LoRA(rank=4)",
         ),
-        (lambda: wb.Layout(1, 0), "Layout.t=0", "must be at least 1", ""),
+        (wb.Layout, {"t": 0}, "Layout.t=0", "must be at least 1", ""),
     ],
 )
-def test_value_rule_and_remedy(make: Any, value: str, rule: str, remedy: str) -> None:
+def test_value_rule_and_remedy(kind: Any, given: dict[str, Any], value: str, rule: str, remedy: str) -> None:
     with pytest.raises(BadInput) as caught:
-        make()
+        kind(**given)
     assert (caught.value.value, caught.value.rule, caught.value.remedy) == (value, rule, remedy)
 
 
-def test_fields_by_position_are_refused_where_they_have_names_only() -> None:
+def test_fields_by_position() -> None:
     with pytest.raises(BadInput) as caught:
-        wb.Training("torch")  # type: ignore[misc]
+        wb.Layout(1, 0)
+    assert caught.value.value == "Layout.t=0"
+    with pytest.raises(BadInput) as caught:
+        wb.Training("torch")  # type: ignore[call-arg]
     assert (caught.value.value, caught.value.remedy) == ("Training('torch')", "write engine=")
 
 

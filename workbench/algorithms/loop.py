@@ -6,7 +6,9 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field
 
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
@@ -16,10 +18,12 @@ from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.stages.run import Run
 from workbench.support.named_fields import check_names
-from workbench.support.validation import at_least, check_fields, whole
+from workbench.support.validation import Whole, at_least, check_fields, whole
 
 if TYPE_CHECKING:
     import pandas as pd
+
+GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
 class Algorithm(ABC):

@@ -12,7 +12,7 @@ from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
 from workbench.objectives.kl import adaptive_kl_step
 from workbench.settings.engines import Sampling
-from workbench.support.validation import at_least
+from workbench.support.validation import PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -38,12 +38,12 @@ class PPO(Algorithm):
     lam: float = 0.95
     kl_coefficient: float = 0.05
     kl: str = "k1"
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveInt = 10_000
     macro_tokens: int = 1
     bootstrap: bool = False
     clip: float = 0.2
-    value_clip: float | None = 0.2
+    value_clip: PositiveFloat | None = 0.2
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0
     epochs: int = 1
@@ -51,7 +51,6 @@ class PPO(Algorithm):
 
     def __post_init__(self) -> None:
         penalised = self.kl_coefficient or self.kl_target is not None
-        check_value_clip("PPO", self.value_clip)
         self.need("critic", *(["reference"] if penalised else []), "reward")
         if self.kl_target is not None:
             self._check_target(self.kl_target)
@@ -96,8 +95,6 @@ class PPO(Algorithm):
 
     def _check_target(self, target: float) -> None:
         """Raise `BadInput` for settings that the step of the coefficient would refuse."""
-        at_least("PPO.kl_target", target, 0, strictly=True)
-        at_least("PPO.kl_horizon", self.kl_horizon, 1)
         if not self.kl_coefficient > 0:
             raise BadInput(
                 f"PPO(kl_target={target}, kl_coefficient={self.kl_coefficient})",
@@ -116,9 +113,3 @@ class PPO(Algorithm):
         assert self.kl_target is not None
         responses = self.prompts * self.samples
         return adaptive_kl_step(self.kl_coefficient, kl, self.kl_target, responses, self.kl_horizon)
-
-
-def check_value_clip(algorithm: str, clip: object) -> None:
-    """Raise `BadInput` for what a critic's update would refuse, under the name that an algorithm gives it."""
-    if clip is not None:
-        at_least(f"{algorithm}.value_clip", clip, 0, strictly=True)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.handover import Handover
 from workbench.session.saved_state import restore_state
-from workbench.settings.engines import DType, Generation, ShareMemory, Training
+from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked
 from workbench.support.machine import available_bytes, cores, gpu_bytes
@@ -50,7 +50,7 @@ def open(
     prompts: Any = None,
     training: Training | None = None,
     generation: Generation | None = None,
-    dtype: DType | None = None,
+    dtype: str | None = None,
     backend: arguments.Backend = "ray",
     device: arguments.Device | None = None,
     devices: PositiveInt | None = None,

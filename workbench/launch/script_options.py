@@ -8,7 +8,7 @@ import json
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, Json, TypeAdapter, ValidationError
 
@@ -19,29 +19,37 @@ def _none(text: str) -> str | None:
     return None if text.lower() == "none" else text
 
 
-# type -> how pydantic reads it from a text, and what the text must be, in words; of a union, the first that reads it
-TYPES: dict[Any, tuple[Any, str]] = {
-    types.NoneType: (Annotated[None, BeforeValidator(_none)], "none"),
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-    dict: (Json[dict[str, Any]], "a JSON object"),
-    Path: (Path, "a path"),
-    str: (str, "a text"),
+class Reading(NamedTuple):
+    """How an option is read: the annotation that pydantic reads its texts as; what each text must be, in words; how
+    many texts there are, as argparse says it."""
+
+    hint: Any
+    what: str
+    texts: int | str | None = None
+
+
+# by type; of a union, the first in this order that reads the text
+TYPES: dict[Any, Reading] = {
+    types.NoneType: Reading(Annotated[None, BeforeValidator(_none)], "none"),
+    bool: Reading(bool, "true or false"),
+    int: Reading(int, "a whole number"),
+    float: Reading(float, "a number"),
+    dict: Reading(Json[dict[str, Any]], "a JSON object"),
+    Path: Reading(Path, "a path"),
+    str: Reading(str, "a text"),
 }
-ORDER = [kind for kind, _ in TYPES.values()]
 
 
 class _Read(argparse.Action):
-    """Keeps what pydantic reads from the texts of an option. const: the annotation to read them as, and in words."""
+    """Keeps what pydantic reads from the texts of an option. const: its `Reading`."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        hint, what = self.const
+        reading: Reading = self.const
         try:
-            setattr(namespace, self.dest, TypeAdapter(hint).validate_python(values))
+            setattr(namespace, self.dest, TypeAdapter(reading.hint).validate_python(values))
         except ValidationError as error:
-            wrong = values if isinstance(values, str) else values[error.errors()[0]["loc"][0]]  # type: ignore[call-overload]
-            raise argparse.ArgumentError(self, f"{wrong!r} is not {what}") from None
+            wrong = values if isinstance(values, str) else values[error.errors()[0]["loc"][0]]
+            raise argparse.ArgumentError(self, f"{wrong!r} is not {reading.what}") from None
 
 
 def option_of(name: str) -> str:
@@ -76,52 +84,64 @@ def add_option(group: Any, option: str, parameter: inspect.Parameter) -> None:
     required = parameter.default is inspect.Parameter.empty
     shown = "" if required else f"(default: {_shown(parameter.default)})"
     if hint is bool:
-        reading: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     else:
-        read_as, what, count = _read_as(hint, parameter)
-        reading = {"action": _Read, "const": (read_as, what), "nargs": count}
+        reading = _read_as(hint, parameter)
+        how = {"action": _Read, "const": reading, "nargs": reading.texts}
     group.add_argument(
         option,
         dest=parameter.name,
         required=required,
         default=argparse.SUPPRESS,
         help=" ".join(filter(None, (said, shown))).replace("%", "%%"),
-        **reading,
+        **how,
     )
 
 
-def _read_as(hint: Any, parameter: inspect.Parameter) -> tuple[Any, str, int | str | None]:
-    """The annotation with which pydantic reads an option; what each of its texts must be, in words; how many texts."""
+def _read_as(hint: Any, parameter: inspect.Parameter) -> Reading:
+    """How an option of an annotation is read. Raises `BadInput` for an annotation that no text can be read as."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        inner, what, count = _read_as(args[0], parameter)
-        return Annotated[inner, *args[1:]], what, count
+        inner = _read_as(args[0], parameter)
+        return inner._replace(hint=Annotated[inner.hint, *args[1:]])
     if origin is Literal:
         values = {str(value): value for value in args}
-        return Annotated[hint, BeforeValidator(lambda text: values.get(text))], f"one of {', '.join(values)}", None
+        return Reading(Annotated[hint, BeforeValidator(values.get)], f"one of {', '.join(values)}")
     if origin in (list, tuple, Sequence):
-        defaults = parameter.default if not args and isinstance(parameter.default, (list, tuple)) else ()
-        kinds = [kind for kind in args or map(type, defaults) if kind is not Ellipsis] or [str]
-        items, whats, _ = zip(*(_read_as(kind, parameter) for kind in kinds), strict=True)
-        if origin is tuple and args and Ellipsis not in args:
-            return tuple[items], " or ".join(dict.fromkeys(whats)), len(items)
-        item, what, _ = _read_as(Union[tuple(kinds)], parameter)  # noqa: UP007 (of kinds that are known here only)
-        return (tuple[item, ...] if origin is tuple else list[item]), what, "*"  # type: ignore[valid-type]
+        return _read_several(origin, args, parameter)
     if origin in (Union, types.UnionType):
-        parts = [_read_as(kind, parameter) for kind in args if kind is not types.NoneType]
-        if len(parts) == 1 and parts[0][2] is not None:  # an option without texts is an empty list, so none is no text
-            return parts[0]
-        kinds_and_words = [part[:2] for part in parts] + [TYPES[kind] for kind in args if kind is types.NoneType]
-        kinds_and_words.sort(key=lambda part: ORDER.index(part[0]) if part[0] in ORDER else -1)
-        union = Union[tuple(kind for kind, _ in kinds_and_words)]  # noqa: UP007
-        return Annotated[union, Field(union_mode="left_to_right")], " or ".join(w for _, w in kinds_and_words), None
+        return _read_union(args, parameter)
     if origin not in TYPES:
         raise BadInput(
             f"parameter {parameter.name}: {inspect.formatannotation(hint)}",
             "an option is a number, a text, a bool, a Literal, none, a dict, or a list or tuple of these",
             "make it inside the function",
         )
-    return *TYPES[origin], None
+    return TYPES[origin]
+
+
+def _read_several(origin: Any, args: tuple[Any, ...], parameter: inspect.Parameter) -> Reading:
+    """A list, or a tuple, of one length or of any."""
+    defaults = parameter.default if not args and isinstance(parameter.default, (list, tuple)) else ()
+    kinds = [kind for kind in args or map(type, defaults) if kind is not Ellipsis] or [str]
+    if origin is tuple and args and Ellipsis not in args:
+        items = [_read_as(kind, parameter) for kind in kinds]
+        fixed: Any = tuple[tuple(item.hint for item in items)]  # type: ignore[misc]
+        return Reading(fixed, " or ".join(dict.fromkeys(item.what for item in items)), len(items))
+    item = _read_as(Union[tuple(kinds)], parameter)  # noqa: UP007 (of kinds that are known here only)
+    return Reading(tuple[item.hint, ...] if origin is tuple else list[item.hint], item.what, "*")  # type: ignore[name-defined]
+
+
+def _read_union(args: tuple[Any, ...], parameter: inspect.Parameter) -> Reading:
+    """The first type of a union that reads the text. A list or nothing is a list: an option without texts is empty."""
+    parts = [_read_as(kind, parameter) for kind in args]
+    several = [part for part in parts if part.texts is not None]
+    if several:
+        return several[0]
+    order = list(TYPES.values())
+    parts.sort(key=lambda part: order.index(part) if part in order else -1)
+    union: Any = Union[tuple(part.hint for part in parts)]  # noqa: UP007
+    return Reading(Annotated[union, Field(union_mode="left_to_right")], " or ".join(part.what for part in parts))
 
 
 def _shown(value: Any) -> str:

@@ -128,7 +128,7 @@ def check_fields(instance: Any) -> None:
             hint = hints[field.name]
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             if all(map(_is_checked, kinds)):
-                with_numpy = Union[tuple({int: Whole, float: Number}.get(kind, kind) for kind in kinds)]  # noqa: UP007
+                with_numpy: Any = Union[tuple({int: Whole, float: Number}.get(kind, kind) for kind in kinds)]  # noqa: UP007
                 checked(f"{type(instance).__name__}.{field.name}", getattr(instance, field.name), with_numpy)
 
 
