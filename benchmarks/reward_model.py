@@ -39,7 +39,7 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
         total_steps=updates,  # a pair that is too long is dropped later: the rate may end a little above 0
         micro_batch_tokens=2048,
     )
-    dtype = arguments.dtype or ("bfloat16" if bf16_is_fast() else "float32")
+    dtype: Any = arguments.dtype or ("bfloat16" if bf16_is_fast() else "float32")
     lab = wb.open(
         "reward-model-benchmark",
         models={"reward": wb.Model(arguments.model, training=training, dtype=dtype, seed=seed)},

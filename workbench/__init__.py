@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench as Workbench
     from workbench.data import verifiers as verifiers
     from workbench.launch import script as script
+    from workbench.launch.listing import ls as ls
     from workbench.launch.opening import attach as attach
-    from workbench.launch.opening import ls as ls
     from workbench.launch.opening import open as open
     from workbench.launch.opening import restore as restore
     from workbench.launch.opening import stop as stop

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WorkbenchError as error:
         print(f"wb: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # who read it wants no more, such as `| head`; nor is the rest written at the end
+    except BrokenPipeError:  # the reader has closed the pipe, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -119,9 +119,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from workbench.launch import opening
+    from workbench.launch.listing import ls
 
-    rows = opening.ls()
+    rows = ls()
     if arguments.json:
         print(json.dumps(rows, indent=2, default=str))
     else:
@@ -261,7 +261,7 @@ def _notebook(arguments: argparse.Namespace) -> int:
 
 
 def _keep_what_is_there(output: Path, named: str | None) -> None:
-    """A file that the user did not name is not written over."""
+    """Raise `BadInput` rather than write over a file that the user did not name."""
     if named is None and output.exists():
         raise BadInput(f"{output} exists", "only a file that was named is written over", f"write -o {output}")
 

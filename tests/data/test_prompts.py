@@ -215,7 +215,7 @@ def test_wrong_input_says_what_would_be_right(tokenizer: Any, source: Any, optio
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
 def test_next_takes_whole_numbers_and_stays_put_otherwise(tokenizer: Any, n: Any) -> None:
     prompts = Prompts(TEXTS, tokenizer=tokenizer)
-    with pytest.raises(BadInput, match="whole number from 1"):
+    with pytest.raises(BadInput, match="n="):
         prompts.next(n)
     assert prompts.position == 0
 

@@ -69,7 +69,7 @@ def test_opening(tmp_path: Path, options: dict[str, Any], kind: type[Exception],
         (lambda: wb.LoRA(targets=(1,)), "names of layers"),  # type: ignore[arg-type]
         (lambda: wb.Generation(engine="sglang"), "must be one of 'transformers', 'vllm'"),  # type: ignore[arg-type]
         (lambda: wb.Model(), "give one of the two"),
-        (lambda: wb.Model(TINY, dtype="fp8"), "must be one of 'float32', 'bfloat16'"),
+        (lambda: wb.Model(TINY, dtype="fp8"), "must be one of 'float32', 'bfloat16'"),  # type: ignore[arg-type]
     ],
 )
 def test_settings(make: Callable[[], Any], message: str) -> None:

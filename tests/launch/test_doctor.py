@@ -176,12 +176,12 @@ def test_builds_are_held_against_the_devices(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gpus_that_torch_does_not_find_are_told_of() -> None:
-    assert doctor._devices([H100], None)[0].found.startswith("NVIDIA H100 (80 GiB); ")
-    check = doctor._devices([H100], [])[0]
+    assert doctor._devices([H100], None).found.startswith("NVIDIA H100 (80 GiB); ")
+    check = doctor._devices([H100], [])
     assert not check.ok
-    assert "the driver tells of 1 GPU(s), torch finds 0" in check.found
+    assert "the driver has 1 GPU(s), torch finds 0" in check.found
     probe = subprocess.CompletedProcess([], 0, json.dumps([{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}]), "")
-    assert doctor._devices([H100], doctor._seen_by_torch(probe))[0].ok
+    assert doctor._devices([H100], doctor._seen_by_torch(probe)).ok
 
 
 def test_the_default_dtype_is_what_open_uses(tmp_path: Path) -> None:
@@ -189,12 +189,12 @@ def test_the_default_dtype_is_what_open_uses(tmp_path: Path) -> None:
 
     assert doctor.bf16_is_fast([H100])
     assert not doctor.bf16_is_fast([H100, V100])
-    found = doctor._devices([], None)[0].found
+    found = doctor._devices([], None).found
     assert ("dtype='bfloat16' is fast here" in found) == doctor.bf16_is_fast([]) == bf16_is_fast("cpu")
     with tiny_lab("dtype", tmp_path, backend="inline", device="cpu", models={"actor": TINY, "reward": vowels}) as lab:
         assert f"{lab.actor.spec.dtype} by default" in found
-    assert "bfloat16 by default" in doctor._devices([H100], None)[0].found
-    assert "dtype='float32' is faster" in doctor._devices([V100], None)[0].found
+    assert "bfloat16 by default" in doctor._devices([H100], None).found
+    assert "dtype='float32' is faster" in doctor._devices([V100], None).found
 
 
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_step_scale() -> None:
     assert step_scale(0.9, 0.8) == 1.0
     assert step_scale(0.0, 0.8) == 0.0
     for wrong in (0.0, 1.5):
-        with pytest.raises(BadInput, match=f"reference={wrong}"):
+        with pytest.raises(BadInput, match=f"reference_size={wrong}"):
             Correction(reference_size=wrong)
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from workbench.algorithms.loop import Algorithm
+from workbench.algorithms.lab import Lab
+from workbench.algorithms.loop import Algorithm, GroupSize
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import with_variance
 from workbench.settings.engines import Sampling
-from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
+from workbench.support.validation import NonNegativeInt
 
 
 @dataclass
@@ -36,10 +34,10 @@ class DAPO(Algorithm):
 
     lab: Lab
     prompts: int = 16
-    samples: int = 8
+    samples: GroupSize = 8
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | None = None
-    rounds: int = 3
+    rounds: NonNegativeInt = 3
     overlong_buffer: int | None = None
     clip: float = 0.2
     clip_high: float = 0.28
@@ -47,8 +45,6 @@ class DAPO(Algorithm):
     correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        at_least("DAPO.samples", self.samples, 2)  # one sample has no variance
-        at_least("DAPO.rounds", self.rounds, 0)
         self.need("reward")
         # it gives as many rows as it is given
         self._check_rows({"dynamic_sampling": self.prompts * self.samples})

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.data.example_stream import ExampleStream
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass

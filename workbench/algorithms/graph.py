@@ -1,7 +1,6 @@
 """A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs.
 
-`tracing.trace` finds the stages from the lines of an algorithm. The same are then carried out, one at a time or all, by
-the calls that a notebook would make by hand.
+`tracing.trace` records the stages. They are then run, one at a time or all, by the calls of a notebook.
 """
 
 from __future__ import annotations
@@ -9,14 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from workbench.algorithms.lab import Lab
 from workbench.errors import BadInput, StageError
 from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 
@@ -66,7 +63,7 @@ class Stage:
         return replace(self, args=(), kwargs={**dict(zip(names, self.args, strict=False)), **self.kwargs, **arguments})
 
     def call(self, lab: Lab, values: Mapping[str, Any]) -> Any:
-        """Carry it out. values: the batches of its inputs, by stage name."""
+        """Run it. values: the batches of its inputs, by stage name."""
         inputs = [values[name] for name in self.inputs]
         if self.role == "prompts":
             return (self.function or lab.prompts.next)(*self.args, **self.kwargs)
@@ -111,9 +108,9 @@ class Graph:
         return [stage for stage in self.names if stage in found]
 
     def call(self, stage: Stage, lab: Lab, values: Mapping[str, Any]) -> Any:
-        """Carry out one of its stages. values: what those before it made, by name.
+        """Run one of its stages. values: what earlier stages made, by name.
 
-        Raises `StageError` where others take a batch from it and it makes none.
+        Raises `StageError` where later stages take a batch from it and it makes none.
         """
         from workbench.batches.batch import Batch
 
@@ -129,8 +126,8 @@ class Graph:
         return made
 
     def check_columns(self) -> None:
-        """Raise `BadInput` where an operation cannot do with the columns that its batch will have; those of a batch
-        that a function makes are not known, and are not asked."""
+        """Raise `BadInput` where an operation does not accept the columns that its batch will have. The columns of a
+        batch from a function are not known, and not checked."""
         for stage in self.stages:
             have = self[stage.inputs[0]].columns if stage.inputs else None
             if have is not None and isinstance(stage.function, GroupOperation):
@@ -140,8 +137,8 @@ class Graph:
     def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
         """Raise `BadInput` where the rows of a stage's batch cannot be dealt out to its ranks and minibatches.
 
-        title: begins the message. known: the rows that functions give, by stage; where those are not known, what comes
-        after is not asked.
+        title: begins the message. known: rows that functions give, by stage; stages behind an unknown number of rows
+        are not checked.
         """
         rows: dict[str, int | None] = dict(known or {})
         for stage in self.stages:
@@ -298,6 +295,6 @@ def stage_of(
 
 @dataclass(frozen=True)
 class StandIn:
-    """Where a batch stands in a call: the stage that makes it."""
+    """Stands in a call for the batch that a stage makes."""
 
     stage: str

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from workbench.algorithms.loop import Algorithm
+from workbench.algorithms.lab import Lab
+from workbench.algorithms.loop import Algorithm, GroupSize
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
-from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -36,7 +33,7 @@ class GRPO(Algorithm):
 
     lab: Lab
     prompts: int = 4
-    samples: int = 4
+    samples: GroupSize = 4
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | None = None
     estimator: str = "grpo"
@@ -52,7 +49,6 @@ class GRPO(Algorithm):
     aggregation: Aggregation = "sequence-mean-token-mean"
 
     def __post_init__(self) -> None:
-        at_least("GRPO.samples", self.samples, 2)  # one sample is its own mean: nothing to learn from
         if self.estimator == "off_policy_baseline" and self.aggregation == "sequence-mean-token-mean":
             raise BadInput(
                 f"GRPO(estimator='off_policy_baseline', aggregation={self.aggregation!r})",

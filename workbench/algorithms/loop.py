@@ -1,35 +1,37 @@
-"""What every algorithm has: its lines as a graph, and three ways to carry them out: a stage, an iteration, a loop."""
+"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time."""
 
 from __future__ import annotations
 
-import numbers
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field
 
 from workbench.algorithms.graph import Graph, Stage
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.tracing import trace
 from workbench.batches.batch import Batch
 from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
-from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
-from workbench.support.named_fields import NamedFields
-from workbench.support.validation import at_least, whole
+from workbench.support.named_fields import check_names
+from workbench.support.validation import Whole, at_least, check_fields, whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.algorithms.lab import Lab
+GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
-class Algorithm(NamedFields, ABC):
-    """Drives a workbench. `define` is written as the paper lists it, a line a stage; nothing else knows the lines.
+class Algorithm(ABC):
+    """Drives a workbench. `define` is the paper's listing, one line a stage.
 
-    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give it up. run(n): n
-    iterations, in which stages of different pools overlap. Change it from a cell: set a field, which the stages still
-    to come see, or `replace`, `insert` and `remove` stages.
+    graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give the iteration up.
+    run(n): n iterations, in which stages of different pools overlap. To change it from a cell, set a field, which later
+    stages read, or `replace`, `insert` and `remove` stages.
     """
 
     lab: Lab
@@ -37,17 +39,23 @@ class Algorithm(NamedFields, ABC):
     _made: dict[str, Any]
     taken_up = False  # from a checkpoint
     _interrupted = False  # in the iteration under way
-    _under_way = False  # whether an iteration has begun and is not over: no matter which stages the graph has by now
+    _under_way = False  # an iteration has begun and is not over
     _iteration = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        check_names(cls.__name__, parameters, kwargs, len(args))
+        return super().__new__(cls)
 
     @abstractmethod
     def define(self, lab: Any) -> None:
-        """The lines of one iteration. Run without data too, to see what they call: they do not look into batches."""
+        """The stages of one iteration. `graph` also runs it on stand-ins, so it must not read the rows of a batch."""
 
     # --- as a value ---------------------------------------------------------------------------------------------------
 
     def graph(self) -> Graph:
-        """The stages of one iteration, with this object's fields as they are now, and its edits."""
+        """The stages of one iteration, with the present fields and edits."""
         graph = trace(self.lab, self.define, type(self).__name__)
         for edit in self._all_edits():
             graph = edit(graph)
@@ -90,9 +98,9 @@ class Algorithm(NamedFields, ABC):
         return self._edits
 
     def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
-        """Take over an edit. again: the stage whose output, if it is there, is no longer what it would be."""
+        """Apply an edit. again: the stage whose output is out of date after it."""
         before = self.graph()
-        after = edit(before)  # what cannot be is refused now, and nothing is changed
+        after = edit(before)  # raises for a wrong edit, before anything is changed
         stale = [name for name in before.behind(again) if name in self.made] if again and self._under_way else []
         if updated := [name for name in stale if before[name].updates]:
             raise BadInput(
@@ -110,8 +118,7 @@ class Algorithm(NamedFields, ABC):
 
     @property
     def made(self) -> dict[str, Any]:
-        """What the stages of this iteration have made so far, by name: batches and metrics. Those of the newest
-        iteration, until the next one begins."""
+        """What the stages of the newest iteration have made so far, by name: batches and metrics."""
         if not hasattr(self, "_made"):
             self._made = {}
         return self._made
@@ -138,9 +145,9 @@ class Algorithm(NamedFields, ABC):
         return next((stage for stage in graph.stages if stage.name not in self.made), graph.stages[-1])
 
     def step(self) -> Any:
-        """Run the next stage, as a cell would, and return what it makes: a batch, or metrics.
+        """Run the next stage, as a cell would, and return its batch or metrics.
 
-        Where it fails, it is the next stage still: mend its cause, or `replace` it or one before it, or `restart`.
+        A stage that fails stays the next one: fix the cause, `replace` it or an earlier one, or `restart`.
         """
         self.lab.take_edits()
         self.lab.position.take_up(self)
@@ -151,7 +158,7 @@ class Algorithm(NamedFields, ABC):
             self._end()
             return self.made[stage.name]
         if not self._under_way:
-            graph.check_columns()  # what a later stage would refuse is refused before prompts are drawn
+            graph.check_columns()  # before prompts are drawn
             self.made.clear()
             self._under_way, self._interrupted = True, False
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
@@ -163,9 +170,9 @@ class Algorithm(NamedFields, ABC):
         return made
 
     def restart(self) -> None:
-        """Give up the iteration under way: the next step begins another, with new prompts.
+        """Give up the present iteration: the next step begins another one, with new prompts.
 
-        Updates that it has made stay made, and `finish` is not called. What its stages made is in `made` until then.
+        Its updates stay, and `finish` is not called. Its batches are in `made` until the next step.
         """
         self._under_way = False
 
@@ -176,17 +183,17 @@ class Algorithm(NamedFields, ABC):
         self.lab.note_position()
         self.lab.save_if_due(self)
 
-    def finish(self, metrics: Mapping[str, float]) -> None:
-        """After the last stage of an iteration, with its metrics: where an algorithm moves numbers of its own."""
+    def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (not abstract: most algorithms have none)
+        """Called after the last stage of an iteration, with its metrics: an algorithm may adapt its fields here."""
 
     def state(self) -> dict[str, Any]:
-        """The fields that `finish` moves, as plain values: what a checkpoint keeps of the algorithm itself."""
+        """The fields that `finish` changes, as plain values, for checkpoints."""
         return {}
 
     def position(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """Where it stands, as plain values: what checkpoints keep, and what the next kernel goes on from.
+        """Where the algorithm stands, as plain values, for checkpoints and for the next kernel.
 
-        made: what the stages of the iteration under way have made, in whatever form it is kept.
+        made: what the stages of the present iteration have made, in the form in which it is kept.
         """
         last = self.lab.last_metrics if made else {}
         return {
@@ -204,8 +211,8 @@ class Algorithm(NamedFields, ABC):
             setattr(self, name, value)
 
     def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
-        """Go on where one of its class stood. saved: as `position` gave it. made: what the stages of an iteration under
-        way had made; None where there was none."""
+        """Continue from `saved`, the `position` of an algorithm of this class. made: what the stages of its present
+        iteration had made; None between iterations."""
         self.taken_up = True
         self.load_state(saved["state"])
         self._iteration = saved["iteration"]
@@ -215,7 +222,7 @@ class Algorithm(NamedFields, ABC):
             self._under_way = True
 
     def go_back(self, iteration: int) -> None:
-        """Go back to the end of an iteration, whose algorithm may then be taken up again."""
+        """Go back to the end of an iteration, from which it may be continued."""
         self.restart()
         self.made.clear()
         self._iteration = iteration
@@ -229,15 +236,15 @@ class Algorithm(NamedFields, ABC):
         return self.metrics()
 
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
-        """That many iterations; a frame with one row an iteration. One that `step` began, or that fails, is given up;
-        one that was interrupted in a `run`, or that a checkpoint has, is ended first, and counts.
+        """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
+        up. One that was interrupted in a `run`, or that a checkpoint has, is finished first, and counts.
 
-        On a terminal a line says how far it is; in the log of a script that `wb.script` runs, a line an iteration.
+        A terminal shows the progress; the log of a script has a line an iteration.
 
-        evaluate: called after each `every` of them, such as `lambda: lab.evaluate(held_out)` or
+        evaluate: called after each `every` iterations, such as `lambda: lab.evaluate(held_out)` or
         `lambda: lab.check().raise_if_failed()`.
 
-        In a script that is resumed, iterations that were made before count, and are not made again.
+        A script that is resumed counts the iterations before its checkpoint, and does not run them again.
         """
         import pandas as pd
 
@@ -275,10 +282,10 @@ class Algorithm(NamedFields, ABC):
         return pd.DataFrame(rows, columns=None if rows else ["iteration"]).set_index("iteration")
 
     def on_policy(self, *, penalised: bool = False) -> bool:
-        """Whether `update_actor` may take its own forward pass for `compute_log_prob`'s, which `define` then leaves
-        out: for one optimizer step an iteration, without a correction or whatever else reads `old_log_prob`.
+        """Whether `define` may leave `compute_log_prob` out, because `update_actor` can use its own forward pass: with
+        one optimizer step an iteration, where nothing else reads `old_log_prob`.
 
-        penalised: rewards have a KL penalty, which reads it.
+        penalised: rewards have a KL penalty, which reads `old_log_prob`.
         """
         training = self.lab.actor.spec.training
         one_step = getattr(self, "epochs", 1) == 1 and (training is None or training.minibatches == 1)
@@ -287,8 +294,8 @@ class Algorithm(NamedFields, ABC):
     def need(self, *roles: str) -> None:
         """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
 
-        For the end of `__post_init__`: the lines of `define` are traced, so that what an operation would refuse is
-        refused now.
+        Call it at the end of `__post_init__`: it traces `define`, so that wrong arguments of operations are refused
+        now.
         """
         if not hasattr(self.lab, "groups"):
             raise BadInput(
@@ -296,16 +303,8 @@ class Algorithm(NamedFields, ABC):
                 "its first argument is the workbench that it drives",
                 "give what wb.open(...) returned",
             )
-        for name in ("reward", "cost"):
-            if getattr(self, name, None) is not None and not callable(getattr(self, name)):
-                raise BadInput(
-                    f"{type(self).__name__}.{name}={getattr(self, name)!r:.60}",
-                    "must be a function fn(prompt, response, **row), or None for the role's own",
-                )
-        sampling = getattr(self, "sampling", None)
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise BadInput(f"{type(self).__name__}.sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
-        self._check_numbers()
+        if is_dataclass(self):
+            check_fields(self)
         for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
             at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
         missing = [role for role in roles if role not in self.lab.groups]
@@ -323,20 +322,6 @@ class Algorithm(NamedFields, ABC):
         counts = (f"{name}={getattr(self, name)}" for name in ("prompts", "samples", "rows") if hasattr(self, name))
         self.graph().check_rows(f"{type(self).__name__}({', '.join(counts)})", known)
 
-    def _check_numbers(self) -> None:
-        """Raise `BadInput` for a field that is declared as a number and holds something else."""
-        if not is_dataclass(self):
-            return
-        for declared in fields(self):
-            kinds = str(getattr(declared.type, "__name__", declared.type)).split(" | ")
-            value = getattr(self, declared.name)
-            if not {"int", "float"} & set(kinds) or (value is None and "None" in kinds):
-                continue
-            kind, rule = (numbers.Real, "a number") if "float" in kinds else (numbers.Integral, "a whole number")
-            if isinstance(value, bool) or not isinstance(value, kind):
-                optional = ", or None" if "None" in kinds else ""
-                raise BadInput(f"{type(self).__name__}.{declared.name}={value!r:.60}", f"must be {rule}{optional}")
-
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
         self.lab.runner.overlap.wait()
@@ -348,7 +333,7 @@ class Algorithm(NamedFields, ABC):
 
 
 def _is_there(made: Any) -> bool:
-    """Whether what a stage gave has been made, where it may have been a promise."""
+    """Whether the result of a stage, which may be pending, has been made."""
     if isinstance(made, Batch):
         made.settle(wait=False)
         return not made.pending

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
 from workbench.objectives.kl import adaptive_kl_step
 from workbench.settings.engines import Sampling
-from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
+from workbench.support.validation import PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -25,7 +23,7 @@ class PPO(Algorithm):
     kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. kl_target: nats a
     response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
     kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
-    arXiv:2410.02743). bootstrap: the critic's value stands for what would have followed a response that was cut. clip,
+    arXiv:2410.02743). bootstrap: the critic's value replaces the rewards after the cut of a cut response. clip,
     value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; dual_clip,
     entropy_coefficient: as in `update_actor`. sampling: how responses are
     drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.
@@ -40,12 +38,12 @@ class PPO(Algorithm):
     lam: float = 0.95
     kl_coefficient: float = 0.05
     kl: str = "k1"
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveInt = 10_000
     macro_tokens: int = 1
     bootstrap: bool = False
     clip: float = 0.2
-    value_clip: float | None = 0.2
+    value_clip: PositiveFloat | None = 0.2
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0
     epochs: int = 1
@@ -53,7 +51,6 @@ class PPO(Algorithm):
 
     def __post_init__(self) -> None:
         penalised = self.kl_coefficient or self.kl_target is not None
-        check_value_clip("PPO", self.value_clip)
         self.need("critic", *(["reference"] if penalised else []), "reward")
         if self.kl_target is not None:
             self._check_target(self.kl_target)
@@ -98,8 +95,6 @@ class PPO(Algorithm):
 
     def _check_target(self, target: float) -> None:
         """Raise `BadInput` for settings that the step of the coefficient would refuse."""
-        at_least("PPO.kl_target", target, 0, strictly=True)
-        at_least("PPO.kl_horizon", self.kl_horizon, 1)
         if not self.kl_coefficient > 0:
             raise BadInput(
                 f"PPO(kl_target={target}, kl_coefficient={self.kl_coefficient})",
@@ -118,9 +113,3 @@ class PPO(Algorithm):
         assert self.kl_target is not None
         responses = self.prompts * self.samples
         return adaptive_kl_step(self.kl_coefficient, kl, self.kl_target, responses, self.kl_horizon)
-
-
-def check_value_clip(algorithm: str, clip: object) -> None:
-    """Raise `BadInput` for what a critic's update would refuse, under the name that an algorithm gives it."""
-    if clip is not None:
-        at_least(f"{algorithm}.value_clip", clip, 0, strictly=True)  # type: ignore[arg-type]

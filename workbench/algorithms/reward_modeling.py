@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.data.example_stream import ExampleStream
-from workbench.support.validation import one_of
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
+from workbench.support.validation import check_fields
 
 
 @dataclass
@@ -32,7 +30,7 @@ class RewardModeling(Algorithm):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        one_of("RewardModeling.role", self.role, ("reward", "cost"))
+        check_fields(self)
         ExampleStream.check(self.pairs, "pairs", self.rows)
         self.need(self.role)
 

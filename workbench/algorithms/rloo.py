@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from workbench.algorithms.loop import Algorithm
+from workbench.algorithms.lab import Lab
+from workbench.algorithms.loop import Algorithm, GroupSize
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
-from workbench.support.validation import at_least
-
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
 
 
 @dataclass
@@ -29,7 +26,7 @@ class RLOO(Algorithm):
 
     lab: Lab
     prompts: int = 16
-    samples: int = 4
+    samples: GroupSize = 4
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | None = None
     kl_coefficient: float = 0.05
@@ -39,7 +36,6 @@ class RLOO(Algorithm):
     correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        at_least("RLOO.samples", self.samples, 2)  # nobody is left out of one
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     def define(self, lab: Lab) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
-from workbench.algorithms.ppo import check_value_clip
 from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
 from workbench.objectives.lagrangian import dual_step
 from workbench.settings.engines import Sampling
-from workbench.support.validation import at_least
+from workbench.support.validation import FINITE, SEQUENCE, NonNegativeFloat, Number, PositiveFloat, Rule
 
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
+TWO_BOUNDS = Rule(
+    "must be two numbers, 0 < low <= high: the multiplier's logarithm is stepped",
+    "write multiplier_bounds=(0.01, 10.0)",
+)
+Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], SEQUENCE, TWO_BOUNDS]
 
 
 @dataclass
@@ -43,43 +44,34 @@ class SafeRLHF(Algorithm):
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | None = None
     cost: Callable[..., Any] | None = None
-    limit: float = 0.0
+    limit: Annotated[Number, FINITE] = 0.0
     multiplier: float = 1.0
-    multiplier_rate: float = 0.1
-    multiplier_bounds: tuple[float, float] = (0.01, 10.0)
+    multiplier_rate: NonNegativeFloat = 0.1
+    multiplier_bounds: Bounds = (0.01, 10.0)
     gamma: float = 1.0
     lam: float = 0.95
     kl_coefficient: float = 0.05
     kl: str = "k1"
     clip: float = 0.2
-    value_clip: float | None = 0.2
+    value_clip: PositiveFloat | None = 0.2
     epochs: int = 1
     correction: Correction | None = None
     pretrain: str | None = None
     pretrain_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
-        check_value_clip("SafeRLHF", self.value_clip)
         self.need("critic", *(["reference"] if self.kl_coefficient else []), "reward", "cost", "cost_critic")
         self._check_multiplier()
 
     def _check_multiplier(self) -> None:
         """Raise `BadInput` for settings that the step of the multiplier would refuse."""
         bounds = self.multiplier_bounds
-        two = isinstance(bounds, tuple | list) and [isinstance(bound, numbers.Real) for bound in bounds] == [True, True]
-        if not two or not 0 < bounds[0] <= bounds[1]:
-            raise BadInput(
-                f"SafeRLHF.multiplier_bounds={bounds!r:.60}",
-                "must be two numbers, 0 < low <= high: the multiplier's logarithm is stepped",
-                "write multiplier_bounds=(0.01, 10.0)",
-            )
+        if not bounds[0] <= bounds[1]:
+            raise BadInput(f"SafeRLHF.multiplier_bounds={bounds!r}", TWO_BOUNDS.rule, TWO_BOUNDS.remedy)
         if not bounds[0] <= self.multiplier <= bounds[1]:
             raise BadInput(
                 f"SafeRLHF.multiplier={self.multiplier!r}", f"must lie within multiplier_bounds={tuple(bounds)}"
             )
-        at_least("SafeRLHF.multiplier_rate", self.multiplier_rate, 0)
-        if not math.isfinite(self.limit):
-            raise BadInput(f"SafeRLHF.limit={self.limit!r}", "must be a finite number")
 
     def define(self, lab: Lab) -> None:
         batch = lab.prompts.next(self.prompts)

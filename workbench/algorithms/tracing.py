@@ -1,25 +1,23 @@
-"""Seeing what the lines of an algorithm call: they are run against stand-ins that compute nothing and write it down."""
+"""Tracing an algorithm: `define` runs on stand-ins that compute nothing and record the stages that it calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.algorithms.graph import Graph, Stage, StandIn, stage_of
+from workbench.algorithms.lab import Lab
 from workbench.data.example_stream import ExampleStream
 from workbench.errors import BadInput
 from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.stage_names import StageNames
 
-if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
-
 PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
 
 
 class TracedBatch(StandIn):
-    """A batch that is not there: it can be given to stages, and its own methods become stages."""
+    """A stand-in for a batch: it can be given to stages, and its methods become stages."""
 
     def __init__(self, tracer: Tracer, stage: Stage) -> None:
         super().__init__(stage.name)
@@ -75,7 +73,7 @@ class Tracer(StageNames):
         return self.note(stage_of(function, name, tuple(batch.stage for batch in batches), (), kwargs))
 
     def note(self, stage: Stage) -> TracedBatch:
-        """Write down a stage, under a name of its own."""
+        """Record a stage under a unique name."""
         taken, number = {other.name for other in self.stages}, 1
         name = wanted = (
             self._stage_name if self._stage_name and isinstance(stage.function, GroupOperation) else stage.name
@@ -90,7 +88,7 @@ class Tracer(StageNames):
         return TracedBatch(self, stage)
 
     def graph(self) -> Graph:
-        """What was written down, checked."""
+        """The recorded stages, checked."""
         return Graph(self.title, ()).checked(self.stages)
 
 

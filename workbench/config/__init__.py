@@ -1,1 +1,1 @@
-"""What a workbench is asked to be, and what must hold of that before a process starts."""
+"""The description of a workbench, and its checks before a process starts."""

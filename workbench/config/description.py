@@ -1,4 +1,4 @@
-"""What a workbench is asked to be: checked before any process starts, and compared when a name is opened again."""
+"""The description of a workbench: checked before any process starts, compared when a name is opened again."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from workbench.config.requirements import check
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
 from workbench.models import load_config
-from workbench.models.spec import Model, check_settings
+from workbench.models.spec import Model
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
 from workbench.placement.estimate import device_numbers
 from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
 from workbench.placement.room import Room, rooms
-from workbench.settings.engines import SHARE_MEMORY, Generation, ShareMemory, Training
+from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import cores
-from workbench.support.validation import at_least, one_of, whole
+from workbench.support.validation import checked
 from workbench.workers.roles import ROLE_WORKERS
-
-BACKENDS = ("ray", "inline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +33,8 @@ class Description:
     devices: how many there are; None: as many as the cluster that was joined has.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
-    made others than the opening. opened: the digest of the description that it was opened with, where it has another by
-    now. None of these is part of the `digest`.
+    changed them. opened: the digest at the opening, where it differs from the present one. None of these is part of the
+    `digest`.
     """
 
     id: str
@@ -75,13 +73,6 @@ class Description:
         idle_hours: float | None = None,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
-        one_of("backend", backend, BACKENDS)
-        one_of("share_memory", share_memory, SHARE_MEMORY)
-        if idle_hours is not None:
-            try:
-                at_least("idle_hours", idle_hours, 0, strictly=True)
-            except BadInput as error:
-                raise BadInput(error.value, error.rule, "None for a workbench that never closes itself") from None
         if not isinstance(models, Mapping):
             raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -94,9 +85,8 @@ class Description:
             )
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
-        whole("seed", seed, 0)
-        check_settings("training", training, Training)
-        check_settings("generation", generation, Generation)
+        checked("training", training, Training | None)
+        checked("generation", generation, Generation | None)
         if address is not None and device is None:
             raise BadInput(
                 f"address={address!r} without device=",
@@ -104,7 +94,6 @@ class Description:
                 "add device='cuda' or device='cpu'",
             )
         device = device or _local_device()
-        one_of("device", device, ("cpu", "cuda"))
         if device == "cuda" and address is None and not _device_count("cuda"):
             raise BadInput(
                 "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
@@ -189,7 +178,7 @@ class Description:
         return layout.generating(t_g)
 
     def is_ours(self, role: str) -> bool:
-        """Whether a role computes as ours do: a worker of another kind computes as it likes."""
+        """Whether a role has a model and a worker of the role's own class, whose memory and layout are known."""
         model = self.models[role]
         return model.name is not None and (model.worker is None or issubclass(model.worker, ROLE_WORKERS[role]))
 
@@ -287,7 +276,7 @@ class Description:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What a table of runs tells them apart by: texts and numbers by name."""
+        """What distinguishes runs in a table: texts and numbers by name."""
         models = {f"models/{role}": str(model) for role, model in self.models.items()}
         where = {"placement": str(self.placement), "backend": self.backend, "device": self.device}
         return {"workbench": self.name, "seed": self.seed, **where, **models}

@@ -1,4 +1,4 @@
-"""What must hold of a workbench's description: checked before any process starts."""
+"""Checks of a workbench's description, before any process starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from workbench.models.tokenizers import vocabulary
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.role_model import head_of
 from workbench.resharding.weights import model_weights
-from workbench.support.validation import whole
 from workbench.workers.roles import ROLE_WORKERS, ActorWorker
 from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.worker import Worker
@@ -38,9 +37,7 @@ INSTALL = {
 
 
 def check(description: Description) -> None:
-    """Raise `BadInput`, or a subclass of it, where a workbench cannot be this."""
-    if description.devices is not None:
-        whole("devices", description.devices, 1)
+    """Raise `BadInput`, or another typed error, for a description that cannot work."""
     if description.devices is not None and description.placement.devices > description.devices:
         what = "slots (shares of its cores)" if description.device == "cpu" else "GPUs"
         raise BadInput(
@@ -137,7 +134,7 @@ def _check_installed(description: Description) -> None:
 
 
 def _check_rollout(description: Description) -> None:
-    """What the actor is asked for and rollout workers do must be theirs to do, on a model that they can cut."""
+    """Rollout workers generate for the actor: its class must not change that, and its model must be divisible."""
     if ROLLOUT not in description.models:
         return
     worker, own = description.models["actor"].worker or ActorWorker, ActorWorker

@@ -1,4 +1,4 @@
-"""What a policy talks to: environments that a user writes, one for each sample, run beside the actor.
+"""Environments for multi-turn rollouts: written by a user, one for each sample, run in the actor's processes.
 
     class Calculator:
         def reset(self, prompt, **row):               # optional: a text before the first turn, or None

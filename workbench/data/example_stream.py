@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +32,9 @@ class ExampleStream:
     def __init__(
         self, feed: Feed, source: Source, kind: Kind, *, seed: int, tokenizer: Any, options: Mapping[str, Any]
     ) -> None:
-        hidden = ("source", "kind", "tokenizer")
-        check_names(Examples, options, len(hidden), called=f"lab.{kind}", hidden=hidden)
+        parameters = inspect.signature(Examples).parameters.values()
+        known = [p for p in parameters if p.name not in ("source", "kind", "tokenizer")]
+        check_names(f"lab.{kind}", known, options)
         self._feed, self.drawn = feed, 0
         self.examples = Examples(source, kind, tokenizer=tokenizer, **{"seed": seed, **options})
         self.first = self.state

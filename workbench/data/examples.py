@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from workbench.batches.columns import Ragged, Table
-from workbench.data.epochs import EpochOrder
+from workbench.data.epochs import EpochRows
 from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, pair
 from workbench.data.sources import Row, Source, read_rows
 from workbench.errors import BadInput
@@ -42,16 +41,16 @@ class Tokenized:
         return len(self.prompt_ids) + max(map(len, self.answer_ids))
 
 
-class Examples:
+class Examples(EpochRows[Tokenized]):
     """All rows of a source, tokenized once; what is handed out is decided by the seed alone.
 
-    source: whatever `read_rows` reads. kind: what its rows are, see `demonstration` and `pair`.
+    source: see `read_rows`. kind: what its rows are, see `demonstration` and `pair`.
     max_tokens: of prompt and answer together. overlong: what becomes of a longer row: "filter" drops it; "cut" takes
         tokens off the front of the prompt (BOS stays), and drops the row only where its answer alone is too long;
         "error" raises `BadInput`. Both answers of a pair keep the same prompt.
     held_out: rows that are never handed out for training. Rows with equal prompts are on the same side.
     chat: whether texts go through the chat template; None: if the tokenizer has one. A prompt in the form of HH-RLHF
-        ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes the messages that it stands for.
+        ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
 
     Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows.
     Raises `BadInput` for a row that is none of its kind, with its place in the source.
@@ -74,7 +73,7 @@ class Examples:
         whole("max_tokens", max_tokens, 2)
         whole("held_out", held_out, 0)
         whole("seed", seed, 0)
-        self.kind, self.max_tokens, self.overlong, self.seed, self.shuffle = kind, max_tokens, overlong, seed, shuffle
+        self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.dropped = self.cut = self.equal = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
         rows = read_rows(source)
@@ -89,16 +88,7 @@ class Examples:
                 "at least one must be",
                 "raise max_tokens, give overlong='cut', or hold out fewer",
             )
-        self._order = EpochOrder(len(self.training), seed=seed, shuffle=shuffle)
-        self.position = 0
-
-    def next(self, n: int) -> list[Tokenized]:
-        """The next n rows for training. Each epoch holds every row once; where one ends, the next begins."""
-        if not isinstance(n, int) or n < 1:
-            raise BadInput(f"n={n!r}", "a number of rows is a whole number from 1 on")
-        rows = [self.training[self._order.at(self.position + i)] for i in range(n)]
-        self.position += n
-        return rows
+        super().__init__(self.training, seed=seed, shuffle=shuffle, called=kind)
 
     def table(self, rows: Sequence[Tokenized]) -> Table:
         """The rows as columns of a batch: `prompt`, `prompt_ids`, each answer as text and as `..._ids`; for
@@ -127,11 +117,6 @@ class Examples:
         return bool(self.training) and self.training[0].example.margin is not None
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next row, from 0."""
-        return self.position // len(self.training)
-
-    @property
     def summary(self) -> str:
         """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
         counts = [f"{len(self.training)} {self.kind}"]
@@ -143,31 +128,12 @@ class Examples:
         counts += [f"{self.equal} with equal answers dropped"] if self.equal else []
         return ", ".join(counts)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the rows stand, as plain values (JSON will do)."""
-        return {"position": self.position, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken. Raises `BadInput` if these rows are others, or in another order."""
-        differ = [key for key, value in self._identity().items() if state.get(key) != value]
-        if differ or not isinstance(state.get("position"), int):
-            raise BadInput(
-                f"the saved {self.kind} differ in {', '.join(differ) or 'position'}",
-                "rows are resumed with the same source, tokenizer and settings",
-                "build them as they were, or start anew without loading",
-            )
-        self.position = state["position"]
-
     def __repr__(self) -> str:
         name = reprlib.repr(self.name)[1:-1]
         return f"<{name}: {self.summary}; epoch {self.epoch}, next {self.position % len(self.training)}>"
 
-    def _identity(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for row in self.training:
-            for ids in (row.prompt_ids, *row.answer_ids):
-                digest.update(np.asarray([len(ids), *ids], dtype="<i8").tobytes())
-        return {"seed": self.seed, "shuffle": self.shuffle, "token ids": digest.hexdigest()}
+    def numbers_of(self, row: Tokenized) -> list[list[int]]:
+        return [[len(ids), *ids] for ids in (row.prompt_ids, *row.answer_ids)]
 
     def _fit(self, example: Example, where: str) -> Tokenized | None:
         """The row with its token ids, its prompt cut where asked for; None where it is dropped."""

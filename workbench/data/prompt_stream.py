@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ class Feed(Protocol):
 
 
 class PromptStream:
-    """`lab.prompts`: draws batches of prompts, in an order that only the seed decides."""
+    """`lab.prompts`: draws batches of prompts, in an order that depends on the seed alone."""
 
     def __init__(self, settings: Any, feed: Feed, *, seed: int, tokenizer: Any, generation: Generation | None) -> None:
         self._feed, self.drawn = feed, 0
@@ -95,13 +96,14 @@ class PromptStream:
 
 
 def prompt_options(settings: Any, called: str) -> dict[str, Any]:
-    """What `Prompts` is given for a source, or for a mapping of its options, whose names are checked.
+    """The arguments of `Prompts` from a source, or from a mapping of options, whose names are checked.
 
-    called: what the mapping is called where it was written.
+    called: the name of the mapping in messages.
     """
     if not isinstance(settings, Mapping):
         return {"source": settings}
-    check_names(Prompts, settings, called=called, hidden=("tokenizer",))
+    parameters = inspect.signature(Prompts).parameters.values()
+    check_names(called, [p for p in parameters if p.name != "tokenizer"], settings)
     return dict(settings)
 
 
@@ -120,7 +122,7 @@ def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
 
 
 def check_room(prompts: Prompts, generation: Generation | None) -> None:
-    """Raise `BadInput` when the longest prompt leaves no token for a response."""
+    """Raise `BadInput` where the longest prompt leaves no room for a response."""
     longest = prompts.longest
     tokens = len(longest.prompt_ids)
     if generation and tokens >= generation.max_model_tokens:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import html
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from workbench.data.epochs import EpochOrder
+from workbench.data.epochs import EpochRows
 from workbench.data.sources import Row, Source, read_rows
+from workbench.data.user_calls import short
+from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.models import render_prompt
 from workbench.support.validation import one_of, whole
@@ -31,7 +29,7 @@ Conversation = str | list[dict[str, Any]]
 class PromptRow:
     """One prompt.
 
-    index: the row's place in the source, from 0, whatever was dropped.
+    index: the row's place in the source, from 0; dropped rows count.
     prompt: the text, or the last user message of a conversation; what a reward function receives as `prompt`.
     prompt_ids: token ids up to where the response begins, chat template included.
     extra: the row's other columns, such as the answer; what a reward function receives by name.
@@ -43,10 +41,10 @@ class PromptRow:
     extra: dict[str, Any]
 
 
-class Prompts:
+class Prompts(EpochRows[PromptRow]):
     """An endless, resumable supply of prompts.
 
-    source: whatever `read_rows` reads: a list, a .jsonl file, a name under datasets/, a hub id.
+    source: see `read_rows`: a list, a .jsonl file, a name under datasets/, a hub id.
     tokenizer: of the model that will respond. All rows are rendered at once, at about 0.2 ms a row.
     prompt_column: the column with the text or the messages; None: the first of "prompt", "question", "messages" found.
     seed, shuffle: each epoch has a permutation of its own, drawn from (seed, epoch); else the source's order.
@@ -76,47 +74,27 @@ class Prompts:
     ) -> None:
         one_of("overlong", overlong, ("filter", "cut", "error"))
         whole("max_prompt_tokens", max_prompt_tokens, 1)
-        if not isinstance(seed, int) or seed < 0:
-            raise BadInput(f"seed={seed!r}", "a seed is a whole number from 0 on")
-        self.seed, self.shuffle, self.max_prompt_tokens, self.overlong = seed, shuffle, max_prompt_tokens, overlong
+        whole("seed", seed, 0)
+        self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
         self.dropped = self.cut = 0
         self._name = _name(source)
         self._tokenizer, self._chat = tokenizer, chat
         rows = read_rows(source)
         column = _prompt_column(rows[0], prompt_column)
         fitted = [self._fit(index, row, column) for index, row in enumerate(rows)]
-        self._rows = [row for row in fitted if row is not None]
-        if not self._rows:
+        kept = [row for row in fitted if row is not None]
+        if not kept:
             raise BadInput(
                 f"{self._name} holds only prompts over {max_prompt_tokens} tokens ({len(rows)} rows)",
                 "at least one prompt must be left",
                 "raise max_prompt_tokens",
             )
-        self._position = 0
-        self._order = EpochOrder(len(self._rows), seed=seed, shuffle=shuffle)
-
-    def next(self, n: int) -> list[PromptRow]:
-        """The next `n` rows. Each epoch holds every row exactly once; where one ends, the next begins."""
-        if not isinstance(n, int) or n < 1:
-            raise BadInput(f"n={n!r}", "the number of prompts is a whole number from 1 on")
-        rows = [self._at(self._position + i) for i in range(n)]
-        self._position += n
-        return rows
-
-    @property
-    def position(self) -> int:
-        """Rows handed out since the beginning, over all epochs."""
-        return self._position
+        super().__init__(kept, seed=seed, shuffle=shuffle, called="prompts")
 
     @property
     def longest(self) -> PromptRow:
         """The row with the most tokens."""
-        return max(self._rows, key=lambda row: len(row.prompt_ids))
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next row, from 0."""
-        return self._position // len(self)
+        return max(self.rows, key=lambda row: len(row.prompt_ids))
 
     @property
     def summary(self) -> str:
@@ -127,59 +105,32 @@ class Prompts:
             ", ".join(counts) or f"none over {self.max_prompt_tokens} tokens"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the supply stands, as plain values (JSON will do)."""
-        return {"position": self._position, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken. Raises `BadInput` if these prompts are others, or in another order."""
-        position, identity = state.get("position"), self._identity()
-        differ = [key for key, value in identity.items() if state.get(key) != value]
-        if differ:
-            raise BadInput(
-                f"the saved prompts differ in {', '.join(differ)}",
-                "prompts are resumed with the same seed, shuffle and token ids",
-                "build Prompts with the source, tokenizer and settings of the saved one, or start anew without loading",
-            )
-        if not isinstance(position, int) or position < 0:
-            raise BadInput(f"position={position!r}", "a position counts rows, from 0", "load what state_dict() gave")
-        self._position = position
-
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """The data set's columns beside the prompt, in order of appearance."""
-        return tuple(dict.fromkeys(name for row in self._rows for name in row.extra))
+        """The data set's columns other than the prompt, in order of appearance."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.extra))
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
-        return len(self._rows)
+        return len(self.rows)
 
     def __repr__(self) -> str:
         name = reprlib.repr(self._name)[1:-1]
         dropped = f", {self.dropped} too long" if self.dropped else ""
-        return f"Prompts({name}, {len(self)} prompts{dropped}, epoch {self.epoch}, next {self._position % len(self)})"
+        return f"Prompts({name}, {len(self)} prompts{dropped}, epoch {self.epoch}, next {self.position % len(self)})"
 
     def _repr_html_(self) -> str:
         """The summary and the next three rows, which stay where they are."""
-        rows = [self._at(self._position + i) for i in range(min(3, len(self)))]
-        body = ""
-        for row in rows:
-            extra = ", ".join(f"{key}={_short(str(value), 40)}" for key, value in row.extra.items())
-            cells = (str(row.index), _short(row.prompt, 200), str(len(row.prompt_ids)), extra)
-            body += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-        head = f"{html.escape(self._name)}: {self.summary}; epoch {self.epoch}, next {self._position % len(self)}"
-        titles = "<tr><th>index</th><th>prompt</th><th>tokens</th><th>other columns</th></tr>"
-        return f"<div><p><b>Prompts</b> {head}</p><table><thead>{titles}</thead><tbody>{body}</tbody></table></div>"
+        rows = [
+            {"index": row.index, "prompt": short(row.prompt, 200), "tokens": len(row.prompt_ids),
+             "other columns": ", ".join(f"{key}={short(str(value), 40)}" for key, value in row.extra.items())}
+            for row in (self.at(self.position + i) for i in range(min(3, len(self))))
+        ]  # fmt: skip
+        caption = f"Prompts {self._name}: {self.summary}; epoch {self.epoch}, next {self.position % len(self)}"
+        return table(rows, caption=caption)
 
-    def _at(self, position: int) -> PromptRow:
-        return self._rows[self._order.at(position)]
-
-    def _identity(self) -> dict[str, Any]:
-        """What the order of the prompts depends on."""
-        digest = hashlib.sha256()
-        for row in self._rows:
-            digest.update(np.asarray([row.index, len(row.prompt_ids), *row.prompt_ids], dtype="<i8").tobytes())
-        return {"seed": self.seed, "shuffle": self.shuffle, "token ids": digest.hexdigest()}
+    def numbers_of(self, row: PromptRow) -> list[list[int]]:
+        return [[row.index, len(row.prompt_ids), *row.prompt_ids]]
 
     def _fit(self, index: int, row: Row, column: str) -> PromptRow | None:
         """The row with its token ids, cut where asked for; None where it is dropped."""
@@ -256,7 +207,7 @@ def _conversation(index: int, row: Row, column: str) -> Conversation:
     if not isinstance(value, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
     ):
-        raise BadInput(f"{where} is {_short(repr(value), 60)}", rule, "convert the column before")
+        raise BadInput(f"{where} is {short(repr(value), 60)}", rule, "convert the column before")
     if not any(m["role"] == "user" and m["content"].strip() for m in value):
         raise BadInput(f"{where} has no user message with text", rule, "drop the row")
     if value[-1]["role"] == "assistant":
@@ -279,7 +230,3 @@ def _with_text(conversation: Conversation, text: str) -> Conversation:
         return text
     place = _last_user(conversation)
     return [*conversation[:place], {**conversation[place], "content": text}, *conversation[place + 1 :]]
-
-
-def _short(text: str, characters: int) -> str:
-    return text if len(text) <= characters else text[: characters - 3] + "..."

@@ -1,4 +1,4 @@
-"""Runs a user's reward function over rows: several at a time, each within a time limit."""
+"""Runs a user's reward function over rows: several at a time, each call with a time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from workbench.data.user_calls import accepted, call_each, event_loop, finite_number, short
+from workbench.data.user_calls import accepted, call_each, event_loop, finite_number, parameters_of, short
 from workbench.errors import BadInput, RewardError
 from workbench.support.named_fields import meant
 
@@ -23,9 +23,8 @@ def check_function(function: Any) -> None:
     """Raise `BadInput` for what cannot be called with a prompt and a response."""
     if not callable(function):
         raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a callable that does not say
+    parameters = parameters_of(function)
+    if parameters is None:
         return
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lacks = [name for name in ("prompt", "response") if name not in parameters and not takes_all]
@@ -38,14 +37,9 @@ def check_function(function: Any) -> None:
 
 
 def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
-    """Raise `BadInput` where a function cannot do without a parameter that no row has. given: names of what rows
-    have."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not say
-        return
+    """Raise `BadInput` where a function needs a parameter that no row has. given: the names that rows have."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for parameter in parameters:
+    for parameter in (parameters_of(function) or {}).values():
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
             near = meant(parameter.name, given, str)
             raise BadInput(
@@ -70,8 +64,7 @@ def score_rows(
     `async def` functions work too; all their calls share one event loop.
 
     Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows.
-    concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
-    timeout_s: for one call; a call past it is abandoned (Python cannot end a thread) and the stage fails.
+    concurrency, timeout_s: see `call_each`; a call that takes longer fails the stage.
     Raises `RewardError` naming the prompt, the row and the rank when a call raises, runs out of time, or returns
     neither a finite number nor as many finite numbers as the response has tokens; and when some rows get one number
     and others several.

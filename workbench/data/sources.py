@@ -115,7 +115,7 @@ def _lines(path: Path) -> Rows:
 
 
 def _named(source: str) -> Rows:
-    """A name under datasets/ goes before a hub id of the same spelling."""
+    """A name under datasets/ is preferred to a hub id of the same spelling."""
     bundled = {path.parent.name for path in DATASETS.glob("*/train.jsonl")}
     local = _NAME.fullmatch(source)
     if local and local["name"] in bundled:
@@ -174,7 +174,7 @@ def _datasets_library(repo: str) -> Any:
 
 
 def _check_reachable(repo: str) -> None:
-    """Fail within seconds: the library by itself retries for 20 s before it says that there is no network."""
+    """Fail within seconds: the library retries for 20 s before it reports that there is no network."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:  # the user's word for: answer from the local cache

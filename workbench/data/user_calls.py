@@ -1,4 +1,4 @@
-"""Calls of functions that a user gave: several at a time, each within a time limit."""
+"""Calls of a user's functions: several at a time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 @contextlib.contextmanager
 def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread of its own. What is still under way at the end is cancelled."""
+    """An event loop in its own thread. Tasks that still run at the end are cancelled."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
@@ -67,11 +67,11 @@ def call_each(
     loop: asyncio.AbstractEventLoop,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """`calls[i]()` for each i, and `done(i, value)` in this thread as they finish, in whatever order.
+    """`calls[i]()` for each i, and `done(i, value)` in this thread as they finish, in any order.
 
-    concurrency: calls under way at once, in threads (for functions that wait on a network or a sandbox).
-    timeout_s: for one call; a call past it is abandoned, as Python cannot end a thread.
-    loop: where coroutines that calls return are run, all in one, see `event_loop`. tick: called while none finishes.
+    concurrency: calls at the same time, in threads (for functions that wait on a network or a sandbox).
+    timeout_s: for one call. After it the call is abandoned, because Python cannot end a thread.
+    loop: runs the coroutines that calls return, see `event_loop`. tick: called while no call finishes.
     Raises `fail(i, ...)` for the first call that raises or runs out of time; no further one is begun.
     """
     if _in_place:
@@ -130,13 +130,18 @@ def call_each(
         stop.set()
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function by name; None for a callable that does not say."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Those values of a row that a function takes by name: all of them where it has **, or does not say."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return dict(row)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    parameters = parameters_of(function)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(row)
     return {name: value for name, value in row.items() if name in parameters}
 

@@ -17,6 +17,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from workbench.data.user_calls import short
 from workbench.errors import BadInput
 
 _NUMBER = re.compile(
@@ -43,7 +44,7 @@ def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
     mark, final = str(answer).rpartition("####")[1:]
     if not mark:
         raise BadInput(
-            f"answer={_short(repr(answer))}",
+            f"answer={short(repr(answer), 60)}",
             "a GSM8K answer carries its final number behind ####",
             "for a column of plain numbers use the reward function `arithmetic`",
         )
@@ -66,12 +67,8 @@ def _only(text: str, shown: str) -> Decimal:
     numbers = _numbers(text)
     if len(numbers) != 1:
         raise BadInput(
-            f"the answer {_short(shown)} holds {len(numbers)} numbers",
+            f"the answer {short(shown, 60)} holds {len(numbers)} numbers",
             "a response is checked against exactly one number",
             "correct the answer column, or write a reward function of your own",
         )
     return numbers[0]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."

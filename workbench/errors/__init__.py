@@ -8,7 +8,7 @@
     ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
     ├── NameTaken           (ValueError)    a workbench of that name lives and differs
     ├── NotFound            (LookupError)   no workbench of that name
-    ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may look
+    ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may only read
     ├── StageError          (RuntimeError)  a stage failed on one or more ranks
     │   ├── RewardError                     the user's reward function raised or gave a wrong value
     │   ├── RolloutError                    the user's environment raised or gave a wrong value
@@ -55,7 +55,7 @@ class WorkbenchError(Exception):
 
 
 class NotDriving(WorkbenchError, RuntimeError):
-    """Another kernel drives the workbench: this one may look at it, or take it over."""
+    """Another kernel drives the workbench: this one may read it, or take it over."""
 
 
 class BadInput(WorkbenchError, ValueError):

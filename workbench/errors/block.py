@@ -1,4 +1,4 @@
-"""One block for an error in a cell: the user's own lines, what happened on the ranks, what would help."""
+"""An error in a cell as one block: the user's lines, the frames on the ranks, the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage failed with: frames of the user's and our code, equal failures of ranks as one, and a block of text."""
+"""The failure of a stage: frames of the user's code and of ours, with equal failures of ranks joined."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Left:
-    """Frames of libraries that are left out: how many, of which, and the last of them."""
+    """Frames of libraries that are not shown: how many, of which libraries, and the last one."""
 
     count: int
     libraries: tuple[str, ...]
@@ -99,9 +99,9 @@ def _shown(frames: Sequence[traceback.FrameSummary]) -> Iterator[Frame | Left]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """What ranks failed with alike. chain: see `chain_of`; empty for an error of ours that says all there is to say.
+    """One failure of one or more ranks. chain: see `chain_of`; empty for an error of ours whose message is enough.
 
-    messages: by rank, of the ranks after the first whose message is another than the first's.
+    messages: by rank, of the ranks whose message differs from that of the first.
     """
 
     ranks: tuple[int, ...]
@@ -116,7 +116,7 @@ class RankFailure:
         return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
 
     def lines(self, cells: Mapping[str, str], *, alone: bool) -> list[str]:
-        """What is shown of it. alone: no rank failed otherwise, so that what was raised is said by the error itself."""
+        """The lines to show. alone: no rank failed in another way, so the error itself says what was raised."""
         others = [f"on rank {rank}: {message}" for rank, message in self.messages]
         if alone and not self.chain:
             return others

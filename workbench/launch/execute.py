@@ -21,11 +21,12 @@ def end() -> None:
     """Stop every workbench that lives here, and the Ray head that they shared."""
     from workbench.backends.cluster import stop_head
     from workbench.errors import WorkbenchError
-    from workbench.launch import opening
+    from workbench.launch.listing import ls
+    from workbench.launch.opening import stop
 
-    for row in opening.ls():
+    for row in ls():
         with suppress(WorkbenchError):
-            opening.stop(row["name"])
+            stop(row["name"])
     stop_head()
 
 

@@ -1,4 +1,4 @@
-"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.ls`, `wb.stop`."""
+"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -23,7 +24,7 @@ from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
-from workbench.launch import overrides
+from workbench.launch import arguments, overrides
 from workbench.launch.overrides import overridable
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
@@ -37,15 +38,12 @@ from workbench.support.gpus import read_gpus
 from workbench.support.home import locked
 from workbench.support.machine import available_bytes, cores, gpu_bytes
 from workbench.support.notebook_cell import in_notebook
-from workbench.support.validation import at_least, one_of, whole
-from workbench.telemetry.sinks import check_tracker
-
-IfExists = Literal["attach", "replace", "error"]
+from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
 
 
 @overridable
 def open(
-    name: str = "lab",
+    name: arguments.Name = "lab",
     *,
     models: Mapping[str, Any],
     placement: Placement | None = None,
@@ -53,18 +51,18 @@ def open(
     training: Training | None = None,
     generation: Generation | None = None,
     dtype: str | None = None,
-    backend: Literal["ray", "inline"] = "ray",
-    device: Literal["cpu", "cuda"] | None = None,
-    devices: int | None = None,
-    seed: int = 0,
-    address: str | None = None,
+    backend: arguments.Backend = "ray",
+    device: arguments.Device | None = None,
+    devices: PositiveInt | None = None,
+    seed: NonNegativeInt = 0,
+    address: arguments.Address | None = None,
     share_memory: ShareMemory = False,
-    idle_hours: float | None = 24.0,
-    if_exists: IfExists = "attach",
-    runs: str | Path = "runs",
-    track: str | Sequence[str] = (),
-    resume: str | Path | None = None,
-    save_every: int | None = None,
+    idle_hours: arguments.IdleHours | None = 24.0,
+    if_exists: arguments.IfExists = "attach",
+    runs: arguments.Folder = "runs",
+    track: arguments.Trackers = (),
+    resume: arguments.Folder | None = None,
+    save_every: PositiveInt | None = None,
     wait_s: float = 0.0,
 ) -> Workbench:
     """Open a workbench: start its hosts, load its models, and return the controller.
@@ -99,7 +97,7 @@ def open(
     wait_s: how long to wait for devices, or memory of GPUs, that others hold. 0: `DevicesTaken` says within seconds who
         holds them, since when, how much, and how to stop it.
 
-    A script's command line and the environment variable WORKBENCH_OPEN go before these arguments: see `wb.script` and
+    A script's command line and the environment variable WORKBENCH_OPEN override these arguments: see `wb.script` and
     `workbench.launch.overrides`.
 
     Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
@@ -108,11 +106,6 @@ def open(
     """
     began_s = time.time()
     at_least("wait_s", wait_s, 0)
-    one_of("if_exists", if_exists, ("attach", "replace", "error"))
-    registry.check_name(name)
-    trackers = [track] if isinstance(track, str) else list(track)
-    for tracker in trackers:
-        check_tracker(tracker)
     if backend == "ray" and address is None:
         start_ahead()  # while models and prompts are read, which takes about as long
     description = Description.of(
@@ -120,43 +113,39 @@ def open(
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
         share_memory=share_memory, idle_hours=idle_hours,
     )  # fmt: skip
-    if save_every is not None:
-        whole("save_every", save_every, 1)
     restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
     run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
-        if description.backend == "inline":
-            lab = _open(description, run_folder, if_exists, trackers, bar.note, restoring, began_s, wait_s)
-        else:
-            # the second of two notebooks that open the same name at once attaches to what the first opened
-            with locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it")):
-                lab = _open(description, run_folder, if_exists, trackers, bar.note, restoring, began_s, wait_s)
+        # the second of two notebooks that open the same name at once attaches to what the first opened
+        turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
+        with turn if backend == "ray" else nullcontext():
+            lab = _open(description, run_folder, if_exists, list(track), bar.note, restoring, began_s, wait_s)
     if save_every is not None:
         lab.autosave(save_every)
     return lab
 
 
 def _open(
-    description: Description, run_folder: Path, if_exists: IfExists, trackers: list[str], note: Callable[[str], None],
+    description: Description, run_folder: Path, if_exists: str, trackers: list[str], note: Callable[[str], None],
     restoring: Restoring | None, began_s: float, wait_s: float,
 ) -> Workbench:  # fmt: skip
     name = description.name
     living = _living(name)
     another = living is not None and description.digest not in living
-    if living is not None and (if_exists == "error" or (if_exists == "attach" and another)):
-        raise NameTaken(
-            f"a workbench named {name!r} lives",
-            "if_exists='error'" if if_exists == "error" else _what_differs(description),
-            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-        )
-    if living is not None and if_exists == "attach" and restoring is not None:
-        raise NameTaken(
-            f"a workbench named {name!r} lives", "what lives is not put back to a checkpoint",
-            "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-        )  # fmt: skip
-    if living is not None and if_exists == "attach":
+    if living is not None and if_exists != "replace":
+        if if_exists == "error":
+            refused = "if_exists='error'"
+        elif another:
+            refused = _what_differs(description)
+        else:
+            refused = "what lives is not put back to a checkpoint" if restoring is not None else ""
+        if refused:
+            raise NameTaken(
+                f"a workbench named {name!r} lives", refused,
+                "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+            )  # fmt: skip
         return _tracked(attach(name), trackers)
-    lab = _workbench(description, run_folder)  # reads the prompts: only after it what is to be replaced may go
+    lab = _workbench(description, run_folder)  # checks the prompts, so it comes before a living workbench is replaced
     if restoring is not None:
         restoring.check(lab.prompts)
     replaced = [] if living is None else _processes(name)
@@ -247,7 +236,7 @@ def _workbench(description: Description, run_folder: Path) -> Workbench:
 
 
 def _record(lab: Workbench, event: str) -> None:
-    """Write down that a workbench was opened or attached, and from now on the cells that are run with it."""
+    """Record that a workbench was opened or attached, and from now on the cells that run."""
     lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement))
     record_cells(lab.telemetry, lambda: lab.ownership.closed)
 
@@ -270,7 +259,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
     """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
     machines have is not known. replaced: whose memory will be free."""
     ray = sys.modules.get("ray")
-    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to whatever cluster
+    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to a cluster of any kind
     if description.address is not None or (joined and joined_address(ray)):
         return
     mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []
@@ -340,50 +329,6 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
         assert owner is not None
         print(f"looking at {name}, which process {owner.process.pid} drives; wb.attach({name!r}, take_over=True) would")
     return lab
-
-
-def ls() -> list[dict[str, Any]]:
-    """The workbenches that live on this machine, and what they hold.
-
-    alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
-    roles: the model of each. devices: how many. memory_bytes: of the hosts on this machine. iteration: that it is in.
-    idle_s: since a stage was last called. driver: process, machine, whether it is alive, of the kernel that drives it.
-    """
-    found = []
-    for record in registry.records():
-        processes = [
-            {"host": host, "machine": process.machine, "process": process.pid} for host, process in record.hosts.items()
-        ]
-        shown = {"name": record.name, "id": record.id, "alive": record.alive, "address": record.address}
-        found.append({**shown, **_held(record), "processes": processes, "run_folder": record.run_folder})
-    for name, lab in registry.opened.items():
-        if lab.description.backend == "inline":
-            shown = {"name": name, "id": lab.description.id, "alive": True, "address": "inline"}
-            roles = {role: str(group.spec) for role, group in lab.groups.items()}
-            held = {"roles": roles, "devices": 1, "memory_bytes": None, "iteration": lab.iteration, "idle_s": None}
-            found.append({**shown, **held, "driver": None, "processes": [], "run_folder": str(lab.run_folder)})
-    return found
-
-
-def _held(record: registry.Record) -> dict[str, Any]:
-    """What a workbench holds, as far as its record and its processes here say."""
-    owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
-    try:
-        roles = {role: str(model) for role, model in registry.description(record).models.items()}
-    except WorkbenchError:  # it needs modules that are not here
-        roles = {}
-    here = [process.here for process in record.hosts.values()]
-    driver = None
-    if owner is not None:
-        driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
-    return {
-        "roles": roles,
-        "devices": len(record.hosts),
-        "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
-        "iteration": read_journal(record.id).counters.get("iteration"),
-        "idle_s": time.time() - used_s if used_s else None,
-        "driver": driver,
-    }
 
 
 def stop(name: str) -> None:

@@ -1,9 +1,8 @@
-"""Arguments of `wb.open` that come from outside the text that calls it, and go before what it says.
+"""Arguments of `wb.open` from outside the code that calls it: they override the arguments in the code.
 
-Two places give them: the command line of a script, see `workbench.launch.script`, and the environment variable
-WORKBENCH_OPEN, a JSON object by the names of the arguments, for what has no command line, such as a notebook that
-nobody watches:
-WORKBENCH_OPEN='{"runs": "/tmp/x", "backend": "inline", "seed": 3}'. The command line goes before the variable.
+The command line of a script gives them (see `workbench.launch.script`), or the environment variable WORKBENCH_OPEN, a
+JSON object by argument, for example for a notebook that runs headless:
+WORKBENCH_OPEN='{"runs": "/tmp/x", "backend": "inline", "seed": 3}'. The command line overrides the variable.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from workbench.backends import registry
 from workbench.display import progress
 from workbench.errors import BadInput, WorkbenchError
+from workbench.launch.arguments import ARGUMENTS
 from workbench.session.checkpoint import find_checkpoint
-from workbench.settings.engines import DTYPES, SHARE_MEMORY
 from workbench.support.named_fields import meant
-from workbench.support.validation import at_least, one_of, whole
-from workbench.telemetry.sinks import check_tracker
+from workbench.support.validation import checked
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -58,56 +55,12 @@ class Setting(NamedTuple):
     giver: str
 
 
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise BadInput(f"{name}={value!r:.60}", "must be a text, and not empty")
-
-
-def _name(name: str, value: Any) -> None:
-    _text(name, value)
-    registry.check_name(value)
-
-
-def _trackers(name: str, value: Any) -> None:
-    if not isinstance(value, str) and not (isinstance(value, Sequence) and all(isinstance(v, str) for v in value)):
-        raise BadInput(f"{name}={value!r:.60}", "must be a tracker's name, or a list of names")
-    for tracker in [value] if isinstance(value, str) else value:
-        check_tracker(tracker)
-
-
-def _checkpoint(name: str, value: Any) -> None:
-    _text(name, value)
-    find_checkpoint(value)
-
-
-def _hours(name: str, value: Any) -> None:
-    if value is not None:
-        at_least(name, value, 0, strictly=True)
-
-
-# argument of `wb.open` -> the check of its value; where and how a workbench runs, not what it is made of
-CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "name": _name,
-    "dtype": lambda name, value: one_of(name, value, DTYPES),
-    "backend": lambda name, value: one_of(name, value, ("ray", "inline")),
-    "device": lambda name, value: one_of(name, value, ("cpu", "cuda")),
-    "devices": lambda name, value: whole(name, value, 1),
-    "seed": lambda name, value: whole(name, value, 0),
-    "address": _text,
-    "share_memory": lambda name, value: one_of(name, value, SHARE_MEMORY),
-    "idle_hours": _hours,
-    "if_exists": lambda name, value: one_of(name, value, ("attach", "replace", "error")),
-    "runs": _text,
-    "track": _trackers,
-    "resume": _checkpoint,
-    "save_every": lambda name, value: whole(name, value, 1),
-}
-
-
 def check(name: str, value: Any, giver: str) -> None:
     """Raise `BadInput`, or `MissingDependency` of a tracker, for a value that an argument does not take."""
     try:
-        CHECKS[name](name, value)
+        checked(name, value, ARGUMENTS[name].hint)
+        if name == "resume" and value is not None:
+            find_checkpoint(value)
     except WorkbenchError as error:
         raise type(error)(f"{error.value} from {giver}", error.rule, error.remedy) from None
 
@@ -121,7 +74,7 @@ def settings() -> dict[str, Setting]:
 
 
 def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
-    """`wb.open` with the arguments from outside. What they changed is said on stderr, and an event of the workbench."""
+    """`wb.open` with the arguments from outside. What they change is printed on stderr and recorded as an event."""
     signature = inspect.signature(opens)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -143,7 +96,8 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
             )
         if changed and not progress.is_quiet():
             print(f"wb.open: {_sentence(changed, said)}", file=sys.stderr)
-        call.arguments.update(given)
+        call.arguments.update({name: checked(name, value, ARGUMENTS[name].hint) if name in ARGUMENTS else value
+                               for name, value in given.items()})  # fmt: skip
         lab = opens(*call.args, **call.kwargs)
         if changed:
             lab.telemetry.append_event(
@@ -189,8 +143,8 @@ def _from_environment() -> dict[str, Any]:
     if not isinstance(values, dict):
         raise BadInput(f"{VARIABLE}={text!r:.80}", "must be a JSON object by argument of wb.open", example)
     for name, value in values.items():
-        if name not in CHECKS:
-            rule = f"it gives where and how a workbench runs: {', '.join(CHECKS)}"
-            raise BadInput(f"{VARIABLE} with {name!r}", rule, meant(name, CHECKS, repr))
+        if name not in ARGUMENTS:
+            rule = f"it gives where and how a workbench runs: {', '.join(ARGUMENTS)}"
+            raise BadInput(f"{VARIABLE} with {name!r}", rule, meant(name, ARGUMENTS, repr))
         check(name, value, VARIABLE)
     return values

@@ -1,11 +1,11 @@
-"""Running a `main` as a script: its parameters are options of the command line, beside those that every script has.
+"""Running a `main` as a script: its parameters become options of the command line, added to those of every script.
 
     if __name__ == "__main__":
         wb.script.run(main)
 
 A parameter is a whole number, a number, a text, a bool (--flag, --no-flag), one of a `Literal`, any of these or None
-("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` gives its help. Where it has the
-name of an option that every script has, it takes that one's place, and what the text does with it counts.
+("none"), a list or tuple of them, or a dict (as JSON); `Annotated[int, "of the loop"]` gives its help. A parameter
+with the name of an option of every script replaces that option, and the script decides what it does.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 """
@@ -22,42 +22,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.launch.script_options import add_option, parameters_of
+from workbench.launch.arguments import ARGUMENTS
+from workbench.launch.script_options import add_option, option_of, parameters_of
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
-# option -> argument of `wb.open`, and how argparse reads it
-OPENING: dict[str, tuple[str, dict[str, Any]]] = {
-    "--name": ("name", {"metavar": "NAME", "help": "of the workbench"}),
-    "--seed": ("seed", {"metavar": "N", "type": int, "help": "of prompts, sampling and heads"}),
-    "--output": ("runs", {"metavar": "FOLDER", "help": "where the run folder is made"}),
-    "--backend": ("backend", {"choices": ("ray", "inline"), "help": "inline: all in this process, on one device"}),
-    "--address": ("address", {"metavar": "HOST:PORT", "help": "a Ray cluster to join; needs --device"}),
-    "--device": ("device", {"choices": ("cpu", "cuda"), "help": "what computes"}),
-    "--devices": (
-        "devices",
-        {"metavar": "N", "type": int, "help": "how many there are; of a CPU, shares of its cores"},
-    ),
-    "--if-exists": (
-        "if_exists",
-        {"choices": ("attach", "replace", "error"), "help": "where a workbench of that name lives; else: error"},
-    ),
-    "--track": (
-        "track",
-        {"metavar": "TRACKER[=PROJECT]", "action": "append", "help": "metrics go to it too: see lab.track; repeatable"},
-    ),
-    "--resume": (
-        "resume",
-        {"metavar": "PATH", "help": "go on from a checkpoint, or from the newest one of a run folder"},
-    ),
-    "--save-every": (
-        "save_every",
-        {"metavar": "N", "type": int, "help": "a checkpoint after each N iterations, in the run folder"},
-    ),
-}
 FLAGS = {
     "--keep": "leave the workbench living, for wb.attach, also where the script closes it",
     "--quiet": "show no progress",
@@ -66,7 +38,7 @@ FLAGS = {
 
 
 def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn:
-    """Call `main` with what the command line says, close the workbenches that it opened, and exit.
+    """Call `main` with the options of the command line, close the workbenches that it opened, and exit.
 
     A coroutine function runs in `asyncio.run`. argv: default `sys.argv[1:]`. The message of a `WorkbenchError` goes to
     stderr, other exceptions keep their traceback. The run folders are printed at the end.
@@ -79,15 +51,14 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
     from workbench.display import progress
     from workbench.launch import overrides
 
-    opening = {name: arguments[f"open.{name}"] for name, _ in OPENING.values() if f"open.{name}" in arguments}
-    for option, (name, _) in OPENING.items():
-        if name in opening:
-            try:
-                overrides.check(name, opening[name], option)
-            except BadInput as error:
-                parser.error(str(error))
-            except WorkbenchError as error:
-                _fail(error)
+    opening = {name: arguments[f"open.{name}"] for name in ARGUMENTS if f"open.{name}" in arguments}
+    for name, value in opening.items():
+        try:
+            overrides.check(name, value, _option(name))
+        except BadInput as error:
+            parser.error(str(error))
+        except WorkbenchError as error:
+            _fail(error)
     script = overrides.Script(
         command=tuple(sys.argv if argv is None else (sys.argv[0], *argv)),
         options={name: arguments.get(name, parameter.default) for name, parameter in own.items()},
@@ -169,14 +140,30 @@ def _parser(main: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], arg
         own = parser.add_argument_group("options of this script")
         for option, parameter in parameters.items():
             add_option(own, option, parameter)
-    every = parser.add_argument_group("options of every script", "What they say goes before what the script says.")
-    for option, (name, reading) in OPENING.items():
-        if option not in parameters:
-            every.add_argument(option, dest=f"open.{name}", default=argparse.SUPPRESS, **reading)
+    every = parser.add_argument_group("options of every script", "They override what the script says.")
+    for name, argument in ARGUMENTS.items():
+        if argument.help and _option(name) not in parameters:
+            reading: dict[str, Any] = {"type": int} if argument.metavar == "N" else {"choices": _choices(argument.hint)}
+            reading |= {"action": "append"} if name == "track" else {}
+            every.add_argument(
+                _option(name), dest=f"open.{name}", default=argparse.SUPPRESS,
+                help=argument.help, metavar=argument.metavar, **reading,
+            )  # fmt: skip
     for option, text in FLAGS.items():
         if option not in parameters:
             every.add_argument(option, dest=f"script.{option[2:]}", action="store_true", help=text)
     return {parameter.name: parameter for parameter in parameters.values()}, parser
+
+
+def _option(name: str) -> str:
+    """What the option of an argument of `wb.open` is called."""
+    return ARGUMENTS[name].option or option_of(name)
+
+
+def _choices(hint: Any) -> tuple[str, ...] | None:
+    """The values of an argument that takes one of a few."""
+    literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+    return get_args(literals[0]) if literals else None
 
 
 def _fail(error: WorkbenchError) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A function's parameters as options of a command line: what they are called, how their texts are read, their help."""
+"""A function's parameters as options of a command line: their names and help; pydantic reads their texts."""
 
 from __future__ import annotations
 
@@ -10,58 +10,46 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from pydantic import BeforeValidator, Field, Json, TypeAdapter, ValidationError
+
 from workbench.errors import BadInput
 
 
-class Reader(NamedTuple):
-    """How a text becomes a value; `what` it must be, in words. Raises `ValueError` for another."""
+def _none(text: str) -> str | None:
+    return None if text.lower() == "none" else text
 
+
+class Reading(NamedTuple):
+    """How an option is read: the annotation that pydantic reads its texts as; what each text must be, in words; how
+    many texts there are, as argparse says it."""
+
+    hint: Any
     what: str
-    read: Callable[[str], Any]
-
-    def __call__(self, text: str) -> Any:
-        try:
-            return self.read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {self.what}") from error
+    texts: int | str | None = None
 
 
-def _true_or_false(text: str) -> bool:
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError(text)
-    return words[text.lower()]
-
-
-def _none(text: str) -> None:
-    if text.lower() != "none":
-        raise ValueError(text)
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError(text)
-    return value
-
-
-# in the order in which those of a union are tried: a text is everything
-READERS: dict[Any, Reader] = {
-    types.NoneType: Reader("none", _none),
-    bool: Reader("true or false", _true_or_false),
-    int: Reader("a whole number", int),
-    float: Reader("a number", float),
-    dict: Reader("a JSON object", _object),
-    Path: Reader("a path", Path),
-    str: Reader("a text", str),
+# by type; of a union, the first in this order that reads the text
+TYPES: dict[Any, Reading] = {
+    types.NoneType: Reading(Annotated[None, BeforeValidator(_none)], "none"),
+    bool: Reading(bool, "true or false"),
+    int: Reading(int, "a whole number"),
+    float: Reading(float, "a number"),
+    dict: Reading(Json[dict[str, Any]], "a JSON object"),
+    Path: Reading(Path, "a path"),
+    str: Reading(str, "a text"),
 }
 
 
-class _Many(argparse.Action):
-    """Keeps the values of an option as the container that `const` is."""
+class _Read(argparse.Action):
+    """Keeps what pydantic reads from the texts of an option. const: its `Reading`."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, self.const(values))
+        reading: Reading = self.const
+        try:
+            setattr(namespace, self.dest, TypeAdapter(reading.hint).validate_python(values))
+        except ValidationError as error:
+            wrong = values if isinstance(values, str) else values[error.errors()[0]["loc"][0]]
+            raise argparse.ArgumentError(self, f"{wrong!r} is not {reading.what}") from None
 
 
 def option_of(name: str) -> str:
@@ -70,8 +58,8 @@ def option_of(name: str) -> str:
 
 
 def parameters_of(main: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of `main` by option, with their annotations evaluated. Raises `BadInput` where two have the same,
-    or one cannot be an option."""
+    """The parameters of `main` by option, with their annotations evaluated. Raises `BadInput` where two have the same
+    option, or one cannot be an option."""
     hints = get_type_hints(main, include_extras=True)
     found: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(main).parameters.items():
@@ -91,76 +79,69 @@ def add_option(group: Any, option: str, parameter: inspect.Parameter) -> None:
     """Add a parameter's option to a group of argparse. One that is not given leaves the default to the function."""
     hint, said = parameter.annotation, ""
     if get_origin(hint) is Annotated:
-        hint, *more = get_args(hint)
-        said = next((text for text in more if isinstance(text, str)), "")
+        said = next((text for text in get_args(hint)[1:] if isinstance(text, str)), "")
+        hint = get_args(hint)[0] if get_args(hint)[0] is bool else hint
     required = parameter.default is inspect.Parameter.empty
     shown = "" if required else f"(default: {_shown(parameter.default)})"
+    if hint is bool:
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    else:
+        reading = _read_as(hint, parameter)
+        how = {"action": _Read, "const": reading, "nargs": reading.texts}
     group.add_argument(
         option,
         dest=parameter.name,
         required=required,
         default=argparse.SUPPRESS,
         help=" ".join(filter(None, (said, shown))).replace("%", "%%"),
-        **_reading(hint, parameter),
+        **how,
     )
 
 
-def _reading(hint: Any, parameter: inspect.Parameter) -> dict[str, Any]:
-    """How argparse reads an option of a type."""
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    given = [kind for kind in _alternatives(hint) if kind is not types.NoneType]
-    origin = get_origin(given[0]) or given[0]
-    if len(given) == 1 and origin in (list, tuple, Sequence):
-        kinds = [kind for kind in get_args(given[0]) if kind is not Ellipsis]
-        if not kinds and isinstance(parameter.default, (list, tuple)):
-            kinds = [type(item) for item in parameter.default]
-        fixed = origin is tuple and bool(get_args(given[0])) and Ellipsis not in get_args(given[0])
-        item = Union[tuple(kinds)] if kinds else str  # noqa: UP007 (of kinds that are known here only)
-        container = tuple if origin is tuple else list
-        count = len(kinds) if fixed else "*"
-        return {"action": _Many, "const": container, "nargs": count, "type": _reader(item, parameter)}
-    return {"type": _reader(hint, parameter)}
-
-
-def _reader(hint: Any, parameter: inspect.Parameter) -> Reader:
-    if get_origin(hint) is Literal:
-        values = {str(value): value for value in get_args(hint)}
-        return Reader(f"one of {', '.join(values)}", lambda text: _looked_up(values, text))
-    kinds = [get_origin(kind) or kind for kind in _alternatives(hint)]
-    if len(kinds) > 1:
-        readers = [_reader(kind, parameter) for kind in _alternatives(hint)]
-        readers.sort(key=lambda reader: ORDER.get(reader.what, 0))
-        return Reader(" or ".join(reader.what for reader in readers), lambda text: _first(readers, text))
-    if kinds[0] not in READERS:
+def _read_as(hint: Any, parameter: inspect.Parameter) -> Reading:
+    """How an option of an annotation is read. Raises `BadInput` for an annotation that no text can be read as."""
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        inner = _read_as(args[0], parameter)
+        return inner._replace(hint=Annotated[inner.hint, *args[1:]])
+    if origin is Literal:
+        values = {str(value): value for value in args}
+        return Reading(Annotated[hint, BeforeValidator(values.get)], f"one of {', '.join(values)}")
+    if origin in (list, tuple, Sequence):
+        return _read_several(origin, args, parameter)
+    if origin in (Union, types.UnionType):
+        return _read_union(args, parameter)
+    if origin not in TYPES:
         raise BadInput(
             f"parameter {parameter.name}: {inspect.formatannotation(hint)}",
             "an option is a number, a text, a bool, a Literal, none, a dict, or a list or tuple of these",
             "make it inside the function",
         )
-    return READERS[kinds[0]]
+    return TYPES[origin]
 
 
-ORDER = {reader.what: number for number, reader in enumerate(READERS.values())}
+def _read_several(origin: Any, args: tuple[Any, ...], parameter: inspect.Parameter) -> Reading:
+    """A list, or a tuple, of one length or of any."""
+    defaults = parameter.default if not args and isinstance(parameter.default, (list, tuple)) else ()
+    kinds = [kind for kind in args or map(type, defaults) if kind is not Ellipsis] or [str]
+    if origin is tuple and args and Ellipsis not in args:
+        items = [_read_as(kind, parameter) for kind in kinds]
+        fixed: Any = tuple[tuple(item.hint for item in items)]  # type: ignore[misc]
+        return Reading(fixed, " or ".join(dict.fromkeys(item.what for item in items)), len(items))
+    item = _read_as(Union[tuple(kinds)], parameter)  # noqa: UP007 (of kinds that are known here only)
+    return Reading(tuple[item.hint, ...] if origin is tuple else list[item.hint], item.what, "*")  # type: ignore[name-defined]
 
 
-def _looked_up(values: dict[str, Any], text: str) -> Any:
-    if text not in values:
-        raise ValueError(text)
-    return values[text]
-
-
-def _first(readers: Sequence[Reader], text: str) -> Any:
-    for reader in readers:
-        try:
-            return reader.read(text)
-        except ValueError:
-            continue
-    raise ValueError(text)
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+def _read_union(args: tuple[Any, ...], parameter: inspect.Parameter) -> Reading:
+    """The first type of a union that reads the text. A list or nothing is a list: an option without texts is empty."""
+    parts = [_read_as(kind, parameter) for kind in args]
+    several = [part for part in parts if part.texts is not None]
+    if several:
+        return several[0]
+    order = list(TYPES.values())
+    parts.sort(key=lambda part: order.index(part) if part in order else -1)
+    union: Any = Union[tuple(part.hint for part in parts)]  # noqa: UP007
+    return Reading(Annotated[union, Field(union_mode="left_to_right")], " or ".join(part.what for part in parts))
 
 
 def _shown(value: Any) -> str:

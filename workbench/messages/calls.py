@@ -1,4 +1,4 @@
-"""What goes between the controller and a host for one stage, and what a worker sees of it."""
+"""What the controller sends to a host for one stage."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from workbench.settings.engines import ShareMemory
 class HostInfo:
     """Who a host is: one process on one device, rank `rank` of its pool's process group.
 
-    lab: the workbench's id. share_memory: see `workbench.open`. again: how many pools of that name the workbench had
-    before this one, since `lab.move` made and ended pools. idle_s: see `workbench.backends.idle`.
+    lab: the workbench's id. share_memory: see `workbench.open`. again: how many earlier pools of that name `lab.move`
+    has ended. idle_s: see `workbench.backends.idle`.
     """
 
     lab: str
@@ -36,7 +36,7 @@ class HostInfo:
 
     @property
     def name(self) -> str:
-        """Unique in its workbench, for all its life: batches are known by the hosts that made them."""
+        """Unique in the life of its workbench, because batches refer to the hosts that made them."""
         return host_name(self.pool, self.rank, self.again)
 
     @property
@@ -46,7 +46,7 @@ class HostInfo:
 
     @property
     def offloads(self) -> bool:
-        """Whether roles that are not at work leave the device's memory."""
+        """Whether roles that do not compute are moved to host memory."""
         return self.share_memory == "always" or (bool(self.share_memory) and self.device.startswith("cuda"))
 
 

@@ -1,10 +1,10 @@
-"""What an update reports."""
+"""The metrics of a stage, for people."""
 
 from __future__ import annotations
 
 
 class MetricValues(dict[str, float]):
-    """What an update reports: metrics by name, with a table for a repr."""
+    """Metrics by name, shown as a table."""
 
     def _repr_html_(self) -> str:
         from workbench.display.html import table

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.named_fields import meant
-from workbench.support.validation import one_of
+from workbench.support.validation import checked, one_of
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -71,7 +71,7 @@ class Operation:
     check_model: CheckModel | None = None
     check_columns: CheckColumns | None = None
     signature: inspect.Signature
-    choices: Mapping[str, tuple[Any, ...]]
+    constraints: Mapping[str, Any]
     doc: str
 
     @property
@@ -122,8 +122,9 @@ def register(
     """Bind a protocol, itself or by name, to a worker's method.
 
     A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
-    `Operation`. Arguments annotated with a Literal are held to its values. `timeout_s` and, where the operation draws
-    samples, `samples` are the controller's.
+    `Operation`. An argument whose annotation has a Literal or constraints of pydantic, such as
+    `Annotated[int, Field(ge=1)]`, is checked against them. `timeout_s` and, where the operation draws samples,
+    `samples` are the controller's.
     """
 
     if isinstance(protocol, str):
@@ -154,7 +155,7 @@ def register(
             check_model=check_model,
             check_columns=check_columns,
             signature=signature.replace(parameters=parameters),
-            choices=_choices(method),
+            constraints=_constraints(method),
             doc=inspect.getdoc(method) or "",
         )
         return method
@@ -172,13 +173,16 @@ def operations(worker_class: type) -> dict[str, Operation]:
     return found
 
 
-def _choices(method: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """The values of those arguments that are annotated with a Literal."""
+def _constraints(method: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of those arguments that have a Literal or pydantic's constraints."""
     try:
-        hints = get_type_hints(method)
+        hints = get_type_hints(method, include_extras=True)
     except NameError:  # a name that only a type checker sees
         return {}
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return {
+        name: hint for name, hint in hints.items()
+        if {get_origin(kind) for kind in (hint, *get_args(hint))} & {Annotated, Literal}
+    }  # fmt: skip
 
 
 def checked_arguments(
@@ -202,8 +206,8 @@ def checked_arguments(
             meant(unknown, names) if unknown else "",
         ) from None
     bound.apply_defaults()
-    for name, values in operation.choices.items():
-        one_of(name, bound.arguments[name], values)
+    for name, hint in operation.constraints.items():
+        checked(name, bound.arguments[name], hint)
     if operation.check is not None:
         operation.check(bound.arguments)
     return bound.arguments

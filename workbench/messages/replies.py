@@ -1,4 +1,4 @@
-"""What a rank answers for one stage, and what the ranks' answers are together."""
+"""The answer of a rank for one stage, and how the answers of all ranks are joined."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePart:
-    """How far a rank came with an update before it left: optimizer steps taken, of how many, its metrics of them."""
+    """How far a rank came with an update before it stopped: optimizer steps taken, of how many, and their metrics."""
 
     steps: int
     of: int
@@ -51,7 +51,7 @@ class ColumnSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the controller hears of one rank: never a tensor. stopped: where it left the stage, which was to stop."""
+    """The answer of one rank to the controller, without tensors. stopped: where a stopped rank left the stage."""
 
     rank: int
     columns: dict[str, ColumnSummary]
@@ -70,8 +70,8 @@ class Reply:
 class Failure:
     """A rank's error: its class's name, message, frames (see `chain_of`), and the exception itself.
 
-    remedy: what the host knows that would help. says_all: it is an error of ours, and none of the user's code led to
-    it: its message needs no frames.
+    remedy: a remedy that the host knows. says_all: an error of ours without frames of the user's code: its message is
+    enough.
     Inline the exception keeps its traceback, so that `%debug` enters the frames of the worker and of the user's own
     functions (`exceptions` lists the chain there). Sent from another process it arrives without, or not at all where it
     does not pickle.

@@ -6,19 +6,17 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1. Shapes: W
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from workbench.errors import BadInput, MissingDependency
-from workbench.support.named_fields import NamedFields
-from workbench.support.validation import at_least, whole
+from workbench.support.validation import FINITE, SEQUENCE, PositiveFloat, PositiveInt, Rule, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,31 +24,22 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # the one adapter of a model, as peft calls it
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoRA(NamedFields):
+LayerNames = Annotated[
+    tuple[str, ...], Field(min_length=1), SEQUENCE, Rule("must be names of layers", "write ('q_proj', 'v_proj')")
+]
+
+
+@settings()
+class LoRA:
     """`wb.Model(name, adapter=wb.LoRA(rank=16))`: train a low-rank adapter, and leave the model itself as it is.
 
     rank: of each change of a weight. alpha: the change is scaled by alpha / rank. targets: last parts of the names of
     the linear layers that get one, such as ("q_proj", "v_proj"); None: all but the output head.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        whole("LoRA.rank", self.rank, 1)
-        at_least("LoRA.alpha", self.alpha, 0, strictly=True)
-        if math.isinf(self.alpha):
-            raise BadInput("LoRA.alpha=inf", "must be a finite number")
-        if self.targets is not None:
-            if isinstance(self.targets, str) or not self.targets:
-                raise BadInput(
-                    f"LoRA.targets={self.targets!r}", "must be names of layers, such as ('q_proj', 'v_proj')"
-                )
-            if wrong := [name for name in self.targets if not isinstance(name, str)]:
-                raise BadInput(f"LoRA.targets with {wrong[0]!r:.60}", "must be names of layers", "write ('q_proj',)")
-            object.__setattr__(self, "targets", tuple(self.targets))
+    rank: PositiveInt = 16
+    alpha: Annotated[PositiveFloat, FINITE] = 32.0
+    targets: LayerNames | None = None
 
     def __str__(self) -> str:
         where = "" if self.targets is None else f", targets={self.targets!r}"

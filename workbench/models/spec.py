@@ -1,30 +1,21 @@
-"""What a role is made of."""
+"""The model of a role, and how it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput
 from workbench.models.lora import LoRA
-from workbench.settings.engines import DTYPES, Generation, Training
+from workbench.settings.engines import DType, Generation, Training
 from workbench.settings.roles import TRAINED_ROLES
-from workbench.support.named_fields import NamedFields
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import NonNegativeInt, settings
 
 
-def check_settings(name: str, value: object, kind: type) -> None:
-    """Raise `BadInput` unless settings are of their class, or None."""
-    if value is not None and not isinstance(value, kind):
-        rule = f"must be a wb.{kind.__name__}(...), or None"
-        options = ", ".join(f"{key}={option!r}" for key, option in value.items()) if isinstance(value, dict) else "..."
-        raise BadInput(f"{name}={value!r:.60}", rule, f"write wb.{kind.__name__}({options})")
-
-
-@dataclass(frozen=True)
-class Model(NamedFields):
+@settings(kw_only=False)
+class Model:
     """One role's model and how it computes. What is None is taken from the workbench's defaults.
 
     name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
@@ -39,25 +30,17 @@ class Model(NamedFields):
 
     name: str | Path | None = None
     function: Callable[..., Any] | None = None
-    dtype: str | None = None
+    dtype: DType | None = None
     adapter: LoRA | None = None
     training: Training | None = None
     generation: Generation | None = None
     worker: type | None = None
-    seed: int = 0
+    seed: NonNegativeInt = 0
     trained: bool = field(default=False, init=False)  # `filled` knows
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.function is None):
             raise BadInput(f"Model(name={self.name!r}, function={self.function!r})", "give one of the two")
-        if self.dtype is not None:
-            one_of("Model.dtype", self.dtype, DTYPES)
-        if self.adapter is not None and not isinstance(self.adapter, LoRA):
-            raise BadInput(f"Model.adapter={self.adapter!r:.60}", "must be a wb.LoRA(...), or None")
-
-        whole("Model.seed", self.seed, 0)
-        check_settings("Model.training", self.training, Training)
-        check_settings("Model.generation", self.generation, Generation)
 
     def __str__(self) -> str:
         """What it is, shortly: the name of the model, with its adapter, or of the function."""
@@ -84,7 +67,7 @@ class Model(NamedFields):
             raise BadInput(f"models[{role!r}] with an adapter", "only the actor has one", "leave adapter= out")
         return model
 
-    def filled(self, role: str, *, dtype: str, training: Training, generation: Generation) -> Model:
+    def filled(self, role: str, *, dtype: DType, training: Training, generation: Generation) -> Model:
         """With the workbench's defaults in place of None; then `trained` says whether the role's weights move."""
         model = replace(
             self,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, tokenwise, within
+from workbench.support.validation import one_of
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "fixed-length"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -34,7 +35,7 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
 
     Raises `BadInput` on an unknown mode, or when "fixed-length" lacks `max_response_tokens`.
     """
-    _known(how)
+    one_of("how", how, AGGREGATIONS)
     tokenwise(mask_BT)
     mask_BT = mask_BT.bool()
     if how == "token-mean":
@@ -61,7 +62,7 @@ def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tens
 
     Raises `BadInput` on unequal shapes or an unknown mode.
     """
-    _known(how)
+    one_of("how", how, AGGREGATIONS)
     tokenwise(mask_BT)
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
     mask_BT = mask_BT.bool()
@@ -71,8 +72,3 @@ def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tens
         sum_B = sum_B / mask_BT.sum(-1).clamp(min=1)
     # Every denominator is 0 or at least 1.
     return sum_B.sum() / torch.as_tensor(denominator, dtype=sum_B.dtype, device=sum_B.device).clamp(min=1)
-
-
-def _known(how: str) -> None:
-    if how not in AGGREGATIONS:
-        raise BadInput(f"how={how!r}", f"must be one of {', '.join(map(repr, AGGREGATIONS))}")

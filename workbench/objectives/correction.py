@@ -6,23 +6,23 @@ policy loss is an expectation, not what is minimised. Suffixes: see `arguments`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, same_shape, tokenwise, within
+from workbench.objectives.arguments import full, same_shape, tokenwise
 from workbench.objectives.kl import MAX_LOG_RATIO
-from workbench.support.named_fields import NamedFields
+from workbench.support.validation import Number, Rule, settings
 
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Correction(NamedFields):
+@settings()
+class Correction:
     """How the importance weight of each token is made, and bounded.
 
     level: "token": of the token alone (biased for sequences, little variance); "sequence": the product over the
@@ -37,28 +37,23 @@ class Correction(NamedFields):
 
     level: Level = "token"
     bound: Bound = "truncate"
-    low: float | None = None
-    high: float = 2.0
-    reference_size: float | None = None
+    low: Annotated[Number, Field(ge=0, le=1), Rule("must be a number in [0, 1]")] | None = None
+    high: Annotated[Number, Field(ge=1)] = 2.0
+    reference_size: Annotated[Number, Field(gt=0, le=1), Rule("must be a share of the samples, in (0, 1]")] | None = (
+        None
+    )
 
     def __post_init__(self) -> None:
-        for name, value, choices in (("level", self.level, get_args(Level)), ("bound", self.bound, get_args(Bound))):
-            if value not in choices:
-                raise BadInput(f"Correction.{name}={value!r}", f"must be one of {', '.join(map(repr, choices))}")
         if self.bound == "truncate" and self.low is not None:
             raise BadInput(
                 f"Correction.low={self.low!r} with bound='truncate'",
                 "a truncated weight has no lower bound",
                 "leave it out, or use bound='mask'",
             )
-        within("Correction.low", self.lowest, 0.0, 1.0)
-        within("Correction.high", self.high, 1.0)
-        if self.reference_size is not None:
-            step_scale(1.0, self.reference_size)  # what the step would refuse is refused now
 
     @property
     def lowest(self) -> float:
-        """`low`, or what stands for it."""
+        """`low`, or its default."""
         return 0.5 if self.low is None else self.low
 
 

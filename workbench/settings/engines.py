@@ -1,28 +1,42 @@
-"""How a role computes: plain values, given in a notebook, sent to the hosts, part of a workbench's description."""
+"""How a role computes: plain values, given in a notebook, sent to hosts, kept in a workbench's description."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field
 
 from workbench.errors import BadInput
-from workbench.support.named_fields import NamedFields
-from workbench.support.validation import at_least, between, one_of, true_or_false, whole
+from workbench.support.validation import (
+    FINITE,
+    SEQUENCE,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Whole,
+    settings,
+)
 
-TRAINING_ENGINES = ("torch", "deepspeed")
-GENERATION_ENGINES = ("transformers", "vllm")
-SYNC_STRATEGIES = ("hybridflow", "v", "full")
-DTYPES = ("float32", "bfloat16")
+TrainingEngine = Literal["torch", "deepspeed"]
+GenerationEngine = Literal["transformers", "vllm"]
+SyncStrategy = Literal["hybridflow", "v", "full"]
+DType = Literal["float32", "bfloat16"]
 ShareMemory = bool | Literal["always"]
+TRAINING_ENGINES, GENERATION_ENGINES = get_args(TrainingEngine), get_args(GenerationEngine)
+SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
 
+Beta = Annotated[Number, Field(ge=0, lt=1)]
 
-@dataclass(frozen=True, kw_only=True)
-class Training(NamedFields):
+
+@settings()
+class Training:
     """Settings of a trained role.
 
     engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
@@ -43,50 +57,31 @@ class Training(NamedFields):
         or more. Results differ within rounding.
     """
 
-    engine: Literal["deepspeed", "torch"] = "deepspeed"
-    zero_stage: int = 1
-    learning_rate: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    engine: TrainingEngine = "deepspeed"
+    zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
+    learning_rate: Annotated[NonNegativeFloat, FINITE] = 1e-6
+    betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
+        0.9,
+        0.95,
+    )
+    eps: Annotated[PositiveFloat, FINITE] = 1e-8
+    weight_decay: Annotated[NonNegativeFloat, FINITE] = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    max_grad_norm: float = 1.0
-    minibatches: int = 1
-    micro_batch_tokens: int | None = None
+    warmup_steps: NonNegativeInt = 0
+    total_steps: PositiveInt | None = None
+    max_grad_norm: NonNegativeFloat = 1.0
+    minibatches: PositiveInt = 1
+    micro_batch_tokens: PositiveInt | None = None
     activation_checkpointing: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:
-        one_of("Training.engine", self.engine, TRAINING_ENGINES)
-        one_of("Training.zero_stage", self.zero_stage, (0, 1, 2, 3))
-        one_of("Training.schedule", self.schedule, ("constant", "linear", "cosine"))
-        at_least("Training.learning_rate", self.learning_rate, 0)
-        at_least("Training.eps", self.eps, 0, strictly=True)
-        at_least("Training.weight_decay", self.weight_decay, 0)
-        at_least("Training.max_grad_norm", self.max_grad_norm, 0)
-        for name in ("learning_rate", "eps", "weight_decay"):
-            if math.isinf(getattr(self, name)):
-                raise BadInput(f"Training.{name}=inf", "must be a finite number")
-        betas = self.betas if isinstance(self.betas, tuple | list) else ()
-        numbers_ = [b for b in betas if isinstance(b, numbers.Real) and not isinstance(b, bool) and 0 <= b < 1]
-        if not len(betas) == len(numbers_) == 2:
-            raise BadInput(f"Training.betas={self.betas!r:.60}", "must be two numbers in [0, 1)", "write (0.9, 0.95)")
-        true_or_false("Training.activation_checkpointing", self.activation_checkpointing)
-        true_or_false("Training.compile", self.compile)
         if self.compile and self.engine == "deepspeed" and self.zero_stage == 3:
             raise BadInput(
                 "Training(compile=True, zero_stage=3)",
                 "stage 3 gathers weights in hooks of the modules that are compiled",
                 "use zero_stage=2, or compile=False",
             )
-        whole("Training.minibatches", self.minibatches, 1)
-        if self.micro_batch_tokens is not None:
-            whole("Training.micro_batch_tokens", self.micro_batch_tokens, 1)
-        whole("Training.warmup_steps", self.warmup_steps, 0)
-        if self.total_steps is not None:
-            whole("Training.total_steps", self.total_steps, 1)
         if self.schedule != "constant" and self.total_steps is None:
             raise BadInput(
                 f"Training.schedule={self.schedule!r} without total_steps",
@@ -95,8 +90,8 @@ class Training(NamedFields):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation(NamedFields):
+@settings()
+class Generation:
     """Settings of the generation engine of the actor: on its own ranks, or on rollout workers (see `Placement`).
 
     engine: "vllm" or "transformers" (needs nothing more than transformers).
@@ -116,42 +111,88 @@ class Generation(NamedFields):
         were sent and as they arrived; `SyncError` when they differ.
     """
 
-    engine: Literal["vllm", "transformers"] = "vllm"
-    tensor_parallel_size: int = 1
-    strategy: Literal["hybridflow", "v", "full"] = "hybridflow"
-    max_model_tokens: int = 1024
-    kv_cache_gib: float = 1.0
-    gpu_memory_fraction: float | None = None
-    max_rows: int | None = None
+    engine: GenerationEngine = "vllm"
+    tensor_parallel_size: PositiveInt = 1
+    strategy: SyncStrategy = "hybridflow"
+    max_model_tokens: Annotated[Whole, Field(ge=2)] = 1024
+    kv_cache_gib: PositiveFloat = 1.0
+    gpu_memory_fraction: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    max_rows: PositiveInt | None = None
     check_sync: bool = True
 
     def __post_init__(self) -> None:
-        one_of("Generation.engine", self.engine, GENERATION_ENGINES)
-        whole("Generation.tensor_parallel_size", self.tensor_parallel_size, 1)
-        one_of("Generation.strategy", self.strategy, SYNC_STRATEGIES)
         if self.engine == "transformers" and self.tensor_parallel_size > 1:
             raise BadInput(
                 f"Generation.tensor_parallel_size={self.tensor_parallel_size} with engine='transformers'",
                 "the transformers engine keeps a whole model on each rank",
                 "use engine='vllm', or tensor_parallel_size=1",
             )
-        whole("Generation.max_model_tokens", self.max_model_tokens, 2)
-        at_least("Generation.kv_cache_gib", self.kv_cache_gib, 0, strictly=True)
-        if self.max_rows is not None:
-            whole("Generation.max_rows", self.max_rows, 1)
-        if self.gpu_memory_fraction is not None:
-            at_least("Generation.gpu_memory_fraction", self.gpu_memory_fraction, 0, strictly=True)
-            if not self.gpu_memory_fraction < 1:
-                raise BadInput(f"Generation.gpu_memory_fraction={self.gpu_memory_fraction}", "must lie between 0 and 1")
-        true_or_false("Generation.check_sync", self.check_sync)
 
     def rows_at_once(self, *, on_gpu: bool) -> int:
         """`max_rows`, or its default."""
         return self.max_rows or (512 if on_gpu and self.engine == "vllm" else 64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling(NamedFields):
+def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
+    """Raise `BadInput` for a class whose `step` is not there or does not take a response."""
+    if not isinstance(environment, type):
+        return environment
+    step = getattr(environment, "step", None)
+    if not callable(step):
+        raise BadInput(
+            f"environment {environment.__name__} has no method step",
+            "step(response) answers each turn of the policy with (observation, reward, done)",
+            "def step(self, response): return observation, 0.0, True",
+        )
+    try:
+        inspect.signature(step).bind("self", "response")
+    except TypeError as error:
+        raise BadInput(
+            f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
+            "it is called with the text of one turn and nothing else",
+            "def step(self, response): return observation, 0.0, True",
+        ) from None
+    except ValueError:  # one that does not say what it takes
+        pass
+    return environment
+
+
+def _is_greedy_or_sampled(temperature: float) -> float:
+    if temperature and not 0.01 <= temperature <= 2:
+        raise ValueError
+    return temperature
+
+
+Temperature = Annotated[
+    NonNegativeFloat,
+    AfterValidator(_is_greedy_or_sampled),
+    Rule("must be a number, at least 0: 0 (greedy), or in [0.01, 2], as vLLM samples at no other temperature"),
+]
+Penalty = Annotated[Number, Field(ge=-2, le=2), Rule("must be a number in [-2, 2]")]
+Bias = Annotated[
+    Mapping[Whole, Annotated[Number, Field(lt=math.inf)]],
+    Rule("must be numbers by token id, or None; -inf bans a token", "write logit_bias={5: -1.0}"),
+]
+Stops = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    SEQUENCE,
+    Rule("must be a sequence of non-empty strings", "write stop=('\\n',)"),
+]
+StopTokens = Annotated[
+    tuple[Whole, ...], SEQUENCE, Rule("must be a sequence of token ids", "write stop_token_ids=(2,)")
+]
+Environment = Annotated[
+    Callable[[], Any],
+    AfterValidator(_check_environment),
+    Rule(
+        "must make an environment when called: a class with step(response), or a function that returns one",
+        "give the class, not an instance: each sample has an environment of its own",
+    ),
+]
+
+
+@settings(called="")
+class Sampling:
     """How responses are drawn. Every field means the same on every generation engine.
 
     temperature: 0 is greedy; else 0.01 to 2. top_p, top_k, min_p: nucleus, top-k (0: off) and min-p truncation, the
@@ -177,63 +218,29 @@ class Sampling(NamedFields):
     the two is theirs as well. Greedy responses carry log softmax(logits after bias and penalties).
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: Temperature = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1), Rule("must be a number in (0, 1]")] = 1.0
+    top_k: NonNegativeInt = 0
+    min_p: Annotated[Number, Field(ge=0, le=1), Rule("must be a number in [0, 1]")] = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Bias | None = None
+    max_new_tokens: PositiveInt = 64
+    min_new_tokens: NonNegativeInt = 0
+    stop: Stops = ()
+    stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
-    environment: Callable[[], Any] | None = None
-    max_turns: int = 8
-    concurrency: int = 8
-    call_timeout_s: float = 30.0
+    environment: Environment | None = None
+    max_turns: PositiveInt = 8
+    concurrency: PositiveInt = 8
+    call_timeout_s: PositiveFloat = 30.0
 
     def __post_init__(self) -> None:
-        at_least("temperature", self.temperature, 0)
-        if self.temperature and not 0.01 <= self.temperature <= 2:
-            raise BadInput(
-                f"temperature={self.temperature}", "must be 0 (greedy) or lie in [0.01, 2]: vLLM samples at no other"
-            )
-        whole("top_k", self.top_k, 0)
-        between("top_p", self.top_p, 0, 1, open_below=True)
-        between("min_p", self.min_p, 0, 1)
-        at_least("repetition_penalty", self.repetition_penalty, 0, strictly=True)
-        for name in ("presence_penalty", "frequency_penalty"):
-            between(name, getattr(self, name), -2, 2)
-        _check_bias(self.logit_bias)
-        true_or_false("ignore_eos", self.ignore_eos)
-        whole("max_new_tokens", self.max_new_tokens, 1)
-        whole("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise BadInput(
                 f"min_new_tokens={self.min_new_tokens}", f"must be at most max_new_tokens={self.max_new_tokens}"
             )
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise BadInput(f"stop={self.stop!r}", "must be a sequence of non-empty strings", "write stop=('\\n',)")
-        if isinstance(self.stop_token_ids, int) or not all(isinstance(i, int) for i in self.stop_token_ids):
-            raise BadInput(
-                f"stop_token_ids={self.stop_token_ids!r}",
-                "must be a sequence of token ids",
-                "write stop_token_ids=(2,)",
-            )
-        if self.environment is not None and not callable(self.environment):
-            raise BadInput(
-                f"environment={self.environment!r:.60}",
-                "must make an environment when called: a class with step(response), or a function that returns one",
-                "give the class, not an instance: each sample has an environment of its own",
-            )
-        if isinstance(self.environment, type):
-            _check_environment(self.environment)
-        whole("max_turns", self.max_turns, 1)
-        whole("concurrency", self.concurrency, 1)
-        at_least("call_timeout_s", self.call_timeout_s, 0, strictly=True)
 
     @property
     def token_ids(self) -> list[int]:
@@ -242,7 +249,7 @@ class Sampling(NamedFields):
 
 
 def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> None:
-    """Raise `BadInput` where no response could be as long as asked for: all would be cut before, without a word.
+    """Raise `BadInput` where no response can be as long as asked for: all would be cut silently.
 
     sampling: fields of `Sampling`.
     """
@@ -253,35 +260,3 @@ def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> No
             f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",
             "ask for fewer new tokens, or open the workbench with a larger Generation.max_model_tokens",
         )
-
-
-def _check_bias(bias: object) -> None:
-    rule = "must be numbers by token id, or None; -inf bans a token"
-    remedy = "write logit_bias={5: -1.0}"
-    if bias is not None and not isinstance(bias, Mapping):
-        raise BadInput(f"logit_bias={bias!r:.60}", rule, remedy)
-    for token, value in (bias or {}).items():
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value and value < math.inf
-        if not isinstance(token, numbers.Integral) or not number:
-            raise BadInput(f"logit_bias={{{token!r:.60}: {value!r:.60}}}", rule, remedy)
-
-
-def _check_environment(environment: type) -> None:
-    """Raise `BadInput` for a class whose `step` is not there or does not take a response."""
-    step = getattr(environment, "step", None)
-    if not callable(step):
-        raise BadInput(
-            f"environment {environment.__name__} has no method step",
-            "step(response) answers each turn of the policy with (observation, reward, done)",
-            "def step(self, response): return observation, 0.0, True",
-        )
-    try:
-        inspect.signature(step).bind("self", "response")
-    except TypeError as error:
-        raise BadInput(
-            f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
-            "it is called with the text of one turn and nothing else",
-            "def step(self, response): return observation, 0.0, True",
-        ) from None
-    except ValueError:  # one that does not say what it takes
-        return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from workbench.errors import BadInput
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import PositiveInt, Whole, settings
 
 Axis = Literal["pipeline", "tensor", "data"]
 GenerationAxis = Literal["tensor", "micro_data"]
@@ -24,7 +24,7 @@ class GenerationPlace(NamedTuple):
     tensor: int
 
 
-@dataclass(frozen=True)
+@settings(kw_only=False)
 class Layout:
     """(p, t, d): pipeline, tensor and data parallel sizes (HybridFlow, section 5.1), in training and inference.
 
@@ -39,17 +39,14 @@ class Layout:
     rank g of generation; groups and places are the same, under other numbers.
     """
 
-    p: int = 1
-    t: int = 1
-    d: int = 1
-    p_g: int | None = None
-    t_g: int | None = None
+    p: PositiveInt = 1
+    t: PositiveInt = 1
+    d: PositiveInt = 1
+    p_g: Whole | None = None
+    t_g: Whole | None = None
     numbering: Numbering = field(default="training", kw_only=True)
 
     def __post_init__(self) -> None:
-        for axis in "ptd":
-            whole(f"Layout.{axis}", getattr(self, axis), 1)
-        one_of("Layout.numbering", self.numbering, ("training", "generation"))
         for own, axis in (("p_g", "p"), ("t_g", "t")):
             size, limit = getattr(self, own), getattr(self, axis)
             if size is not None and (size < 1 or limit % size):

@@ -28,8 +28,7 @@ class Gpu:
     holders: dict[int, int | None]
 
     def taken_bytes(self, mine: Collection[int] = ()) -> int:
-        """What others than these processes hold. Where nobody is known to compute, the little that an idle GPU has in
-        use counts as nothing."""
+        """Bytes that processes other than these hold; 0 for an idle GPU, of which the driver holds a little."""
         taken = self.used_bytes - sum(self.holders.get(pid) or 0 for pid in mine)
         others = self.holders.keys() - set(mine)
         return taken if others or taken > IDLE_BYTES else 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from workbench.support.gpus import read_gpus
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -47,16 +47,10 @@ def total_bytes() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory that this process may take of the machine's smallest GPU, asked of the driver, so that this process does
-    not start CUDA; None: it does not say."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return int(min(int(line) for line in said.split()) * 2**20 * _allowed_share())
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    """Memory that this process may take of the smallest GPU that it may use, as the driver says, without starting CUDA;
+    None: the driver does not answer."""
+    gpus = read_gpus()
+    return int(min(gpu.total_bytes for gpu in gpus) * _allowed_share()) if gpus else None
 
 
 def own_gpu_bytes() -> int:
@@ -76,7 +70,7 @@ def _allowed_share() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process that can be told from a later one of the same id, and from one on another machine.
+    """A process, distinguished from a later one of the same id and from one on another machine.
 
     machine: the host name of the machine. created_s: when it was started, seconds since the epoch.
     """

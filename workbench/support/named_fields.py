@@ -1,15 +1,15 @@
-"""Settings whose fields are given by name: a name that there is not is refused with the one that is likely meant."""
+"""Unknown argument names are refused, and the message suggests the right name."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 from workbench.errors import BadInput
 
-# What other libraries of the field call fields of ours: the first of these that there is, is meant.
+# The name of a field in other libraries -> ours; of several, the first that the class has.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "adam_epsilon": ("eps",),
     "batch_size": ("prompts", "rows"),
@@ -55,46 +55,33 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
-    """A remedy for a name that there is not: that of `known` which is its synonym, or is spelled nearly so; else "".
+    """A remedy for an unknown name: its synonym in `known`, or the name with the nearest spelling; else "".
 
-    written: how a name is written there.
+    written: how a name is shown in the message.
     """
     names = list(known)
     for other in SYNONYMS.get(name, ()):
         if other in names:
-            return f"write {written(other)}, which it is called here"
+            return f"write {written(other)}, its name here"
     near = difflib.get_close_matches(name, names, n=1)
     return f"write {written(near[0])} (the nearest)" if near else ""
 
 
-def check_names(
-    cls: type, names: Mapping[str, Any], given: int = 0, *, called: str = "", hidden: Iterable[str] = ()
-) -> None:
-    """Raise `BadInput` for the first of these keyword arguments that a class does not take, or that it cannot do
-    without. given: how many arguments come before them, by position. called: what the user calls, if not the class;
-    hidden: arguments that are not the user's to give there."""
-    called = called or cls.__name__
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Mapping[str, Any], given: int = 0) -> None:
+    """Raise `BadInput` for the first keyword argument that is not among the parameters, and for parameters without a
+    default that are missing. given: how many arguments come before, by position. called: what the user calls."""
+    parameters = list(parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
-    fields = [parameter.name for parameter in parameters if parameter.name not in tuple(hidden)]
+    fields = [parameter.name for parameter in parameters]
     for name, value in names.items():
         if name not in fields:
             rule = f"it takes {', '.join(fields)}"
             raise BadInput(f"{called}({name}={value!r:.60})", rule, meant(name, fields))
-    needed = [p.name for p in parameters[given:] if p.default is inspect.Parameter.empty and p.name in fields]
+    needed = [p.name for p in parameters[given:] if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in names]:
         raise BadInput(
             f"{called}() without {', '.join(missing)}",
             "it has no default",
             f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)",
         )
-
-
-class NamedFields:
-    """Base of dataclasses that people fill in: a field that there is not is a `BadInput`, not a bare `TypeError`."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Before the dataclass's own `__init__`, which only exists when the class is complete."""
-        check_names(cls, kwargs, len(args))
-        return super().__new__(cls)

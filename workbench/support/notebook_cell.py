@@ -7,6 +7,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workbench.errors import BadInput
 
@@ -20,10 +21,15 @@ class Cell:
     id: str
 
 
+def _shell() -> Any:
+    """IPython's shell; None outside of it. A notebook has imported IPython itself: no reason to import it here."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
 def running_cell() -> Cell | None:
     """The cell that this call comes from; None outside a notebook, and in a thread of its own."""
-    ipython = sys.modules.get("IPython")  # a notebook has loaded it itself: no reason to import it here
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = _shell()
     kernel = getattr(shell, "kernel", None)
     if shell is None or kernel is None or threading.current_thread() is not threading.main_thread():
         return None
@@ -35,15 +41,12 @@ def running_cell() -> Cell | None:
 
 def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(_shell(), "kernel", None) is not None
 
 
 def notebook_path() -> Path:
     """The file of the notebook that this kernel belongs to, as JupyterLab and VS Code tell it; else `BadInput`."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = _shell()
     told = (shell.user_ns.get("__vsc_ipynb_file__") if shell is not None else None) or os.environ.get(
         "JPY_SESSION_NAME"
     )
@@ -55,7 +58,6 @@ def notebook_path() -> Path:
 
 def code_of_cell(number: int) -> str:
     """The text of the cell that was run as `In [number]`; empty where there is none."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = _shell()
     texts = [] if shell is None else shell.user_ns.get("In", [])
     return str(texts[number]) if 0 < number < len(texts) else ""

@@ -16,7 +16,7 @@ PUBLIC_NAMES = {
     "Training": "workbench.settings.engines",
     "Workbench": "workbench.controller",
     "attach": "workbench.launch.opening",
-    "ls": "workbench.launch.opening",
+    "ls": "workbench.launch.listing",
     "open": "workbench.launch.opening",
     "restore": "workbench.launch.opening",
     "protocol": "workbench.messages.protocols",

@@ -26,7 +26,7 @@ from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
 from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss
 from workbench.objectives.losses import PolicyLoss, policy_loss
-from workbench.support.validation import at_least, true_or_false
+from workbench.support.validation import at_least, checked
 from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.inference import (
     LOG_PROB_TEMPERATURE,
@@ -72,7 +72,7 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     correction = arguments["correction"]
     if correction is not None and not isinstance(correction, Correction):
         raise BadInput(f"correction={correction!r:.60}", "must be a wb.Correction(...), or None")
-    true_or_false("on_policy", arguments["on_policy"])
+    checked("on_policy", arguments["on_policy"], bool)
     if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1):
         which = "a correction" if correction is not None else f"epochs={arguments['epochs']}"
         raise BadInput(f"on_policy=True with {which}", *_NEEDS_OLD)

@@ -1,0 +1,182 @@
+"""Settings classes: every wrong value is a `BadInput` that names the field, and right ones are kept as plain values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.errors import BadInput
+from workbench.support.fingerprint import fingerprint
+
+INF, NAN = float("inf"), float("nan")
+NO_NUMBER: tuple[Any, ...] = (True, "1", b"1", None, [], {}, 1j, np.True_, object())
+NO_WHOLE: tuple[Any, ...] = (*NO_NUMBER, 1.0, np.float64(1.0), NAN, INF)
+NO_BOOL: tuple[Any, ...] = (0, 1, "yes", None, np.True_)
+NO_TEXTS: tuple[Any, ...] = ("a", 1, (1,), ("a", 1), {"a": 1.0})
+
+# class, field -> values that it refuses
+WRONG: dict[tuple[Any, str], tuple[Any, ...]] = {
+    (wb.Training, "engine"): ("megatron", "vllm", 1, None, []),
+    (wb.Training, "zero_stage"): (*NO_WHOLE, -1, 4),
+    (wb.Training, "learning_rate"): (*NO_NUMBER, -0.5, -1, NAN, INF, -INF),
+    (wb.Training, "betas"): (*NO_NUMBER, (0.9,), (0.9, 1.0), (True, 0.5), (0.9, "x"), (0.9, 0.9, 0.9), (-0.1, 0.9)),
+    (wb.Training, "eps"): (*NO_NUMBER, 0, 0.0, -1, NAN, INF),
+    (wb.Training, "weight_decay"): (*NO_NUMBER, -0.1, NAN, INF),
+    (wb.Training, "schedule"): ("exponential", None, 1),
+    (wb.Training, "warmup_steps"): (*NO_WHOLE, -1),
+    (wb.Training, "total_steps"): (True, "1", 1.0, 0, -1),
+    (wb.Training, "max_grad_norm"): (*NO_NUMBER, -1, NAN),
+    (wb.Training, "minibatches"): (*NO_WHOLE, 0, -1),
+    (wb.Training, "micro_batch_tokens"): (True, "1", 1.0, 0),
+    (wb.Training, "activation_checkpointing"): NO_BOOL,
+    (wb.Training, "compile"): NO_BOOL,
+    (wb.Generation, "engine"): ("sglang", "torch", 1),
+    (wb.Generation, "tensor_parallel_size"): (*NO_WHOLE, 0),
+    (wb.Generation, "strategy"): ("half", None),
+    (wb.Generation, "max_model_tokens"): (*NO_WHOLE, 1),
+    (wb.Generation, "kv_cache_gib"): (*NO_NUMBER, 0, -1, NAN),
+    (wb.Generation, "gpu_memory_fraction"): (True, "0.5", 0, 1, 1.0, -0.5, NAN),
+    (wb.Generation, "max_rows"): (True, "1", 1.0, 0),
+    (wb.Generation, "check_sync"): NO_BOOL,
+    (wb.Sampling, "temperature"): (*NO_NUMBER, -1, 0.001, 2.5, NAN, INF),
+    (wb.Sampling, "top_p"): (*NO_NUMBER, 0, 1.5, NAN),
+    (wb.Sampling, "top_k"): (*NO_WHOLE, -1),
+    (wb.Sampling, "min_p"): (*NO_NUMBER, -0.1, 1.1, NAN),
+    (wb.Sampling, "repetition_penalty"): (*NO_NUMBER, 0, -1, NAN),
+    (wb.Sampling, "presence_penalty"): (*NO_NUMBER, -2.5, 2.5, NAN),
+    (wb.Sampling, "frequency_penalty"): (*NO_NUMBER, -2.5, 2.5, NAN),
+    (wb.Sampling, "logit_bias"): (1, [1], {"a": 1.0}, {5: "x"}, {5: True}, {5: INF}, {5: NAN}),
+    (wb.Sampling, "max_new_tokens"): (*NO_WHOLE, 0),
+    (wb.Sampling, "min_new_tokens"): (*NO_WHOLE, -1, 65),
+    (wb.Sampling, "stop"): (*NO_TEXTS, ("",), None),
+    (wb.Sampling, "stop_token_ids"): (1, "1", ("a",), (1.0,), (True,), None),
+    (wb.Sampling, "ignore_eos"): NO_BOOL,
+    (wb.Sampling, "environment"): (1, "calculator", object()),
+    (wb.Sampling, "max_turns"): (*NO_WHOLE, 0),
+    (wb.Sampling, "concurrency"): (*NO_WHOLE, 0),
+    (wb.Sampling, "call_timeout_s"): (*NO_NUMBER, 0, -1, NAN),
+    (wb.LoRA, "rank"): (*NO_WHOLE, 0),
+    (wb.LoRA, "alpha"): (*NO_NUMBER, 0, -1, NAN, INF),
+    (wb.LoRA, "targets"): (*NO_TEXTS, ()),
+    (wb.Correction, "level"): ("word", None, []),
+    (wb.Correction, "bound"): ("clip", None),
+    (wb.Correction, "high"): (*NO_NUMBER, 0.5, NAN),
+    (wb.Correction, "reference_size"): (True, "1", 0, 1.5, NAN),
+    (wb.Model, "name"): (1, True, ["tiny-llama"]),
+    (wb.Model, "dtype"): ("fp8", 1),
+    (wb.Model, "adapter"): ({"rank": 4}, 1, "lora"),
+    (wb.Model, "training"): ({"engine": "torch"}, 1, wb.LoRA()),
+    (wb.Model, "generation"): ({"engine": "vllm"}, wb.Training()),
+    (wb.Model, "worker"): ("ActorWorker", 1),
+    (wb.Model, "seed"): (*NO_WHOLE, -1),
+    (wb.Layout, "p"): (*NO_WHOLE, 0),
+    (wb.Layout, "t_g"): (1.0, True, "1", 0, 2),
+    (wb.Layout, "numbering"): ("reverse", None),
+}
+
+
+@pytest.mark.parametrize(("kind", "field"), WRONG, ids=lambda part: getattr(part, "__name__", part))
+def test_a_wrong_value_names_the_field(kind: Any, field: str) -> None:
+    given = {"name": "tiny-llama"} if kind is wb.Model else {}
+    called = f"{field}=" if kind is wb.Sampling else f"{kind.__name__}.{field}="
+    for value in WRONG[kind, field]:
+        if value is None and field == "name":
+            continue
+        with pytest.raises(BadInput) as caught:
+            kind(**{**given, field: value})
+        assert caught.value.value.startswith(called), value
+        assert caught.value.rule.startswith("must "), value
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "value", "rule", "remedy"),
+    [
+        (wb.Training, {"minibatches": 0}, "Training.minibatches=0", "must be at least 1", ""),
+        (wb.Training, {"eps": 0.0}, "Training.eps=0.0", "must be more than 0", ""),
+        (wb.LoRA, {"alpha": INF}, "LoRA.alpha=inf", "must be a finite number", ""),
+        (wb.Generation, {"max_rows": 1.5}, "Generation.max_rows=1.5", "must be a whole number, or None", ""),
+        (wb.Sampling, {"ignore_eos": 1}, "ignore_eos=1", "must be True or False", ""),
+        (wb.Sampling, {"stop": "a"}, "stop='a'", "must be a sequence of non-empty strings", "write stop=('\\n',)"),
+        (
+            wb.Model,
+            {"name": "tiny-llama", "adapter": {"rank": 4}},
+            "Model.adapter={'rank': 4}",
+            "must be a wb.LoRA(...), or None",
+            "write wb.LoRA(rank=4)",
+        ),
+        (wb.Layout, {"t": 0}, "Layout.t=0", "must be at least 1", ""),
+    ],
+)
+def test_value_rule_and_remedy(kind: Any, given: dict[str, Any], value: str, rule: str, remedy: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        kind(**given)
+    assert (caught.value.value, caught.value.rule, caught.value.remedy) == (value, rule, remedy)
+
+
+def test_fields_by_position() -> None:
+    with pytest.raises(BadInput) as caught:
+        wb.Layout(1, 0)
+    assert caught.value.value == "Layout.t=0"
+    with pytest.raises(BadInput) as caught:
+        wb.Training("torch")  # type: ignore[call-arg]
+    assert (caught.value.value, caught.value.remedy) == ("Training('torch')", "write engine=")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"max_new_tokens": np.int64(3)}, 3),
+        ({"temperature": np.float32(0.5)}, 0.5),
+        ({"temperature": Fraction(1, 2)}, 0.5),
+        ({"temperature": 0}, 0.0),
+        ({"logit_bias": {np.int64(5): -INF}}, {5: -INF}),
+        ({"stop": ["a", "b"]}, ("a", "b")),
+        ({"stop_token_ids": [np.int32(2)]}, (2,)),
+    ],
+)
+def test_values_are_kept_as_plain_ones(given: dict[str, Any], kept: Any) -> None:
+    made = getattr(wb.Sampling(**given), next(iter(given)))
+    assert made == kept
+    assert type(made) is type(kept)
+
+
+def test_settings_are_dataclasses_that_travel() -> None:
+    for settings in (
+        wb.Training(betas=[0.5, 0.9]),  # type: ignore[arg-type]
+        wb.Generation(),
+        wb.Sampling(stop=("a",)),
+        wb.LoRA(targets=("q_proj",)),
+        wb.Correction(),
+        wb.Layout(2, 2, numbering="generation"),
+        wb.Model("tiny-llama", adapter=wb.LoRA(rank=4)),
+    ):
+        assert copy.copy(settings) == settings == dataclasses.replace(settings)
+        assert pickle.loads(pickle.dumps(settings)) == cloudpickle.loads(cloudpickle.dumps(settings)) == settings
+        assert hash(copy.deepcopy(settings)) == hash(settings)
+        assert list(dataclasses.asdict(settings)) == [field.name for field in dataclasses.fields(settings)]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            settings.seed = 3  # type: ignore[misc,union-attr]
+
+
+def test_a_signature_shows_types_without_their_constraints() -> None:
+    signature = inspect.signature(wb.Training)
+    assert signature.parameters["minibatches"].annotation is int
+    assert signature.parameters["betas"].annotation == tuple[float, float]
+    assert "Annotated" not in str(signature)
+
+
+def test_a_fingerprint_is_equal_in_every_process() -> None:
+    code = "import workbench as wb; from workbench.support.fingerprint import fingerprint as f; print(f(wb.Sampling()))"
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == fingerprint(wb.Sampling())

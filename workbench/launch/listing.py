@@ -1,0 +1,54 @@
+"""The workbenches that live on this machine: `wb.ls`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from workbench.backends import registry
+from workbench.errors import WorkbenchError
+from workbench.session.journal import read_journal
+
+
+def ls() -> list[dict[str, Any]]:
+    """The workbenches that live on this machine, and what they hold.
+
+    alive: whether all hosts run; None where they are on other machines. processes: host, machine, process id of each.
+    roles: the model of each. devices: how many. memory_bytes: of the hosts on this machine. iteration: that it is in.
+    idle_s: since a stage was last called. driver: process, machine, whether it is alive, of the kernel that drives it.
+    """
+    found = []
+    for record in registry.records():
+        processes = [
+            {"host": host, "machine": process.machine, "process": process.pid} for host, process in record.hosts.items()
+        ]
+        shown = {"name": record.name, "id": record.id, "alive": record.alive, "address": record.address}
+        found.append({**shown, **_held(record), "processes": processes, "run_folder": record.run_folder})
+    for name, lab in registry.opened.items():
+        if lab.description.backend == "inline":
+            shown = {"name": name, "id": lab.description.id, "alive": True, "address": "inline"}
+            roles = {role: str(group.spec) for role, group in lab.groups.items()}
+            held = {"roles": roles, "devices": 1, "memory_bytes": None, "iteration": lab.iteration, "idle_s": None}
+            found.append({**shown, **held, "driver": None, "processes": [], "run_folder": str(lab.run_folder)})
+    return found
+
+
+def _held(record: registry.Record) -> dict[str, Any]:
+    """What a workbench holds, as far as its record and its processes here say."""
+    owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
+    try:
+        roles = {role: str(model) for role, model in registry.description(record).models.items()}
+    except WorkbenchError:  # it needs modules that are not here
+        roles = {}
+    here = [process.here for process in record.hosts.values()]
+    driver = None
+    if owner is not None:
+        driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
+    return {
+        "roles": roles,
+        "devices": len(record.hosts),
+        "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
+        "iteration": read_journal(record.id).counters.get("iteration"),
+        "idle_s": time.time() - used_s if used_s else None,
+        "driver": driver,
+    }
