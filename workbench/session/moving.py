@@ -32,7 +32,7 @@ from workbench.placement.moves import TAKEN_ALONG
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.telemetry.spans import union_s
-from workbench.workers.role_state import RankState, RoleMove, Taken
+from workbench.workers.role_state import RankState, Received, RoleMove
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
@@ -233,27 +233,27 @@ class Move:
                 steps.append(self._work(f"publishing {move.role}", place, "publish_role", move, rank))
                 roles.append(move.role)
         found: dict[str, list[RankState]] = {}
-        for role, carried in zip(roles, settle(self._hosts.backend, steps, self._note), strict=True):
-            found.setdefault(role, []).append(carried)
+        for role, state in zip(roles, settle(self._hosts.backend, steps, self._note), strict=True):
+            found.setdefault(role, []).append(state)
         return found
 
-    def _bring_up(self, carried: dict[str, list[RankState]]) -> float:
+    def _bring_up(self, states: dict[str, list[RankState]]) -> float:
         """Start what is new, and let the hosts of after build and take, and verify, what they are to have. For how
         many seconds any of them took."""
         backend, new = self._hosts.backend, set(self.new)
-        steps = self._fill([info for info in self._after if info not in new], carried)
+        steps = self._fill([info for info in self._after if info not in new], states)
         if self.new:
             self._started = True
             self._note("starting hosts")
             backend.start(self.new)
             join_pools(backend, self.new, self._note)
-            steps += self._fill(self.new, carried)
-        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Taken)]
+            steps += self._fill(self.new, states)
+        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Received)]
         for part in taken:
             self._runner.telemetry.append_transfers(part.transfers)
         return union_s((part.start_s, part.end_s) for part in taken)
 
-    def _fill(self, hosts: Sequence[HostInfo], carried: dict[str, list[RankState]]) -> list[Step]:
+    def _fill(self, hosts: Sequence[HostInfo], states: dict[str, list[RankState]]) -> list[Step]:
         """Ask hosts to build roles, and to take these and the batches of hosts that end: one after the other, in the
         same order on all ranks of a pool."""
         steps = begin_loading(
@@ -261,7 +261,7 @@ class Move:
         )
         random: dict[int, Any] = {}
         for move in self._moves:
-            given = carried[move.role]
+            given = states[move.role]
             for rank, place in enumerate(move.destination[1]):
                 if self.infos[place] in hosts:
                     mine = given[rank % len(given)]

@@ -160,13 +160,12 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
         for rank, name in enumerate(group.hosts)
     ]
     try:
-        carried: list[RankState] = settle(hosts.backend, steps, lambda text: None)
-        host.take_role(move, 0, carried[0], 0, beside=False)
+        states: list[RankState] = settle(hosts.backend, steps, lambda text: None)
+        host.take_role(move, 0, states[0], 0, beside=False)
     finally:
         for name in group.hosts:
             hosts.backend.ask(name, "release", move.published)
-    state = carried[0].random
-    set_random_state({**state, "cuda": state["cuda"] if len(state["cuda"]) == torch.cuda.device_count() else []})
+    set_random_state(states[0].random)
 
 
 def _enter_debugger(trace: TracebackType | None) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from workbench.errors import BadInput, StageError
+from workbench.errors import StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.replies import Failure, Output, Reply, column_summary
@@ -24,24 +20,23 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
 from workbench.placement.state import Part
-from workbench.support.machine import available_bytes, own_gpu_bytes, total_bytes
 from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
+from workbench.workers.host_description import describe_process, describe_roles
 from workbench.workers.model_worker import set_random_state
+from workbench.workers.process_groups import join_pool, open_store
 from workbench.workers.reload.patching import Models, Patch, Patched
 from workbench.workers.reload.sources import SourceFile, loaded
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
-from workbench.workers.role_state import RankState, RoleMove, Taken, publish_state, take_state
+from workbench.workers.role_state import RankState, Received, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.stopping import StageStopped, Stopping, StopPoint
 from workbench.workers.transfer_probe import probe
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class Host(Shards):
@@ -89,37 +84,16 @@ class Host(Shards):
     # --- the pool's process group ------------------------------------------------------------------------------------
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: open the rendezvous of the pool, and say where it is."""
-        address = "127.0.0.1"
-        if self.info.world_size > 1:  # then this is a Ray actor, and the other ranks may be on other machines
-            import ray
-
-            if sum(node["Alive"] for node in ray.nodes()) > 1:
-                address = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
-        return address, self._store.port
+        """Rank 0: open the rendezvous of the pool; its address and port."""
+        self._store = open_store(several=self.info.world_size > 1)
+        return self._store.host, self._store.port
 
     def join(self, address: str, port: int) -> None:
-        """Every rank: join the pool's process group (NCCL on GPUs, gloo on CPUs).
-
-        Inline, the kernel may have a default group already, of another workbench or of the user's: that one is used.
-        """
-        rank, size = self.info.rank, self.info.world_size
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port)
-        )
-        if dist.is_initialized():
-            if dist.get_world_size() != size:
-                raise BadInput(
-                    f"a pool of {size} rank(s) in a process whose default process group has {dist.get_world_size()}",
-                    "torch has one default group a process",
-                    "open the workbench in a process of its own, or with backend='ray'",
-                )
-            return
-        backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
+        """Every rank: join the pool's process group, see `join_pool`."""
+        info = self.info
         with self._opening(), self.recorder.span("join", note="joining the pool's process group"):
-            store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+            store = self._store if info.rank == 0 else None
+            join_pool(info.rank, info.world_size, address, port, store, on_gpu=info.device.startswith("cuda"))
         self._start_s = time.time() - self._began_s
 
     # --- roles ---------------------------------------------------------------------------------------------------
@@ -284,22 +258,22 @@ class Host(Shards):
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    def take_role(self, move: RoleMove, rank: int, carried: RankState, run: int, *, beside: bool) -> Taken:
+    def take_role(self, move: RoleMove, rank: int, state: RankState, run: int, *, beside: bool) -> Received:
         """Take the state of a role that was built here for it, beside others or not; what that moved."""
         built = self._incoming if beside else self.workers
         if move.role not in built:  # and one that goes on living may have its name
             raise StageError(f"{move.role} was not built", "loading it failed before")
 
         def take() -> None:
-            take_state(built[move.role], move, rank, self._exchange, carried)
+            take_state(built[move.role], move, rank, self._exchange, state)
 
-        return self._taken(take, f"taking {move.role}", run, move.role)
+        return self._received(take, f"taking {move.role}", run, move.role)
 
-    def take_shards(self, host: str, run: int) -> Taken:
+    def take_shards(self, host: str, run: int) -> Received:
         """Take over the shards of a host that is about to end; what that moved."""
-        return self._taken(lambda: self.inherit(host), f"taking the batches of {host}", run, "")
+        return self._received(lambda: self.inherit(host), f"taking the batches of {host}", run, "")
 
-    def _taken(self, take: Callable[[], None], what: str, run: int, role: str) -> Taken:
+    def _received(self, take: Callable[[], None], what: str, run: int, role: str) -> Received:
         info, start_s = self.info, time.time()
         self.recorder.drain()
         self._busy, self._progress = what, (0, 0, 0)
@@ -309,7 +283,7 @@ class Host(Shards):
                 take()
         finally:
             self._busy = ""
-        return Taken(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
+        return Received(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -323,11 +297,11 @@ class Host(Shards):
         self._device.turn_to(files.role)
         self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
 
-    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, carried: RankState) -> None:
+    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
         """Take a role's state from files; see `role_files.read_role`."""
         self._device.turn_to(files.role)
         with torch.random.fork_rng():
-            read_role(self.workers[files.role], files, parts, rank, carried)
+            read_role(self.workers[files.role], files, parts, rank, state)
 
     def continue_random(self, state: dict[str, Any]) -> None:
         """Let this process's generators of random numbers go on where those of another stand."""
@@ -427,30 +401,14 @@ class Host(Shards):
 
     def describe(self) -> dict[str, Any]:
         """Process, device, roles and bytes, read from the live objects."""
-        import psutil
-
-        on_gpu = self.info.device.startswith("cuda")
         return {
-            "host": self.info.name,
-            "pool": self.info.pool,
-            "rank": self.info.rank,
-            "device": self.info.device,
-            "process": os.getpid(),
-            "machine": socket.gethostname(),
-            "available_bytes": available_bytes(),
-            "machine_bytes": total_bytes(),
-            "device_bytes": own_gpu_bytes() if on_gpu else None,
-            "device_used_bytes": _used_on_gpu() if on_gpu else None,
-            "threads": self.info.threads,
+            **describe_process(self.info),
             "start_s": self._start_s,
             "load_s": self._load_s,
-            "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),
             "published_bytes": self._exchange.held_bytes,
-            "moments": [role for role, worker in self.workers.items() if _has_moments(worker)],
-            "layouts": {role: worker.layout for role, worker in self.workers.items()},
-            "roles": {role: {**w.describe(), **w.memory_bytes()} for role, w in self.workers.items()},
+            **describe_roles(self.workers),
         }
 
     def close(self) -> None:
@@ -460,15 +418,3 @@ class Host(Shards):
             worker.close()
         self.workers.clear()
         self._shards.clear()
-
-
-def _used_on_gpu() -> int:
-    """What all processes together hold of this one's GPU, contexts and caches included."""
-    free, total = torch.cuda.mem_get_info(0)
-    return int(total - free)
-
-
-def _has_moments(worker: Worker) -> bool:
-    """Whether a role's optimizer has taken a step."""
-    engine = getattr(worker, "engine", None)
-    return engine is not None and engine.has_moments

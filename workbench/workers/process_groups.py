@@ -1,17 +1,51 @@
-"""The process groups of a role's layout, over the ranks of its pool."""
+"""The process group of a pool, and those of a role's layout over its ranks."""
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from workbench.engines.training.groups import ParallelGroups
+from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.settings.layout import Axis
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def open_store(*, several: bool) -> dist.TCPStore:
+    """The rendezvous of a pool, on its rank 0. several: there are other ranks, which may be on other machines."""
+    address = "127.0.0.1"
+    if several:
+        import ray
+
+        if sum(node["Alive"] for node in ray.nodes()) > 1:
+            address = ray.util.get_node_ip_address()
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+
+
+def join_pool(rank: int, size: int, address: str, port: int, store: dist.TCPStore | None, *, on_gpu: bool) -> None:
+    """Join a pool's process group, the default group of this process; NCCL on GPUs, gloo on CPUs. store: of rank 0.
+
+    A default group of the same size that exists, of another inline workbench or of the user's, is used as it is.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        store = store or dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    elif dist.get_world_size() != size:
+        raise BadInput(
+            f"a pool of {size} rank(s) in a process whose default process group has {dist.get_world_size()}",
+            "torch has one default group a process",
+            "open the workbench in a process of its own, or with backend='ray'",
+        )
 
 
 def parallel_groups(layout: Layout, communicator: Communicator, recorder: Recorder, device: str) -> ParallelGroups:

@@ -31,7 +31,7 @@ from workbench.resharding.checksums import checksums_of
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
-from workbench.workers.role_state import KINDS, RankState, carried_of, engine_of, held_slices, take_kind
+from workbench.workers.role_state import KINDS, RankState, engine_of, held_slices, rank_state, take_kind
 from workbench.workers.weight_exchange import Published, Pulled, Slice
 from workbench.workers.worker import Worker
 
@@ -109,17 +109,17 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
                 save_file(tensors, path)
                 with path.open("rb") as written:
                     _to_disk(written.fileno())
-    return carried_of(worker, moving=bool(files.parts))
+    return rank_state(worker, moving=bool(files.parts))
 
 
-def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, carried: RankState) -> None:
+def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
     """Take over what `rank` of the role is to hold, in the layout that its worker has. All ranks of the role do it.
 
     parts: how it holds its state. Raises `StageError` where what it holds in the end is not what the files have.
     """
     engine = engine_of(worker)
     if files.role == ROLLOUT:  # it holds the weights that the model began with, and is to be sent the actor's
-        worker.carry_on({})
+        worker.load_extra_state({})
         return
     if not files.parts:
         path = files.file("state", rank)
@@ -128,20 +128,20 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
         return
     if engine is not None:
         engine.load()
-        engine.begin_state(carried.moments)
+        engine.begin_state(state.moments)
         for part in parts:
             saved = files.part(part.what)
             if saved is None:
                 continue
             plan = files.plan(saved, part, worker.layout)
             for kind in KINDS[part.what]:
-                if carried.moments or kind not in MOMENTS:
+                if state.moments or kind not in MOMENTS:
                     source = Published(key=kind, hosts=tuple(map(str, files.ranks)), layout=files.layout, kind="move")
                     take_kind(
                         engine, files.role, plan, rank, _Files(files, files.distribution(saved), kind), source, kind
                     )
-        engine.end_state(carried.steps)
-    worker.carry_on(carried.more)
+        engine.end_state(state.steps)
+    worker.load_extra_state(state.extra)
 
 
 @torch.no_grad()

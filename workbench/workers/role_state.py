@@ -22,13 +22,8 @@ from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.telemetry import Transfer
 from workbench.workers.model_worker import random_state
-from workbench.workers.weight_exchange import (
-    Published,
-    Snapshot,
-    WeightExchange,
-    WeightIntake,
-    WeightSource,
-)
+from workbench.workers.weight_exchange import Published, Snapshot, WeightExchange, WeightSource
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {
@@ -78,11 +73,11 @@ class RankState:
     steps: int
     moments: bool
     random: dict[str, Any] = field(repr=False)
-    more: dict[str, Any]
+    extra: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class Received:
     """What a host took over, and from when to when: unix times, until it was verified."""
 
     transfers: list[Transfer]
@@ -95,29 +90,29 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
-    carried = carried_of(worker)
-    if carried.moments and "moments" not in {part.what for part in move.parts}:
+    state = rank_state(worker)
+    if state.moments and "moments" not in {part.what for part in move.parts}:
         raise StageError(
-            f"{move.role} has moments after {carried.steps} optimizer steps",
+            f"{move.role} has moments after {state.steps} optimizer steps",
             "none were expected: the update that made them did not end as it should have",
             "run an update of the role to its end, then move",
         )
-    for part, kind, published in move.of_kinds(moments=carried.moments):
+    for part, kind, published in move.of_kinds(moments=state.moments):
         assert engine is not None
         held = part.distribution(*move.source)
         slices = dict(held_slices(engine, move.role, held, held.ranks[rank], kind))
         exchange.publish(published.key, Snapshot(contents=None, slices=slices))
-    return carried
+    return state
 
 
-def carried_of(worker: Worker, *, moving: bool = True) -> RankState:
+def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
     """What of a rank goes by the controller. moving: whether the worker is asked for what it adds."""
     engine = engine_of(worker)
     return RankState(
         steps=0 if engine is None else getattr(engine, "steps", 0),
         moments=engine is not None and engine.has_moments,
         random=random_state(),
-        more=worker.carried() if moving else {},
+        extra=worker.extra_state() if moving else {},
     )
 
 
@@ -137,17 +132,17 @@ def held_slices(
         yield name, (tensor.view(shard.shape), shard)
 
 
-def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, carried: RankState) -> None:
+def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, state: RankState) -> None:
     """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
-        engine.begin_state(carried.moments)
-        for part, kind, published in move.of_kinds(moments=carried.moments):
+        engine.begin_state(state.moments)
+        for part, kind, published in move.of_kinds(moments=state.moments):
             plan = part.reshard(move.source, move.destination)
             take_kind(engine, move.role, plan, rank, exchange, published, kind)
-        engine.end_state(carried.steps)
-    worker.carry_on(carried.more)
+        engine.end_state(state.steps)
+    worker.load_extra_state(state.extra)
 
 
 def take_kind(

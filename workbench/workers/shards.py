@@ -127,9 +127,9 @@ class Shards:
 
     def disinherit(self, hosts: Collection[str]) -> None:
         """Forget what came from hosts that do not end after all."""
-        beginnings = tuple(inherited(host, "") for host in hosts)
+        prefixes = tuple(inherited(host, "") for host in hosts)
         with self._lock:
-            for key in [key for key in self._shards if key.startswith(beginnings)]:
+            for key in [key for key in self._shards if key.startswith(prefixes)]:
                 del self._shards[key]
 
     @property

@@ -121,18 +121,18 @@ class Worker:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to what `state` gave."""
 
-    def carried(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """What goes along, beside weights, moments and step count, when the role moves to other processes: small. Of
         ranks that become more or fewer, each new one is given some old one's."""
         if not type(self).state.__module__.startswith("workbench."):
             raise BadInput(
                 f"moving {type(self).__name__}", "it keeps a state of its own kind",
-                "give it `carried` and `carry_on`, beside `state` and `load_state`",
+                "give it `extra_state` and `load_extra_state`, beside `state` and `load_state`",
             )  # fmt: skip
         return {}
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        """Take what `carried` gave, once weights and moments are there."""
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take what `extra_state` gave, once weights and moments are there."""
 
     def begin(self) -> None:
         """Start what a process can have only once, such as a generation engine: while the worker is made, or, where it

@@ -54,7 +54,8 @@ class DeepSpeedEngine(TrainingEngine):
     bfloat16, and at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
-    Raises `MissingDependency` without deepspeed, `BadInput` without settings.
+    model_parallel: the ranks that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it
+    whole. Raises `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
     _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once more than 1, for good
@@ -67,6 +68,7 @@ class DeepSpeedEngine(TrainingEngine):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        model_parallel: Any = None,
     ) -> None:
         if settings is None:
             raise BadInput("DeepSpeedEngine without settings", "DeepSpeed trains", "run it on TorchEngine")
@@ -80,19 +82,19 @@ class DeepSpeedEngine(TrainingEngine):
         deepspeed = _quiet_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
-        self.module = place(module, self._start_device, trained=stored, frozen=dtype)
+        self.module = place(module, device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        self._prepare_groups()
+        _forget_stale_groups()
+        self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
         if settings.activation_checkpointing:
             recompute_activations(module)
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
+            model=module,
+            optimizer=adamw(module, settings),
+            config=self._config(),
+            mpu=model_parallel,
+            dist_init_required=False,
         )
-
-    def _prepare_groups(self) -> None:
-        """Before DeepSpeed takes the process groups that it computes in, one set a process for all of its engines."""
-        forget_ended_group()
-        self._require_tensor_ranks(1)
 
     @staticmethod
     def _require_tensor_ranks(t: int) -> None:
@@ -105,11 +107,6 @@ class DeepSpeedEngine(TrainingEngine):
                 "use Training(engine='torch'), or a pool of another name: it gets new processes",
             )
         DeepSpeedEngine._tensor_ranks = t
-
-    @property
-    def _start_device(self) -> torch.device:
-        """Where DeepSpeed is given the module."""
-        return self._device
 
     def _trained_elements(self) -> int:
         return max(1, sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad))
@@ -363,9 +360,9 @@ def _quiet_deepspeed() -> Any:
     return deepspeed
 
 
-def forget_ended_group() -> None:
-    """DeepSpeed clones the default process group once a process, and would go on with the clone of one that has ended:
-    that of an inline workbench that was closed."""
+def _forget_stale_groups() -> None:
+    """Drop DeepSpeed's clone of the default process group, made once a process, where that group has ended with an
+    inline workbench that was closed."""
     from deepspeed.utils import groups
 
     if groups._WORLD_GROUP is not None:

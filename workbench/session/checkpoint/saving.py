@@ -157,11 +157,11 @@ def _write(
         return answers
 
     infos, roles_files = hosts.named(), roles
-    carried = asked(list(roles), "save_role")
+    states = asked(list(roles), "save_role")
     # only when every rank has written its part: here ranks wait for each other
     asked([role for role, files in roles.items() if files.model], "save_model")
     for role, files in roles.items():
-        for path in files.expected(moments=carried[role][0].moments):
+        for path in files.expected(moments=states[role][0].moments):
             if not path.is_file():
                 raise StageError(
                     f"{path.name} of {role} is not in {str(folder)!r}",
@@ -176,7 +176,8 @@ def _write(
         "roles": {
             role: {
                 "layout": str(files.layout),
-                "steps": carried[role][0].steps,
+                "steps": states[role][0].steps,
+                "moments": states[role][0].moments,
                 "parts": [part.what for part in files.parts],
             }
             for role, files in roles.items()
@@ -184,7 +185,7 @@ def _write(
         "state": state,
         "algorithm": None if algorithm is None else _algorithm_state(algorithm, folder),
     }
-    write_manifest(folder, values, hosts.description, carried)
+    write_manifest(folder, values, hosts.description, states)
 
 
 def controller_state(counters: Counters, position: Position, prompts: PromptStream) -> dict[str, Any]:

@@ -42,9 +42,10 @@ from workbench.workers.readings import token_log_probs_and_entropies
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
-from workbench.workers.roles.trained import Term, check_update
+from workbench.workers.roles.trained import check_update
 from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.saving import save_adapter
+from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 

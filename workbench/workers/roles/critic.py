@@ -21,7 +21,8 @@ from workbench.support.validation import at_least
 from workbench.workers.device_metrics import DeviceMetrics
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 

@@ -99,14 +99,16 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def trained(self) -> tuple[int, int]:
         return self.engine.steps, self._restored
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         self._moved = True
         if self.spec.generation is not None and not self.context.waits:
             self.generator.weights_version = -1  # it has the weights that the model began with: the next call syncs
 
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
-        sharded = self.training.engine == "deepspeed" and self.training.zero_stage == 3
+        training = self.spec.training
+        assert training is not None
+        sharded = training.engine == "deepspeed" and training.zero_stage == 3
         return not sharded and not self.context.groups.model_parallel
 
     def memory_bytes(self) -> dict[str, int]:

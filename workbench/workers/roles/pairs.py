@@ -19,8 +19,8 @@ from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.readings import Reading
-from workbench.workers.roles.trained import Term
 from workbench.workers.token_budget import TokenBudget
+from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from workbench.engines.training import TrainingEngine, make_training_engine
+from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.models.compiling import compile_layers
-from workbench.models.heads import PackedModule, TokenLogProbs
+from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.resharding.views import view_of
@@ -24,28 +23,9 @@ from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.token_budget import TokenBudget
-from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_exchange import Published, plan_of_taking
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Context, Worker
-
-
-class FrozenWorker(ModelWorker):
-    """A worker whose module is never trained: forward passes only."""
-
-    engine: TrainingEngine
-
-    def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
-        super().__init__(spec, context)
-        assert spec.training is not None and spec.dtype is not None
-        self.sequences, self.padded = module.describe(), module.padded_because is not None
-        if spec.training.compile:
-            compile_layers(module)
-        self.engine: TrainingEngine = make_training_engine(
-            module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
-        )
-        self.budget = TokenBudget(spec.training.micro_batch_tokens, context, self.engine, module, trained=False)
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "sequences": self.sequences, "micro_batch_tokens": self.budget.known}
 
 
 class ReferencePolicy(Worker):
@@ -93,13 +73,16 @@ class ReferencePolicy(Worker):
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
 
-class ReferenceWorker(FrozenWorker, ReferencePolicy):
+class ReferenceWorker(ModelWorker, ReferencePolicy):
     """A causal language model whose weights change only when it takes over the actor's, see `take_weights`."""
+
+    engine: TrainingEngine
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
         model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device)
-        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        super().__init__(spec, context)
+        self.hold(TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens), trained=False)
 
     def state(self) -> dict[str, Any]:
         return {name: weight.to("cpu", copy=True) for name, weight in self.engine.local_weights()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
-from workbench.engines.training import TrainingEngine, make_training_engine
+from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput, RewardError
 from workbench.messages.metrics import Max, Mean
 from workbench.messages.operation import ALL_TEXT, register
@@ -32,9 +32,7 @@ from workbench.workers.inference import each_row
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import LAST_TOKEN_SCORES
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
-from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
-from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
 TOKENS = ("prompt_ids", "response_ids")
@@ -79,40 +77,28 @@ class RewardWorker(ModelWorker):
     def __init__(self, spec: Model, context: Context) -> None:
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(context.tokenizer_name)
-        self.engine: TrainingEngine | None = None
-        self._trainer: TrainedWorker | None = None
-        self.sequences, self.padded = "", False
         if spec.name is not None:
             assert spec.dtype is not None
-            dtype = getattr(torch, spec.dtype)
-            stored = torch.float32 if spec.trained else dtype
+            dtype = torch.float32 if spec.trained else getattr(torch, spec.dtype)
             module = load_token_values(
-                spec.name, dtype=stored, device=context.loading_device, seed=spec.seed, init="normal"
+                spec.name, dtype=dtype, device=context.loading_device, seed=spec.seed, init="normal"
             )
-            self.sequences, self.padded = module.describe(), module.padded_because is not None
-            if spec.trained:
-                self._trainer = TrainedWorker(spec, context, module)
-                self.engine, self.budget = self._trainer.engine, self._trainer.budget
-            else:
-                assert spec.training is not None
-                self.engine = make_training_engine(module, None, context.groups, device=context.device, dtype=dtype)
-                given = spec.training.micro_batch_tokens
-                self.budget = TokenBudget(given, context, self.engine, module, trained=False)
+            self.hold(module, trained=spec.trained)
 
     def state(self) -> dict[str, Any]:
-        return {**self._trainer.state(), "shift": self._module.shift} if self._trainer else {}
+        return {**self.trained_state(), "shift": self._module.shift} if self.spec.trained else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self._trainer:
-            self._trainer.load_state(state)
+        if self.spec.trained:
+            self.load_trained_state(state)
             self._module.shift = state["shift"]
 
-    def carried(self) -> dict[str, Any]:
-        return {"shift": self._module.shift} if self._trainer else {}
+    def extra_state(self) -> dict[str, Any]:
+        return {"shift": self._module.shift} if self.spec.trained else {}
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        if self._trainer:
-            self._module.shift = carried["shift"]
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        if self.spec.trained:
+            self._module.shift = state["shift"]
 
     @property
     def _model(self) -> TrainingEngine:
@@ -120,17 +106,6 @@ class RewardWorker(ModelWorker):
         if self.engine is None:
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
         return self.engine
-
-    @property
-    def trainer(self) -> TrainedWorker:
-        """What trains the model; `BadInput` where it is only run."""
-        if self._trainer is None:
-            raise BadInput(
-                f"{type(self).__name__} is not trained",
-                "a reward or cost model has an optimizer where its settings are given",
-                "open with wb.Model(name, training=wb.Training(...)) for this role",
-            )
-        return self._trainer
 
     @property
     def _module(self) -> TokenValues:
@@ -157,14 +132,13 @@ class RewardWorker(ModelWorker):
         demonstrations: a loss on pairs leaves the level of the scores open.
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
-        steps = self.trainer.engine.steps  # asked first: what is only run keeps its scores
         scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
         scores = self._model.everywhere(scores)
         sums = torch.tensor([float(scores.double().sum()), len(scores)], dtype=torch.float64)
         total, count = self.context.groups.data.all_reduce(sums).tolist()
         self._module.shift += total / count
         told = {"shift": Mean(total=self._module.shift, count=1), "before/mean": Mean(total=total, count=count)}
-        return Output(metrics={**told, "optimizer_steps": Max(value=steps)})
+        return Output(metrics={**told, "optimizer_steps": Max(value=self._model.steps)})
 
     @register(
         THREE_D_PROTO,
@@ -219,11 +193,7 @@ class RewardWorker(ModelWorker):
             loss_P = pairwise_loss(sign * chosen_P, sign * rejected_P, margin_P)
             return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
 
-        return self.trainer.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
-
-    def describe(self) -> dict[str, Any]:
-        sizes = {"sequences": self.sequences, "micro_batch_tokens": self.budget.known} if self.engine else {}
-        return super().describe() | sizes
+        return self.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
 
     @register(
         THREE_D_PROTO,

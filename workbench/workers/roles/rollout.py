@@ -23,7 +23,8 @@ from workbench.workers.engine_weights import EngineWeights, TrainerWeights, comp
 from workbench.workers.roles.hybrid import check_strategy
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.tensor_group import shared_by_group
-from workbench.workers.weight_exchange import Contents, Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 
@@ -82,7 +83,7 @@ class RolloutWorker(SamplingWorker):
         if self._moved:
             self.generator.weights_version = -1
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         self._moved = True
         if not self.context.waits:
             self.generator.weights_version = -1  # those that the model began with

@@ -35,7 +35,8 @@ from workbench.workers.roles.pairs import (
     pair_values,
     reference_log_probs,
 )
-from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.update import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
