@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
+from workbench.messages.calls import HostInfo
 from workbench.placement import Layout
 from workbench.settings.layout import Axis
 from workbench.telemetry import Recorder
@@ -30,14 +31,15 @@ def open_store(*, several: bool) -> dist.TCPStore:
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
 
 
-def join_pool(rank: int, size: int, address: str, port: int, store: dist.TCPStore | None, *, on_gpu: bool) -> None:
+def join_pool(info: HostInfo, address: str, port: int, store: dist.TCPStore | None) -> None:
     """Join a pool's process group, the default group of this process; NCCL on GPUs, gloo on CPUs. store: of rank 0.
 
     A default group of the same size that exists, of another inline workbench or of the user's, is used as it is.
     """
+    rank, size = info.rank, info.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if info.device.startswith("cuda") else "gloo"
         store = store or dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     elif dist.get_world_size() != size:

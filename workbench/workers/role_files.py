@@ -1,11 +1,11 @@
-"""A role's state in files: what each of its ranks writes, and what a rank of any layout reads of it.
+"""A role's state in files: what each of its ranks writes, and what a rank of any layout reads.
 
-A checkpoint is a move to disk: the same parts as in `role_state`, cut alike, but each element once. Replicas write a
-stretch of rows each, so that all of them write at the same time.
+Files have the same parts as a move (`role_state`), cut alike, but each element once: replicas write a stretch of rows
+each, all at the same time.
 
-    <folder>/parameters-00000.safetensors     fp32 weights that the rank keeps, by transformers' names
+    <folder>/parameters-00000.safetensors     fp32 weights that the rank holds, by transformers' names
     <folder>/exp_avg-00000.safetensors        moments of Adam
-    <folder>/state-00000.pt                   of a worker of another kind: what its `state()` gives
+    <folder>/state-00000.pt                   of a user's own worker: what its `state()` gives, pickled
     <folder>/model/                           the model, as transformers and vLLM load it
 """
 
@@ -38,11 +38,8 @@ from workbench.workers.worker import Worker
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFiles:
-    """Where a role's state is, and how it lies there.
-
-    folder: absolute, one that all hosts see. parts: of it, empty for a worker of another kind. layout: of the ranks
-    that wrote it. model: whether the model is written for others as well.
-    """
+    """Where a role's state is, and how it is laid out. folder: absolute, visible to all hosts. parts: empty for a
+    user's own worker. layout: of the ranks that wrote it. model: whether the model is written too."""
 
     role: str
     folder: str
@@ -52,7 +49,7 @@ class RoleFiles:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of who wrote it, in a plan."""
+        """The numbers of the writing ranks in a plan."""
         return tuple(range(self.layout.size))
 
     def distribution(self, part: Part) -> Distribution:
@@ -65,7 +62,7 @@ class RoleFiles:
         return next((part for part in self.parts if part.what == what), None)
 
     def plan(self, saved: Part, part: Part, layout: Layout) -> Reshard:
-        """What each rank of a layout, numbered after those who wrote, reads from which file."""
+        """Which rank of a layout reads which elements from which file. Readers are numbered after the writers."""
         readers = tuple(range(self.layout.size, self.layout.size + layout.size))
         kind = FlatReshard if "flat" in (saved.sharding, part.sharding) else Reshard
         return kind(self.distribution(saved), part.distribution(layout, readers))
@@ -77,12 +74,12 @@ class RoleFiles:
         return [*found, *([Path(self.folder, "model", "config.json")] if self.model else [])]
 
     def file(self, what: str, rank: int) -> Path:
-        """What a rank wrote of one kind."""
+        """The file of one kind of state of a rank."""
         return Path(self.folder, f"{what}-{rank:05d}.{'pt' if what == 'state' else 'safetensors'}")
 
 
 def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
-    """Write what this rank is to write of its role's state. All ranks of the role do it."""
+    """Write this rank's part of its role's state. All ranks of the role call it."""
     engine, state = engine_of(worker), {} if files.parts else worker.state()
     if files.parts or state:
         Path(files.folder).mkdir(parents=True, exist_ok=True)
@@ -90,7 +87,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
         if state:
             with files.file("state", rank).open("wb") as file:
                 torch.save(state, file)
-                _to_disk(file.fileno())
+                os.fsync(file.fileno())
     elif engine is not None:
         engine.load()
         for part in files.parts:
@@ -108,17 +105,17 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
                 path = files.file(kind, rank)
                 save_file(tensors, path)
                 with path.open("rb") as written:
-                    _to_disk(written.fileno())
+                    os.fsync(written.fileno())  # before the checkpoint is renamed to its place
     return rank_state(worker, moving=bool(files.parts))
 
 
 def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
-    """Take over what `rank` of the role is to hold, in the layout that its worker has. All ranks of the role do it.
+    """Read what `rank` of the role is to hold in its worker's layout. All ranks of the role call it.
 
-    parts: how it holds its state. Raises `StageError` where what it holds in the end is not what the files have.
+    parts: of its state. Raises `StageError` where what it holds in the end differs from the files.
     """
     engine = engine_of(worker)
-    if files.role == ROLLOUT:  # it holds the weights that the model began with, and is to be sent the actor's
+    if files.role == ROLLOUT:  # the next sync sends it the actor's weights
         worker.load_extra_state({})
         return
     if not files.parts:
@@ -153,14 +150,9 @@ def _cut(tensor: Tensor, held: WeightShard, kept: WeightShard) -> Tensor:
     return part
 
 
-def _to_disk(file: int) -> None:
-    """A rename is to be seen only after what it makes visible."""
-    os.fsync(file)
-
-
 @dataclass
 class _Files:
-    """The files of one kind, in the place of the hosts that would send it."""
+    """The files of one kind of state, as a source of slices."""
 
     files: RoleFiles
     distribution: Distribution
@@ -183,4 +175,4 @@ class _Files:
         return Pulled([view.reshape(-1) for view in views], sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        return pulled.nbytes  # no host sent it
+        return pulled.nbytes

@@ -1,7 +1,7 @@
-"""A role's state on its way to other processes: what its ranks publish of it, and what each new rank takes.
+"""A role's state on its way to other processes: what its ranks publish, and what each new rank takes.
 
-Weights and moments go from host to host, each rank receives what its process lacks; step counts and the like, a few
-bytes, go by the controller.
+Weights and moments go from host to host, each rank receives what its process lacks; step counts and random states, a
+few kilobytes, go by the controller.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LayoutOnHosts = tuple[Layout, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMove:
-    """One role's way. key: of what is published, in part. parts: what travels, see `state_of`.
+    """The move of one role. key: part of the keys of what is published. parts: of its state, see `state_of`.
 
-    source, destination: its layout before and after, and by rank the numbers of its places among `hosts`.
+    source, destination: its layout before and after, and for each rank the number of its process among `hosts`.
     """
 
     role: str
@@ -50,14 +50,14 @@ class RoleMove:
 
     @property
     def published(self) -> list[str]:
-        """The keys under which its ranks publish."""
+        """All keys under which its ranks publish."""
         return [self._key(kind) for part in self.parts for kind in KINDS[part.what]]
 
     def _key(self, kind: StateKind) -> str:
         return f"{self.key}-{self.role}-{kind}"
 
     def of_kinds(self, *, moments: bool) -> Iterator[tuple[Part, StateKind, Published]]:
-        """What is published, one after the other. moments: whether there are any."""
+        """What is published, in order. moments: whether the role has moments."""
         for part in self.parts:
             for kind in KINDS[part.what]:
                 if moments or kind not in MOMENTS:
@@ -67,8 +67,8 @@ class RoleMove:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What of one rank goes by the controller: optimizer steps, whether there are moments, where the generators of
-    random numbers of its process stand, and what its worker adds."""
+    """The part of a rank's state that goes by the controller: optimizer steps, whether there are moments, the random
+    generators of its process, and `Worker.extra_state`."""
 
     steps: int
     moments: bool
@@ -78,7 +78,7 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a host took over, and from when to when: unix times, until it was verified."""
+    """What a host took over, and when: unix times, until it was verified."""
 
     transfers: list[Transfer]
     start_s: float
@@ -86,7 +86,7 @@ class Received:
 
 
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> RankState:
-    """Let others take what this rank holds, without a copy: until it is released, it must not change."""
+    """Publish what this rank holds, without a copy: it must not change until it is released."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
@@ -106,7 +106,8 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
 
 
 def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
-    """What of a rank goes by the controller. moving: whether the worker is asked for what it adds."""
+    """The part of a rank's state that goes by the controller. moving: whether the worker is asked for its
+    `extra_state`."""
     engine = engine_of(worker)
     return RankState(
         steps=0 if engine is None else getattr(engine, "steps", 0),
@@ -120,7 +121,7 @@ def held_slices(
     engine: TrainingEngine, role: str, distribution: Distribution, rank: int, kind: StateKind
 ) -> Iterator[tuple[str, tuple[Tensor, WeightShard]]]:
     """What a rank of a distribution holds of a kind of state, live: by name a tensor, and which elements of the weight
-    it is. `StageError` where the engine holds something else than the distribution says."""
+    it is. `StageError` where the engine holds other elements than the distribution says."""
     shards = {w.name: distribution.shard(w, rank) for w in distribution.weights}
     for name, tensor in engine.held_state(kind):
         shard = shards.get(name)
@@ -133,7 +134,7 @@ def held_slices(
 
 
 def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, state: RankState) -> None:
-    """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
+    """Take what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
@@ -149,7 +150,7 @@ def take_kind(
     engine: TrainingEngine, role: str, plan: Reshard, rank: int, source: WeightSource, published: Published,
     kind: StateKind,
 ) -> None:  # fmt: skip
-    """Put in place what `rank` of the plan's destination is to hold of one kind of state, and verify it."""
+    """Fill what `rank` of the plan's destination holds of one kind of state, and verify it."""
     held = dict(held_slices(engine, role, plan.destination, plan.destination.ranks[rank], kind))
     intake = WeightIntake(plan, rank, source, checksums=True)
     intake.place(published, held)
@@ -161,5 +162,5 @@ def take_kind(
 
 
 def engine_of(worker: Worker) -> TrainingEngine | None:
-    """Of a worker that has a model of its own."""
+    """The training engine of a worker; None of one without a model."""
     return cast("TrainingEngine | None", getattr(worker, "engine", None))

@@ -1,10 +1,10 @@
-"""Weights that one role publishes on its hosts, and of which others take the slices that they need, host to host; so
-too its moments of Adam, where the role itself goes to other hosts.
+"""Weights that one role publishes on its hosts, and of which others take slices, host to host; also its moments of
+Adam, when the role moves.
 
-Slices travel as rows of batches do: a host cuts them on request, and whoever asked notes the transfer. So the two roles
-need no process group in common, the pools may be on different machines, one that dies leaves the other's collectives
-alone, and publisher and taker need not step together: an update may run while what it replaces is still being taken.
-vLLM's own engines for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
+Slices travel as rows of batches do: a host cuts them on request, and the taker records the transfer. So the two roles
+need no process group in common, their pools may be on different machines and fail independently, and publisher and
+taker need not step together: an update may run while weights from before it are still being taken. vLLM's own engines
+for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
 
     publisher's memory ──one copy──> bucket in shared memory ──one copy──> taker's memory
                                      (on another machine: a copy of the bucket there)
@@ -42,10 +42,8 @@ Ask = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Where weights are published: under which key, and on which hosts, by the numbers that a plan gives its ranks.
-
-    layout: of who publishes. kind: as what its transfers are recorded.
-    """
+    """Where weights are published: the key, and the hosts by their numbers in a plan. layout: of the publisher. kind:
+    of the recorded transfers."""
 
     key: str
     hosts: tuple[str, ...]
@@ -55,11 +53,12 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is published, beside the weights. version: optimizer steps that they have seen. restored: how often they
-    were put back to an earlier state, after which equal versions are not equal weights.
+    """What is published, beside the weights. version: optimizer steps of the weights. restored: how often they were put
+    back to an earlier state, after which equal versions are not equal weights.
 
-    shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and what the
-    publisher gives ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see `PackedModule`.
+    shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and the
+    publisher's log-probabilities of ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see
+    `PackedModule`.
     """
 
     version: int
@@ -73,10 +72,10 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of published weights: by name its tensor, and which elements that holds. A copy in host memory;
-    or, where nothing is trained while they are taken, what the rank holds itself.
+    """One rank's part of published weights: by name a tensor, and which elements it holds. A copy in host memory; or
+    the live tensors, where nothing is trained while they are taken.
 
-    contents: None for a part of a role's state, of which the controller knows all there is to say.
+    contents: None for a part of a role's state.
     """
 
     contents: Contents | None
@@ -84,13 +83,13 @@ class Snapshot:
 
     @torch.no_grad()
     def cut(self, wanted: Iterable[Slice]) -> list[Tensor]:
-        """Each of these boxes of weights, row by row [elements], in host memory. What lies there in one piece is not
-        copied: it is only to be read."""
+        """Each of these boxes of weights, row by row [elements], in host memory, for reading only: a box that is one
+        piece of host memory already is not copied."""
         return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
 
     @torch.no_grad()
     def checksums(self, wanted: Sequence[Slice]) -> list[int]:
-        """The checksum of each of these boxes, as it lies here."""
+        """The checksum of each of these boxes."""
         return checksums_of([view_of(*self.slices[name], box) for name, box in wanted], wanted)
 
 
@@ -106,23 +105,23 @@ def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
 
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
-    """The weights of a model for these layouts; how its layers are cut must be known only where one of them does."""
+    """The weights of a model for these layouts; only a layout that cuts layers needs to know how."""
     is_cut = any(layout.p * layout.t > 1 for layout in layouts)
     return model_weights(config, dtype=dtype, unknown="refuse" if is_cut else "whole")
 
 
 def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
-    """Which rank publishes what: the d holders of a slice a stretch of its rows each. So together they keep one copy,
-    and all of them serve it."""
+    """Which rank publishes what: the d holders of a slice publish a stretch of its rows each, so that together they
+    keep one copy, and all of them serve it."""
     return Distribution(weights, layout, tuple(range(layout.size)), "fsdp")
 
 
 def plan_of_taking(
     config: PreTrainedConfig, dtype: str, publisher: Layout, taker: Layout, *, vocabulary_multiple: int = 1
 ) -> Reshard:
-    """Who sends which slice to whom. The publisher's ranks come first, then the taker's.
+    """Who sends which slice to whom. Publishing ranks come first, then taking ones.
 
-    dtype: that of the published weights. vocabulary_multiple: of the taker, see `Distribution`.
+    dtype: of the published weights. vocabulary_multiple: of the taker, see `Distribution`.
     """
     weights = weights_of(config, dtype, publisher, taker)
     ranks = tuple(range(publisher.size, publisher.size + taker.size))
@@ -141,7 +140,7 @@ def take_snapshot(
 ) -> Snapshot:
     """What a rank publishes of the weights that it holds: copies, in `dtype`.
 
-    held: what the rank holds in the layout, to the end: where they are gathered, every rank takes part.
+    held: all that the rank holds in the layout; every rank iterates to the end, as ZeRO gathers them.
     """
     by_name = {weight.name: weight for weight in weights}
     whole, parts = Distribution(weights, layout, tuple(range(layout.size))), published_parts(weights, layout)
@@ -157,9 +156,9 @@ def take_snapshot(
 
 
 class Pulled(NamedTuple):
-    """Slices as they came, each row by row [elements] and only to be read: they may lie in memory of their publisher,
-    or of all processes of the machine. sums: the checksum of each where it was cut; none where they were not asked
-    for. start_s, end_s: by `perf_counter`."""
+    """Slices that arrived, each row by row [elements] and for reading only: they may be memory of the publisher, or
+    shared memory. sums: the checksum of each, taken where it was cut; empty where not asked for. start_s, end_s: by
+    `perf_counter`."""
 
     parts: list[Tensor]
     sums: list[int]
@@ -175,16 +174,16 @@ class WeightSource(Protocol):
     """Where slices come from: other hosts, or files."""
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
-        """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
+        """Slices of rank `rank` of the publisher. Any thread may call it."""
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        """Note what came, under a name; its bytes."""
+        """Record what arrived, under a name; its bytes."""
 
 
 class WeightExchange:
-    """One host's side: what its roles have published, and the way to what others have.
+    """One host's part: what its roles have published, and access to that of others.
 
-    ask: calls a method of another host by its name: `ask(host, method, *arguments)`.
+    ask: `ask(host, method, *arguments)` calls a method of another host.
     """
 
     def __init__(self, host: str, recorder: Recorder, ask: Ask) -> None:
@@ -210,7 +209,7 @@ class WeightExchange:
             return sum(tensor.nbytes for kept in self._snapshots.values() for tensor, _ in kept.slices.values())
 
     def snapshot(self, key: str) -> Snapshot:
-        """One of this host's own."""
+        """A snapshot of this host."""
         with self._lock:
             found = self._snapshots.get(key)
         if found is None:
@@ -218,12 +217,12 @@ class WeightExchange:
         return found
 
     def served(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
-        """Slices of a snapshot, as arrays for another process, and the checksum of each where they are asked for."""
+        """Slices of a snapshot as arrays for another process, and their checksums where asked for."""
         snapshot = self.snapshot(key)
         return [array_of(part) for part in snapshot.cut(wanted)], snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
-        """What is published, as its first rank says it."""
+        """What is published, as its first rank describes it."""
         host = published.hosts[0]
         here = host == self._host
         found = self.snapshot(published.key).contents if here else self._ask(host, "published_contents", published.key)
@@ -231,11 +230,11 @@ class WeightExchange:
         return found
 
     def is_here(self, published: Published, rank: int) -> bool:
-        """Whether what rank `rank` of the publisher keeps is on this host."""
+        """Whether rank `rank` of the publisher is on this host."""
         return published.hosts[rank] == self._host
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
-        """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
+        """See `WeightSource`."""
         began = time.perf_counter()
         if self.is_here(published, rank):
             snapshot = self.snapshot(published.key)
@@ -245,7 +244,7 @@ class WeightExchange:
         return Pulled([tensor_over(array) for array in arrays], sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        """Note what came from another host, under a name; its bytes."""
+        """See `WeightSource`; nothing is recorded of what is on this host already."""
         if self.is_here(published, rank):
             return 0
         shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder

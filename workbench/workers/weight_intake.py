@@ -33,9 +33,9 @@ BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
 class WeightIntake:
     """One rank's part of a plan of taking, again and again, a layer at a time.
 
-    rank: in the taker's layout. received_bytes: that it received from other hosts so far. checksums: compare those of
-    slices as they were sent and as they arrived. arrival: what that said of the last time. Beside what the taker makes
-    of a layer, memory is needed for `AHEAD` + 1 buckets.
+    rank: in the taker's layout. received_bytes: from other hosts so far. checksums: whether to compare those of slices
+    as they were sent and as they arrived; arrival: the comparison of the last time. Beside the taker's own tensors of a
+    layer, memory is needed for `AHEAD` + 1 buckets.
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
@@ -56,8 +56,8 @@ class WeightIntake:
             self._layers.append(layer)
 
     def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
-        this rank's slices written."""
+        """This rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's slices
+        written."""
         for layer, buckets in self._pulled(published):
             matrices: dict[str, Tensor] = {}
             by_name = {weight.name: weight for weight in layer.weights}
@@ -70,16 +70,16 @@ class WeightIntake:
                 yield weight.name, matrices.pop(weight.name).view(weight.shape)
 
     def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns],
-        which are only to be read."""
+        """What this rank needs, as it arrives: a weight's name, a box of it, and that box's elements [rows, columns],
+        for reading only."""
         for _, buckets in self._pulled(published):
             for bucket in buckets:
                 yield from self._as_sent(bucket)
 
     @torch.no_grad()
     def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
-        """Write what this rank needs where it holds it: by name a tensor, and which elements of the weight that is.
-        Checksums are of what lies there in the end."""
+        """Write what this rank needs into its live tensors. held: by name a tensor, and which elements of the weight it
+        holds. Checksums are of these tensors in the end."""
         for _, buckets in self._pulled(published):
             for bucket in buckets:
                 views = [view_of(*held[name], box) for name, box in bucket.wanted]
@@ -89,7 +89,7 @@ class WeightIntake:
                 self._compare(bucket, views)
 
     def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
-        """Layer by layer what this rank needs of it. What comes next is on its way while the last is used."""
+        """Layer by layer what this rank needs; the next buckets are requested while the last is used."""
         self.arrival = Arrival()
         asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
         with ThreadPoolExecutor(AHEAD, thread_name_prefix="pull") as ahead:
@@ -112,7 +112,7 @@ class WeightIntake:
                 yield layer, buckets(layer)
 
     def _as_sent(self, bucket: _Bucket) -> Iterator[tuple[str, Box, Tensor]]:
-        """The boxes of a bucket, compared with what was sent."""
+        """The boxes of a bucket, after comparing their checksums."""
         pairs = zip(bucket.wanted, bucket.pulled.parts, strict=True)
         parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in pairs]
         self._compare(bucket, parts)
@@ -120,7 +120,7 @@ class WeightIntake:
             yield name, box, part
 
     def _compare(self, bucket: _Bucket, views: Sequence[Tensor]) -> None:
-        """Note whether slices, as they are here, have the checksums that they had where they were cut."""
+        """Record whether slices have the checksums that they had where they were cut."""
         sent = bucket.pulled.sums
         if sent:
             names = [name for name, _ in bucket.wanted]
@@ -135,7 +135,7 @@ class _Bucket(NamedTuple):
 
 @dataclass(eq=False)
 class _Layer:
-    """What moves together: the weights of a layer that a rank needs, and which slices of them come from which rank."""
+    """The weights of a layer that a rank needs, and which slices of them come from which rank."""
 
     group: str
     weights: list[Weight]
@@ -143,13 +143,13 @@ class _Layer:
     _room: dict[int, int] = field(default_factory=dict)
 
     def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
-        """Its buckets by source, in the order in which a taker asks for them: each begins at another source."""
+        """Its buckets by source, in the order of asking: each taker begins at another source."""
         found = list(self.sources.items())
         first = taker % max(1, len(found))
         return [(source, bucket) for source, buckets in found[first:] + found[:first] for bucket in buckets]
 
     def take(self, source: int, weight: Weight, found: Boxes) -> None:
-        """Note that boxes of a weight come from a rank, in buckets of at most `BUCKET_BYTES`; a row stays whole."""
+        """Add boxes of a weight that come from a rank, in buckets of at most `BUCKET_BYTES`; a row stays whole."""
         for r0, r1, c0, c1 in found:
             row_bytes = (c1 - c0) * weight.item_bytes
             rows = max(1, BUCKET_BYTES // row_bytes)
