@@ -1,4 +1,4 @@
-"""One forward pass over a shard, micro-batch by micro-batch: a number a response token, or a number a row."""
+"""A forward pass over a shard, micro-batch by micro-batch: a number a response token, or a number a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch,
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
-# The batch's meta key of the temperature that `old_log_prob` was taken at; "temperature" is the rollout's.
+# The batch's meta key of the temperature of `old_log_prob`; "temperature" is the rollout's.
 LOG_PROB_TEMPERATURE = "log_prob_temperature"
 
 
@@ -26,7 +26,7 @@ def each_response_token(
 ) -> Ragged:  # fmt: skip
     """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order.
 
-    budget: most tokens of a micro-batch; a `TokenBudget` may become smaller on the way. padded: see `cut`.
+    budget: most tokens of a micro-batch; a `TokenBudget` may shrink during the pass. padded: see `cut`.
     """
     scatter = Scatter(shard.ragged("response_ids"))
     for micro, values_N in _passes(shard, forward, budget, context, padded=padded):
@@ -85,7 +85,7 @@ def _passes(
         done_tokens += tokens
     else:
         return
-    # all over again: what is here already is the same within rounding, and one cut for all rows is what an update sees
+    # from the start, so that all rows are cut alike, as in an update
     yield from _passes(shard, forward, budget, context, padded=padded, together=together)
 
 
@@ -116,5 +116,5 @@ def sampling_temperature(shard: Shard, given: float | None) -> float:
 
 def old_log_prob_temperature(shard: Shard, given: float | None) -> float:
     """The temperature of log-probabilities that are compared with `old_log_prob`: as given, else that of the column,
-    which is the rollout's unless `compute_log_prob` was given another. For who reads the column."""
+    which is the rollout's unless `compute_log_prob` was given another. For operations that read the column."""
     return sampling_temperature(shard, shard.meta.get(LOG_PROB_TEMPERATURE) if given is None else given)
