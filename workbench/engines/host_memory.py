@@ -53,7 +53,6 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait in host memory."""
         parts = list(self._away.values())  # others ask while something moves
         return sum(emptied.nbytes for part in parts for emptied in list(part.emptied) if emptied.kept is not None)
 
@@ -105,7 +104,6 @@ class HostMemory:
         return taken
 
     def __contains__(self, name: str) -> bool:
-        """Whether a part is away."""
         return name in self._away
 
 

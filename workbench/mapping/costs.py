@@ -93,7 +93,6 @@ class Constants:
             at_least(f"Constants.{field.name}", getattr(self, field.name), 0)
 
     def seconds(self, terms: Terms) -> float:
-        """Of a call with these terms."""
         return sum(map(operator.mul, _values(self), _values(terms)))
 
 
@@ -128,7 +127,6 @@ class CostModel:
         return slots * (reduces * shape.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
 
     def infer(self, shape: Shape, layout: Layout) -> Terms:
-        """One forward pass over all rows."""
         work, hardware = self.workload, self.hardware
         tokens, micro, slots = self._passes(shape, layout, work.rows)
         flop = shape.forward_flop(tokens, work.mean_context)
@@ -145,7 +143,6 @@ class CostModel:
         )
 
     def train(self, shape: Shape, layout: Layout) -> Terms:
-        """All updates of an iteration."""
         work, hardware, training = self.workload, self.hardware, shape.training
         tokens, micro, slots = self._passes(shape, layout, work.rows / work.updates)
         again = training.activation_checkpointing

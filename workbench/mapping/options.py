@@ -39,7 +39,6 @@ class Option:
 
     @property
     def t_g(self) -> int:
-        """Tensor ranks of generation."""
         return self.own_t_g or self.layout.t_g or 1
 
 
@@ -67,12 +66,10 @@ class RoleOptions:
 
     @property
     def by_deepspeed(self) -> bool:
-        """Whether DeepSpeed trains it."""
         return self.shape.role.trained and self.shape.training.engine == "deepspeed"
 
     @cached_property
     def generates(self) -> bool:
-        """Whether it draws responses."""
         return any(call.kind == "generate" for call in self.calls)
 
     def on(self, devices: int) -> tuple[Option, ...]:
@@ -112,7 +109,6 @@ class RoleOptions:
         return self._option(Option(layout, *held, own_t_g=own))
 
     def _option(self, option: Option) -> Option:
-        """With its seconds."""
         seconds = dict.fromkeys(STAGES, 0.0)
         for call in self.calls_of(option):
             seconds[call.stage] += call.seconds
@@ -196,7 +192,6 @@ class RoleOptions:
                 yield layout, t_g
 
     def _groups(self, t_g: int, devices: int) -> bool:
-        """Whether so many devices of a machine can share a replica of generation."""
         if devices % t_g or self.model.hardware.devices_per_machine % t_g:
             return False
         try:
@@ -232,7 +227,6 @@ class RoleOptions:
         return found
 
     def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
-        """How many times the cache is filled; 0 where no row fits."""
         held = np.floor(np.maximum(cache_bytes, 0) / self.model.row_bytes(self.shape, t_g))
         rows = self.model.replica_rows(devices, t_g)
         waves = np.ceil(rows / np.clip(held, 1, rows)).astype(np.int64)
@@ -275,7 +269,6 @@ def options_of(
     models: dict[str, Shape], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
     t_g: int | None, by_call: bool,
 ) -> dict[str, RoleOptions]:  # fmt: skip
-    """The options of every role that is placed."""
     model = CostModel(hardware, workload)
     return {role: RoleOptions(shape, model, constants, role, strategy=strategy, t_g=t_g, by_call=by_call)
             for role, shape in models.items()}  # fmt: skip

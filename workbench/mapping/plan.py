@@ -218,7 +218,6 @@ class Plan:
         return f"{text}; {slower:.1%} slower than the best, most of it in {most}."
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
         return {
             "sets": [
                 {"roles": list(one.names), "devices": one.devices, "memory_bytes": one.memory_bytes,
@@ -234,7 +233,6 @@ class Plan:
         }  # fmt: skip
 
     def row(self) -> dict[str, Any]:
-        """As a row of a table."""
         stages = {f"{stage}_s": seconds for stage, seconds in self.stage_s.items()}
         return {"plan": describe(self), "iteration_s": self.iteration_s, **stages,
                 "throughput_tokens_per_s": self.throughput_tokens_per_s, "idle_share": self.idle_share,
@@ -278,7 +276,6 @@ class Plans:
 
     @property
     def best(self) -> Plan:
-        """The quickest."""
         return self.plans[0]
 
     def __iter__(self) -> Iterator[Plan]:
@@ -297,7 +294,6 @@ class Plans:
         return pd.DataFrame([plan.row() for plan in self.plans])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
         return {
             "best": self.best.to_dict(),
             "alternatives": [plan.to_dict() for plan in self.plans[1:]],

@@ -32,7 +32,6 @@ class Simulation:
 
     @property
     def iteration_s(self) -> float:
-        """Until its last call has ended."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def frame(self) -> pd.DataFrame:

@@ -116,12 +116,10 @@ class Workload:
 
     @cached_property
     def mean_response(self) -> float:
-        """Tokens of the mean response."""
         return sum(self.lengths) / len(self.lengths)
 
     @cached_property
     def row_tokens(self) -> float:
-        """Tokens of the mean row."""
         return self.prompt_tokens + self.mean_response
 
     @cached_property

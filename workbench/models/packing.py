@@ -137,7 +137,6 @@ def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedM
 
 
 def _why_no_packs(model: PreTrainedModel) -> str | None:
-    """Try it: None, or why the model cannot run packs."""
     family = type(model).__name__
     try:
         errors = {dtype: _error_of_a_pack(model, dtype) for dtype in _dtypes_of_runs(model)}

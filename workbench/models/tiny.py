@@ -35,7 +35,6 @@ RECIPE = 1
 
 
 def tiny_folder(name: str) -> Path:
-    """The folder of the tiny model `name`, made on first use."""
     return made_once(f"{name}-{RECIPE}", lambda folder: _write(folder, TINY[name]))
 
 

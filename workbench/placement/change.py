@@ -45,12 +45,10 @@ class PlacementChange(Moves):
 
     @cached_property
     def before(self) -> MemoryEstimate:
-        """What the old placement holds."""
         return self._estimate(self.old, self.models, self.old_numbers)
 
     @cached_property
     def after(self) -> MemoryEstimate:
-        """What the new placement holds."""
         return self._estimate(self.new, self.models_after, self.new_numbers)
 
     def _estimate(self, placement: Any, models: Any, numbers: Any) -> MemoryEstimate:
@@ -66,7 +64,6 @@ class PlacementChange(Moves):
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The numbers of all devices, of before and after."""
         return tuple(sorted({place.device for place in self.places}))
 
     def during(self, device: int, *, certain: bool = False) -> int:

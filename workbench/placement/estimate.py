@@ -56,11 +56,9 @@ class MemoryEstimate:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The numbers of the devices."""
         return tuple(sorted({tenant.device for tenant in self.tenants}))
 
     def on(self, device: int) -> list[Tenant]:
-        """The roles of a device."""
         return [tenant for tenant in self.tenants if tenant.device == device]
 
     def lasting(self, device: int) -> int:

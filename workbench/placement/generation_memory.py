@@ -64,12 +64,10 @@ def working_bytes(role: RoleModel) -> int:
 
 
 def padded(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def key_value_heads(role: RoleModel) -> int:
-    """Heads of keys and values in a layer."""
     text = role.config.get_text_config()
     return int(getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 1)
 

@@ -94,19 +94,16 @@ class Moves:
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """The pools whose processes stay."""
         old = {pool.name: pool.devices for pool in self.old.pools}
         return tuple(pool.name for pool in self.new.pools if old.get(pool.name) == pool.devices)
 
     @cached_property
     def old_numbers(self) -> dict[str, tuple[int, ...]]:
-        """The device numbers of the old pools."""
         given = device_numbers(self.old) if self.numbers is None else self.numbers
         return {pool.name: tuple(given[pool.name]) for pool in self.old.pools}
 
     @cached_property
     def new_numbers(self) -> dict[str, tuple[int, ...]]:
-        """The device numbers of the new pools."""
         found = {name: self.old_numbers[name] for name in self.kept}
         # slots of a CPU are shares, that old and new may both have; a GPU is given to one process
         taken = found if self.device == "cpu" else self.old_numbers
@@ -141,7 +138,6 @@ class Moves:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the places."""
         return tuple(place.name for place in self.places)
 
     def parts(self, role: str) -> tuple[Part, ...]:
@@ -164,13 +160,11 @@ class Moves:
         return standing, self._ranks(placement.pool_of(role).name, after=after)
 
     def _ranks(self, pool: str, *, after: bool) -> tuple[int, ...]:
-        """The indices of a pool's processes, rank by rank."""
         gone = "ends" if after else "new"
         return tuple(n for n, place in enumerate(self.places) if place.pool == pool and not getattr(place, gone))
 
     @cached_property
     def roles(self) -> tuple[RoleChange, ...]:
-        """What becomes of each role."""
         return tuple(change for change, _ in self._moved.values())
 
     @cached_property
@@ -203,7 +197,6 @@ class Moves:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that go from process to process."""
         return int(self.matrix.sum())
 
     def _nothing(self) -> np.ndarray:
@@ -214,7 +207,6 @@ class Moves:
         return {role: self._of(role) for placement in (self.old, self.new) for role in placement.roles}
 
     def _of(self, role: str) -> tuple[RoleChange, np.ndarray]:
-        """What becomes of a role, and the bytes of it from process to process."""
         both = self.old, self.new
         pools = [placement.pool_of(role).name if role in placement.roles else "" for placement in both]
         layouts = [placement.layout_of(role) if role in placement.roles else None for placement in both]

@@ -49,7 +49,6 @@ class RoleModel:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens in a micro-batch of several rows."""
         return self.training.micro_batch_tokens or self.automatic_tokens
 
     @property
@@ -102,7 +101,6 @@ class RoleModel:
 
     @property
     def frozen_weights(self) -> ModelWeights:
-        """Those that never move."""
         moves = (self.trained and self.adapter is None) or self.samples_only
         return ModelWeights((), self.weights.layers) if moves else self.weights
 

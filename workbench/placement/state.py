@@ -33,7 +33,6 @@ class Part:
     sharding: str
 
     def distribution(self, layout: Layout, ranks: tuple[int, ...]) -> Distribution:
-        """On which ranks its elements are, in a layout."""
         if self.sharding == "flat":
             return FlatDistribution(self.weights, layout, ranks)
         return Distribution(self.weights, layout, ranks, self.sharding)  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ def checksum(view: Tensor, first_row: int) -> Tensor:
 
 
 def checksums_of(views: Sequence[Tensor], slices: Sequence[tuple[str, Box]]) -> list[int]:
-    """The checksum of each of these slices. views: of them, [rows, columns]."""
     sums = [checksum(view, box[0]) for (_, box), view in zip(slices, views, strict=True)]
     return torch.stack(sums).tolist() if sums else []  # one wait for a GPU
 

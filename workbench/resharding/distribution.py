@@ -64,12 +64,10 @@ class Distribution:
         return self.layout.coordinates(self._positions[rank])
 
     def replica(self, k: int) -> tuple[int, ...]:
-        """The ranks of replica k, in the layout's order."""
         each = self.layout.p * self.layout.t
         return self.ranks[k * each : (k + 1) * each]
 
     def stages(self, weight: Weight) -> tuple[int, ...]:
-        """The stages that hold a weight."""
         return self.weights.stages(weight, self.layout.p)
 
     def shard(self, weight: Weight, rank: int) -> WeightShard | None:
@@ -94,6 +92,5 @@ class Distribution:
         return WeightShard(boxes.elements_of(held, start, stop), (stop - start,))
 
     def boxes(self, weight: Weight, rank: int) -> Boxes:
-        """The elements of a weight that a rank holds."""
         shard = self.shard(weight, rank)
         return () if shard is None else shard.boxes

@@ -32,7 +32,6 @@ class Movement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to each destination."""
         return boxes.size(self.boxes) * self.weight.item_bytes
 
 
@@ -50,13 +49,11 @@ class Figures:
 
     @property
     def received(self) -> np.ndarray:
-        """Bytes that each rank receives."""
         total: np.ndarray = self.matrix.sum(axis=0)
         return total
 
     @property
     def sent(self) -> np.ndarray:
-        """Bytes that each rank sends."""
         total: np.ndarray = self.matrix.sum(axis=1)
         return total
 
@@ -96,7 +93,6 @@ class Plan(ABC):
         return boxes.size(boxes.subtract(self.source.boxes(weight, rank), self.destination.boxes(weight, rank)))
 
     def movements(self, weight: Weight, block: int = 0) -> Iterator[Movement]:
-        """The movements of a weight in a block of ranks."""
         first = block * self.block
         for movement in self._first_block(weight):
             if first:
@@ -108,13 +104,11 @@ class Plan(ABC):
                 yield dataclasses.replace(movement, weight=weight)
 
     def schedule(self) -> Iterator[Movement]:
-        """Every movement, weight after weight."""
         for weight in self.weights:
             for block in range(len(self.ranks) // self.block):
                 yield from self.movements(weight, block)
 
     def block_of(self, rank: int) -> int:
-        """The block in which a rank stands."""
         return self._index[rank] // self.block
 
     @cached_property
@@ -127,7 +121,6 @@ class Plan(ABC):
         return alike, self.source.stages(weight), self.destination.stages(weight)
 
     def _first_block(self, weight: Weight) -> list[Movement]:
-        """The movements of the first block, of any weight of this one's kind."""
         key = self._kind(weight)
         if key not in self._movements:
             self._movements[key] = self._block_movements(weight)

@@ -35,7 +35,6 @@ class Transition(Plan):
         super().__init__(self.training(weights), after)
 
     def training(self, weights: ModelWeights) -> Distribution:
-        """Who holds what in training."""
         return self.trained
 
     def generation_ranks(self) -> tuple[int, ...]:
@@ -50,7 +49,6 @@ class Transition(Plan):
         return (self.source.replica(self.source.coordinates(rank)[0]),)
 
     def generation_tensor_groups(self) -> list[list[int]]:
-        """The ranks that generate as one tensor group."""
         return self._groups(2)
 
     def micro_data_groups(self) -> list[list[int]]:

@@ -92,12 +92,10 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole weight."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole weight."""
         return self.numel * self.item_bytes
 
     def intervals(self, j: int, t: int, multiple: int = 1) -> tuple[Interval, ...]:
@@ -158,7 +156,6 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model (M)."""
         return sum(weight.nbytes for weight in self.weights)
 
     def stages(self, weight: Weight, p: int) -> tuple[int, ...]:
@@ -172,7 +169,6 @@ class ModelWeights:
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
 
     def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
-        """The weights of pipeline stage i of p."""
         return tuple(weight for weight in self.weights if i in self.stages(weight, p))
 
     def check(self, p: int, t: int) -> None:
@@ -186,7 +182,6 @@ class ModelWeights:
                 raise BadInput(error.value, error.rule, f"use one of t={fitting}") from None
 
     def _fits(self, t: int) -> bool:
-        """Whether t tensor ranks cut every weight."""
         return all(part.held_units(0, t, 1) is not None for weight in self.weights for part in weight.parts)
 
 

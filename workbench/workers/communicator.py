@@ -92,7 +92,6 @@ class Communicator:
         return tensor
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         if self.world_size > 1:
             with self._counted():
                 dist.barrier(group=self._group)

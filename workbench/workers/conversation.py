@@ -33,12 +33,10 @@ class Conversation:
     ending: ConversationEnding | None = None
 
     def add_turn(self, token_ids: list[int], log_probs: list[float]) -> None:
-        """Append a turn of the policy."""
         self._append(token_ids, log_probs, True)
         self.turns += 1
 
     def add_observation(self, token_ids: list[int]) -> None:
-        """Append an observation."""
         self._append(token_ids, [0.0] * len(token_ids), False)
 
     def _append(self, token_ids: list[int], log_probs: list[float], mine: bool) -> None:

@@ -64,7 +64,6 @@ class Host(Shards):
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def _labels(self, stage: str = "open", run: int = 0, role: str = "") -> AbstractContextManager[None]:
-        """The labels of what is recorded inside."""
         info = self.info
         return self.recorder.bind(stage=stage, run=run, role=role, pool=info.pool, rank=info.rank, device=info.device)
 
@@ -225,7 +224,6 @@ class Host(Shards):
         super().release(keys)
 
     def published_contents(self, key: str) -> Contents:
-        """What a role of this host has published under a key."""
         contents = self._exchange.snapshot(key).contents
         assert contents is not None
         return contents
@@ -235,13 +233,11 @@ class Host(Shards):
         return self._exchange.served(key, wanted, checksums)
 
     def publish_probe(self, key: str) -> None:
-        """Publish a weight for timing a transfer."""
         self._exchange.publish(key, probe()[0])
 
     # --- moves and checkpoints ----------------------------------------------------------------------------------------
 
     def publish_role(self, move: RoleMove, rank: int) -> RankState:
-        """Publish the state of a role. rank: this host's in the role's layout."""
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
@@ -288,11 +284,9 @@ class Host(Shards):
             read_role(self.workers[files.role], files, parts, rank, state)
 
     def continue_random(self, state: dict[str, Any]) -> None:
-        """Set the random generators of this process."""
         set_random_state(state)
 
     def set_threads(self, threads: int) -> None:
-        """Compute with so many threads from now on."""
         self.info = replace(self.info, threads=threads)
         torch.set_num_threads(threads)
 
@@ -320,7 +314,6 @@ class Host(Shards):
         self.disinherit(hosts)
 
     def snapshot(self, key: str, roles: Iterable[str]) -> int:
-        """Keep copies of the state of roles under a key; their bytes."""
         self._snapshots[key] = {}
         for role in roles:
             self._device.turn_to(role)
@@ -329,13 +322,11 @@ class Host(Shards):
         return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
 
     def restore(self, key: str) -> None:
-        """Restore roles to their state at `snapshot`."""
         for role, state in self._snapshots[key].items():
             self._device.turn_to(role)
             self.workers[role].load_state(state)
 
     def drop_snapshot(self, key: str) -> None:
-        """Forget a snapshot."""
         self._snapshots.pop(key, None)
 
     # --- edited code --------------------------------------------------------------------------------------------------
@@ -346,11 +337,9 @@ class Host(Shards):
         return loaded.stale()
 
     def source_files(self) -> list[str]:
-        """The files of this process's modules that a user may edit."""
         return [source.path for source in loaded.texts.values()]
 
     def patch(self, texts: Mapping[str, SourceFile], models: bytes | Models) -> Patched:
-        """Take edited code, see `Patch.apply`; `settle_patch` keeps it or undoes it."""
         self._patch = Patch()
         return self._patch.apply(texts, self.workers, models)
 
@@ -361,7 +350,6 @@ class Host(Shards):
     # --- stopping a stage ---------------------------------------------------------------------------------------------
 
     def stop_point(self, run: int, round: int) -> StopPoint:
-        """Where a run can be stopped; see `Stopping`."""
         return self._stopping.stop_point(run, round)
 
     def stop_alone(self, run: int) -> None:
@@ -379,7 +367,6 @@ class Host(Shards):
         return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
-        """Process, device, roles and bytes, read from the live objects."""
         return {
             **describe_process(self.info),
             "start_s": self._start_s,

@@ -97,7 +97,6 @@ def chosen(column: Ragged, shard: Shard) -> Tensor:
 
 
 def mean_of(column: Ragged, shard: Shard) -> Mean:
-    """The mean over the tokens that the policy chose, as a metric."""
     values = chosen(column, shard)
     return Mean(total=float(values.double().sum()), count=len(values))
 

@@ -80,11 +80,9 @@ class _Rooms:
         return node - self._leaves
 
     def has(self, i: int, size: int) -> bool:
-        """Whether bin i has room for `size`."""
         return self._most[i + self._leaves] >= size
 
     def take(self, i: int, size: int) -> None:
-        """Take `size` of bin i."""
         node = i + self._leaves
         self._most[node] -= size
         while node > 1:
@@ -149,7 +147,6 @@ class MicroBatch:
 
 
 def largest(x: Tensor) -> OnDevice:
-    """The largest number of a tensor, as a metric."""
     return OnDevice(Max, {"value": x.max()})
 
 
@@ -205,7 +202,6 @@ def _build(
     device: torch.device,
     weight: float,
 ) -> MicroBatch:
-    """prompt_of: the number of each row's prompt."""
     sequences, after, ends, starts = _sequences(index, prompts, responses, prompt_of)
     counts = torch.tensor([len(responses[i]) for i in index])
     rows_N = torch.repeat_interleave(torch.arange(len(index)), counts)
@@ -272,7 +268,6 @@ class Scatter:
         self._starts = torch.cumsum(like.lengths, 0) - like.lengths
 
     def put(self, batch: MicroBatch, values_N: Tensor) -> None:
-        """Take the numbers of one micro-batch."""
         if batch.weight:
             rows = torch.tensor(batch.index)[batch.response_rows.cpu()]
             self._values[self._starts[rows] + batch.response_times.cpu()] = (
@@ -280,12 +275,10 @@ class Scatter:
             )
 
     def column(self) -> Ragged:
-        """The finished column."""
         return self._like.like(self._values)
 
 
 def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Row numbers within the shard of each minibatch."""
     start = 0
     for size in sizes:
         yield list(range(start, start + size))
@@ -302,7 +295,6 @@ def each_minibatch(
     skip: Collection[int] = (),
     together: int = 1,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each minibatch of a shard, see `micro_batches`."""
     return [
         micro_batches(shard, rows, budget_tokens, data, device, padded=padded, skip=skip, together=together)
         for rows in minibatch_indices(shard.minibatch_sizes)

@@ -70,7 +70,6 @@ class ModelWorker(Worker):
         return {"engine": self.engine.state_dict(), "random": random_state()}
 
     def load_trained_state(self, state: dict[str, Any]) -> None:
-        """Go back to what `trained_state` gave."""
         assert self.engine is not None
         self.engine.load_state_dict(state["engine"])
         set_random_state(state["random"])

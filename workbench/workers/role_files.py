@@ -49,16 +49,13 @@ class RoleFiles:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of the writing ranks in a plan."""
         return tuple(range(self.layout.size))
 
     def distribution(self, part: Part) -> Distribution:
-        """Which elements are in which rank's file."""
         once = replace(part, sharding="fsdp") if part.sharding == "replicas" else part
         return once.distribution(self.layout, self.ranks)
 
     def part(self, what: str) -> Part | None:
-        """The part of that name, if it was saved."""
         return next((part for part in self.parts if part.what == what), None)
 
     def plan(self, saved: Part, part: Part, layout: Layout) -> Reshard:
@@ -68,7 +65,6 @@ class RoleFiles:
         return kind(self.distribution(saved), part.distribution(layout, readers))
 
     def expected(self, *, moments: bool) -> list[Path]:
-        """The files that its ranks write. moments: whether there are any."""
         kinds = [kind for part in self.parts for kind in KINDS[part.what] if moments or kind not in MOMENTS]
         found = [self.file(kind, rank) for kind in kinds for rank in self.ranks]
         return [*found, *([Path(self.folder, "model", "config.json")] if self.model else [])]

@@ -162,5 +162,4 @@ def take_kind(
 
 
 def engine_of(worker: Worker) -> TrainingEngine | None:
-    """The training engine of a worker; None of one without a model."""
     return cast("TrainingEngine | None", getattr(worker, "engine", None))

@@ -93,7 +93,6 @@ class Shards:
         return shard.select(*names)
 
     def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
-        """Cut rows of a shard for another process."""
         return to_wire(rows_at(self._columns(key, columns), positions))
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
@@ -109,7 +108,6 @@ class Shards:
             self._shards[key] = from_wire(wire)
 
     def release(self, keys: Collection[str]) -> None:
-        """Forget shards that no handle refers to any more."""
         with self._lock:
             for key in keys:
                 self._shards.pop(key, None)
@@ -117,7 +115,6 @@ class Shards:
     # --- of a host that is about to end ------------------------------------------------------------------------------
 
     def inherit(self, host: str) -> None:
-        """Take over all shards of a host that is about to end."""
         for key in self._peers.call(host, "shard_keys"):
             with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
                 shard = from_wire(self._peers.call(host, "whole_shard", key))
@@ -134,17 +131,14 @@ class Shards:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of all shards."""
         with self._lock:
             return sum(map(carried_bytes, self._shards.values()))
 
     def shard_keys(self) -> list[str]:
-        """The keys of all shards."""
         with self._lock:
             return list(self._shards)
 
     def whole_shard(self, key: str) -> dict[str, Any]:
-        """A shard, for another process."""
         with self._lock:
             return to_wire(self._shards[key])
 

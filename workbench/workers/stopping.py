@@ -65,7 +65,6 @@ class Stopping:
             self.begun, self._updates = begun, updates
 
     def end(self) -> None:
-        """The stage has ended."""
         with self._changed:
             self._run, self.begun = 0, None
 

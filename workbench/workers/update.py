@@ -70,7 +70,6 @@ class StepMetrics:
         self.not_finite.append((term, micro, (~torch.isfinite(loss_BR.detach())).any(dim=1)))
 
     def read(self) -> Metrics:
-        """The metrics of all micro-batches."""
         metrics: Metrics = {}
         for reported in on_host(self.reported):
             merge_metrics(metrics, reported)
@@ -187,5 +186,4 @@ class Update:
 
 
 def _passes(minibatch: tuple[list[MicroBatch], ...]) -> int:
-    """The micro-batches of all terms."""
     return sum(map(len, minibatch))

@@ -89,7 +89,6 @@ class Snapshot:
 
     @torch.no_grad()
     def checksums(self, wanted: Sequence[Slice]) -> list[int]:
-        """The checksum of each of these boxes."""
         return checksums_of([view_of(*self.slices[name], box) for name, box in wanted], wanted)
 
 
@@ -192,7 +191,6 @@ class WeightExchange:
         self._lock = threading.Lock()
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
-        """Keep a snapshot for others until it is released."""
         with self._lock:
             self._snapshots[key] = snapshot
 
@@ -204,12 +202,10 @@ class WeightExchange:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all snapshots."""
         with self._lock:
             return sum(tensor.nbytes for kept in self._snapshots.values() for tensor, _ in kept.slices.values())
 
     def snapshot(self, key: str) -> Snapshot:
-        """A snapshot of this host."""
         with self._lock:
             found = self._snapshots.get(key)
         if found is None:
@@ -230,7 +226,6 @@ class WeightExchange:
         return found
 
     def is_here(self, published: Published, rank: int) -> bool:
-        """Whether rank `rank` of the publisher is on this host."""
         return published.hosts[rank] == self._host
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:

@@ -33,7 +33,6 @@ class Rollout:
 
     @property
     def finished(self) -> list[bool]:
-        """Whether each response came to its own end."""
         return [ending != "length" for ending in self.endings]
 
 

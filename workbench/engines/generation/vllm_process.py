@@ -132,7 +132,6 @@ def computing_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while."""
     before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
     setattr(owner, name, value)
     try:

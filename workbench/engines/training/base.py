@@ -90,7 +90,6 @@ class TrainingEngine(ABC):
         """
 
     def _loss_of(self, micro: Pass) -> Tensor:
-        """The loss of one micro-batch, by `forward`."""
         micro.begin()
         with self._pass_span("forward", micro.tokens):
             return micro.loss(self.forward(**micro.inputs))
@@ -191,7 +190,6 @@ class TrainingEngine(ABC):
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that wait in host memory."""
         return self._host_memory.nbytes
 
     def offload(self, *parts: Part) -> int:
@@ -214,7 +212,6 @@ class TrainingEngine(ABC):
 
 @torch.no_grad()
 def release_gradients(module: nn.Module) -> None:
-    """Drop gradient buffers between updates."""
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -234,7 +231,6 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `trained_state` gave."""
     wrong = module.load_state_dict(state, strict=False)
     expected = module.state_dict(keep_vars=True)
     if wrong.unexpected_keys or any(_changes(expected[name]) for name in wrong.missing_keys):
@@ -339,7 +335,6 @@ def require_passes(passes: Sequence[Pass]) -> None:
 
 
 def cpu_copy(value: Any) -> Any:
-    """The same nested structure with every tensor copied to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

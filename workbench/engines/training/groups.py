@@ -61,7 +61,6 @@ class ParallelGroups:
 
     @property
     def model_parallel(self) -> bool:
-        """Whether a model is cut over several ranks."""
         return self.layout.p * self.layout.t > 1
 
     @property

@@ -145,7 +145,6 @@ def _held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelG
 
 
 def _slice_blocks(module: PackedModule, groups: ParallelGroups) -> None:
-    """Replace the layers of attention and MLP blocks by tensor-parallel ones."""
     backbone: Any = module.get_backbone()
     for layer in backbone.layers:
         for name, out in BLOCKS.items():
@@ -155,7 +154,6 @@ def _slice_blocks(module: PackedModule, groups: ParallelGroups) -> None:
 
 
 def _slice_vocabulary(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:
-    """Replace the embedding and the output head by vocabulary-parallel ones."""
     backbone: Any = module.get_backbone()
     by_layer = {weight.name.rpartition(".")[0].rpartition(".")[2]: weight for weight in weights}
 

@@ -100,7 +100,6 @@ class TorchEngine(TrainingEngine):
         return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit)
 
     def _not_finite(self) -> str:
-        """The first weight whose gradient is not finite."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
@@ -133,7 +132,6 @@ class TorchEngine(TrainingEngine):
                 value.backward()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """The global norm of what `_summed_gradients` gave."""
         return torch.nn.utils.get_total_norm(gradients)
 
     @torch.no_grad()

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 def check_strategy(arguments: Mapping[str, Any]) -> None:
-    """Raise `BadInput` for a strategy that there is none of."""
     one_of("strategy", arguments["strategy"], (None, *SYNC_STRATEGIES))
 
 

@@ -58,7 +58,6 @@ class Signal:
     sign: int
 
     def columns(self, estimator: Estimator) -> tuple[str, ...]:
-        """The columns that an estimator reads of it."""
         more = {"gae": (self.values,), "remax": (self.baseline,)}.get(estimator, ())
         return self.scores, *more
 
@@ -68,7 +67,6 @@ COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", s
 
 
 def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns that `compute_advantages` reads with these arguments."""
     signals = (REWARD,) if arguments["multiplier"] is None else (REWARD, COST)
     columns = [name for signal in signals for name in signal.columns(arguments["estimator"])]
     if arguments["bootstrap"]:

@@ -86,7 +86,6 @@ def pair_values(
 
 
 def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
-    """The reference's log-probabilities of both answers, [rows] each."""
     chosen, rejected = (batch.columns[name] for name in REFERENCE_COLUMNS)
     assert isinstance(chosen, Tensor) and isinstance(rejected, Tensor)
     return chosen, rejected

@@ -102,7 +102,6 @@ class RewardWorker(ModelWorker):
 
     @property
     def _model(self) -> TrainingEngine:
-        """What runs the model; `BadInput` where the role is a function."""
         if self.engine is None:
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
         return self.engine

@@ -267,7 +267,6 @@ class SamplingWorker(Worker):
 
     @property
     def _tensor_ranks(self) -> int:
-        """Ranks that generate as one: consecutive ranks of the pool."""
         assert self.spec.generation is not None
         return self.spec.generation.tensor_parallel_size
 

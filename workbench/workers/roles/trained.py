@@ -22,7 +22,6 @@ from workbench.workers.worker import Context
 
 
 def check_update(arguments: Mapping[str, Any]) -> None:
-    """Raise `BadInput` for arguments of an update that are out of range."""
     whole("epochs", arguments["epochs"], 1)
     if arguments["max_response_tokens"] is not None:
         whole("max_response_tokens", arguments["max_response_tokens"], 1)
@@ -31,8 +30,6 @@ def check_update(arguments: Mapping[str, Any]) -> None:
 
 
 class TrainedWorker(ModelWorker):
-    """A worker whose module is trained."""
-
     engine: TrainingEngine
 
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
