@@ -15,7 +15,7 @@ from workbench.messages.replies import Output
 from workbench.objectives.aggregation import denominator
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.roles.actor import ActorWorker
-from workbench.workers.roles.trained import Term
+from workbench.workers.update import Term
 
 SHORT = wb.Sampling(max_new_tokens=6)
 

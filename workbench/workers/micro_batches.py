@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heapify, heappush, heapreplace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,56 +51,29 @@ def cut(
     of_prompt: dict[int, list[int]] = {}
     for i in order:
         of_prompt.setdefault(prompts[i][0] if prompts else i, []).append(i)
-    rooms = _Rooms(len(order), budget_tokens)
+    rooms = np.full(len(order), budget_tokens)
     for rows in of_prompt.values():
         here = None
         for i in rows:
             rest = lengths[i] - (prompts[i][1] if prompts else 0)
-            if here is None or not rooms.has(here, rest):
-                here, rest = rooms.first(min(lengths[i], budget_tokens)), lengths[i]
+            if here is None or rooms[here] < rest:
+                here, rest = int(np.argmax(rooms[: len(groups) + 1] >= min(lengths[i], budget_tokens))), lengths[i]
                 if here == len(groups):
                     groups.append([])
             groups[here].append(i)
-            rooms.take(here, rest)
+            rooms[here] -= rest
     return _split(groups, least)
-
-
-class _Rooms:
-    """The room left in each of `count` bins, as a tree of maxima: first fit takes n log n steps."""
-
-    def __init__(self, count: int, room: int) -> None:
-        self._leaves = 1 << max(0, count - 1).bit_length()
-        self._most = [room] * (2 * self._leaves)
-
-    def first(self, size: int) -> int:
-        """The first bin that has room for `size`; there is always one."""
-        node = 1
-        while node < self._leaves:
-            node = 2 * node + (self._most[2 * node] < size)
-        return node - self._leaves
-
-    def has(self, i: int, size: int) -> bool:
-        return self._most[i + self._leaves] >= size
-
-    def take(self, i: int, size: int) -> None:
-        node = i + self._leaves
-        self._most[node] -= size
-        while node > 1:
-            node //= 2
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
 
 
 def _split(groups: list[list[int]], least: int) -> list[list[int]]:
     """The groups; the largest is halved in its place until there are `least`, or none has two rows."""
-    # A group's place is its number, then 0 or 1 for each halving: these sort as the groups stand.
-    heap: list[tuple[int, tuple[int, ...], list[int]]] = [(-len(rows), (i,), rows) for i, rows in enumerate(groups)]
-    heapify(heap)
-    while heap and len(heap) < least and len(heap[0][2]) > 1:
-        _, place, rows = heap[0]
-        left, right = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        heapreplace(heap, (-len(left), (*place, 0), left))
-        heappush(heap, (-len(right), (*place, 1), right))
-    return [rows for _, _, rows in sorted(heap, key=lambda entry: entry[1])]
+    while groups and len(groups) < least:
+        i = max(range(len(groups)), key=lambda i: len(groups[i]))
+        rows = groups[i]
+        if len(rows) == 1:
+            break
+        groups[i : i + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)

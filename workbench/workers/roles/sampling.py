@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged
 from workbench.data.environment import Environments
 from workbench.engines.generation import GenerationEngine
 from workbench.errors import SyncError
@@ -229,28 +228,20 @@ class SamplingWorker(Worker):
         return conversations
 
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
-        """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
+        """Prompts and seeds of the ranks of a tensor group, in rank order, and which of the rows are this rank's.
 
         The ranks of a tensor group must ask the same of vLLM. In a layout with p*t > 1 they have the same rows; else
         rows are dealt to every rank, as for training.
         """
-        size, communicator = self._tensor_ranks, self.context.communicator
-        apart = size > 1 and not self.context.groups.model_parallel
-        first = communicator.rank - communicator.rank % size if apart else communicator.rank
-
-        def gathered(part: Tensor) -> list[Tensor]:
-            return communicator.all_gather(part)[first : first + size] if apart else [part]
-
-        uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
+        communicator = self.context.communicator
+        size = 1 if self.context.groups.model_parallel else self._tensor_ranks
         assert batch.sample is not None
-        numbers = zip(uids, batch.sample.tolist(), strict=True)
-        own_seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
-        seeds = gathered(torch.tensor(own_seeds))
-        own = batch.ragged("prompt_ids")
-        prompts = Ragged(torch.cat(gathered(own.values)), torch.cat(gathered(own.lengths)))
-        before = sum(map(len, seeds[: communicator.rank - first]))
-        mine = slice(before, before + len(batch))
-        return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
+        numbers = zip(batch.numbers("prompt_uid").tolist(), batch.sample.tolist(), strict=True)
+        seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
+        own = zip([communicator.rank] * len(batch), batch.ragged("prompt_ids").rows(), seeds, strict=True)
+        rows = shared_by_group(communicator, size, lambda: [(rank, ids.tolist(), seed) for rank, ids, seed in own])
+        before = sum(rank < communicator.rank for rank, _, _ in rows)
+        return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
 
     def _progress(self, done: int, total: int, tokens: int) -> None:
         """Said between tokens, where the stage can be left."""
