@@ -85,10 +85,11 @@ class ModelWorker(Worker):
         return self.engine is not None
 
     def memory_bytes(self) -> dict[str, int]:
+        others = super().memory_bytes()
         if self.engine is None:
-            return {}
+            return others
         offloaded = {"offloaded": self.engine.offloaded_bytes} if self.context.host.share_memory else {}
-        return {**self.engine.memory_bytes(), **offloaded}
+        return {**self.engine.memory_bytes(), **offloaded, **others}
 
     def offload(self) -> None:
         if self.engine is not None:

@@ -13,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    SequenceBiasLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -28,7 +29,7 @@ from workbench.engines.generation.endings import (
     end_token_ids,
     response_room,
 )
-from workbench.engines.generation.penalties import LogitBias, Penalties
+from workbench.engines.generation.penalties import Penalties
 from workbench.engines.generation.row_sampler import RowSampler
 from workbench.engines.host_memory import HostMemory
 from workbench.errors import SyncError
@@ -217,7 +218,8 @@ def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[i
     """What makes the distribution that `Sampling` describes of the logits, in its order, which is vLLM's."""
     processors, width = LogitsProcessorList(), prompt_mask_BT.shape[1]
     if sampling.logit_bias:
-        processors.append(LogitBias(sampling.logit_bias))
+        biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if sampling.min_new_tokens and end_ids:
         processors.append(
             MinNewTokensLengthLogitsProcessor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,13 +149,27 @@ class TrainingEngine(ABC):
             with self.gathered([parameter]):
                 yield file_name, parameter.detach()
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Trained weights, optimizer, schedule and step count of this rank, as CPU copies."""
+        """Step count, trained weights and their moments on this rank, as CPU copies."""
+        self.load()
+        kinds: tuple[StateKind, ...] = ("parameters", *MOMENTS) if self.has_moments else ("parameters",)
+        held = {kind: {name: tensor.to("cpu", copy=True) for name, tensor in self.held_state(kind)} for kind in kinds}
+        return {"steps": self.steps, "held": held}
 
-    @abstractmethod
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, on the same rank of the same layout; `state` stays as it is."""
+        """Restore what `state_dict` gave, on the same rank of the same layout; `state` does not change."""
+        self.load()
+        self.begin_state(len(state["held"]) > 1)
+        for kind, saved in state["held"].items():
+            held = dict(self.held_state(kind))
+            if held.keys() != saved.keys():
+                raise BadInput(
+                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} trains {len(held)} others"
+                )
+            for name, tensor in held.items():
+                tensor.copy_(saved[name])
+        self.end_state(state["steps"])
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
@@ -166,13 +180,13 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def begin_state(self, moments: bool) -> None:
-        """Before other state is written into what `held_state` gives, of a new engine. moments: whether there are any,
-        for which to make room."""
+        """Call it before writing state into what `held_state` gives. moments: whether there are any; then room is made
+        for them, else those of the optimizer are dropped."""
 
     @abstractmethod
     def end_state(self, steps: int) -> None:
-        """When all of it is written: from here on as the engine that was left after `steps` optimizer steps. Every
-        rank calls it."""
+        """Call it after writing state: from here on the engine is as after `steps` optimizer steps. Every rank calls
+        it."""
 
     @property
     @abstractmethod
@@ -222,23 +236,6 @@ def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, froz
     for parameter in module.to(device).parameters():
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     return module.eval()
-
-
-def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """CPU copies of a module's trained parameters and of its buffers."""
-    state = module.state_dict(keep_vars=True)
-    return {name: cpu_copy(value) for name, value in state.items() if _changes(value)}
-
-
-def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    wrong = module.load_state_dict(state, strict=False)
-    expected = module.state_dict(keep_vars=True)
-    if wrong.unexpected_keys or any(_changes(expected[name]) for name in wrong.missing_keys):
-        raise BadInput(f"a state of {len(state)} tensors", f"{type(module).__name__} trains others: {wrong}")
-
-
-def _changes(value: Tensor) -> bool:
-    return not isinstance(value, nn.Parameter) or value.requires_grad
 
 
 def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
@@ -332,13 +329,3 @@ def require_passes(passes: Sequence[Pass]) -> None:
     """Raise `BadInput` for an optimizer step without a micro-batch."""
     if not passes:
         raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
-
-
-def cpu_copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: cpu_copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(cpu_copy(item) for item in value)
-    return value

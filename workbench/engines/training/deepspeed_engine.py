@@ -19,8 +19,6 @@ from workbench.engines.training.base import (
     StepReport,
     TrainingEngine,
     adamw,
-    cpu_copy,
-    load_trained_state,
     make_moments,
     place,
     recompute_activations,
@@ -29,7 +27,6 @@ from workbench.engines.training.base import (
     require_passes,
     set_optimizer_steps,
     state_names,
-    trained_state,
     transformers_names,
 )
 from workbench.engines.training.groups import Collectives
@@ -225,31 +222,6 @@ class DeepSpeedEngine(TrainingEngine):
             names.get(name, name): tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        self.load()
-        state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}
-        if self._stage == 0:  # from stage 1 on the optimizer's state holds the fp32 weights of this rank
-            state["module"] = trained_state(self.module)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.load()
-        # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
-        saved, optimizer = cpu_copy(state["optimizer"]), self._engine.optimizer
-        if self._stage == 0:
-            load_trained_state(self.module, state["module"])
-            optimizer.load_state_dict(saved)
-        elif self._stage == 3:
-            optimizer.checkpoint_event_prologue()
-            optimizer.load_state_dict({self._rank: saved})
-            optimizer.checkpoint_event_epilogue()
-        else:
-            # DeepSpeed's own loading of optimizer state prints to the reader's cell.
-            optimizer.load_state_dict({self._rank: saved}, load_optimizer_states=False, load_from_fp32_weights=True)
-            optimizer.optimizer.load_state_dict(saved["base_optimizer_state"])
-            optimizer.update_lp_params()
-        self.steps = state["steps"]
-
     @property
     def _adam(self) -> torch.optim.Optimizer:
         """Under the sharded optimizer, if there is one."""
@@ -305,7 +277,9 @@ class DeepSpeedEngine(TrainingEngine):
         return part.narrow(0, 0, max(0, min(chunk, parameter.ds_numel - self._rank * chunk)))
 
     def begin_state(self, moments: bool) -> None:
-        if moments:
+        if not moments:
+            self._adam.state.clear()
+        elif not self.has_moments:
             make_moments(self._adam, self._stretches)
         if self._stage == 3:
             self._engine.optimizer.checkpoint_event_prologue()

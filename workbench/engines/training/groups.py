@@ -8,23 +8,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from workbench.models.tensor_parallel import TensorGroup
 from workbench.settings.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Collectives(Protocol):
+class Collectives(TensorGroup, Protocol):
     """The collectives that an engine needs over data-parallel ranks; the hosts' `Communicator` has them."""
 
     rank: int
     world_size: int
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
 
 
 class ModelCollectives(Collectives, Protocol):

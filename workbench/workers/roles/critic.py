@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         at_least("clip", arguments["clip"], 0, strictly=True)
 
 
+_estimates = partial(
+    register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask",), minibatched=True
+)
+_regresses = partial(register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update)
+
+
 class CriticWorker(TrainedWorker):
     """A model with a value head: `values[t]` is the value of the state in which response token t is chosen."""
 
@@ -42,13 +49,7 @@ class CriticWorker(TrainedWorker):
         )
         super().__init__(spec, context, module)
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
-        optional=("response_mask",),
-        writes=lambda arguments: ("values", *(["final_values"] if arguments["final"] else [])),
-        minibatched=True,
-    )
+    @_estimates(writes=lambda arguments: ("values", *(["final_values"] if arguments["final"] else [])))
     def compute_values(self, batch: Shard, *, final: bool = False) -> Output:
         """Column `values` [rows, response tokens].
 
@@ -56,13 +57,7 @@ class CriticWorker(TrainedWorker):
         """
         return self._values(batch, "values", final)
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
-        minibatched=True,
-        updates=True,
-        check=_check_update,
-    )
+    @_regresses(reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"))
     def update_critic(
         self,
         batch: Shard,
@@ -138,24 +133,12 @@ class CostCriticWorker(CriticWorker):
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
-        optional=("response_mask",),
-        writes=lambda arguments: ("cost_values", *(["final_cost_values"] if arguments["final"] else [])),
-        minibatched=True,
-    )
+    @_estimates(writes=lambda arguments: ("cost_values", *(["final_cost_values"] if arguments["final"] else [])))
     def compute_cost_values(self, batch: Shard, *, final: bool = False) -> Output:
         """Column `cost_values` [rows, response tokens]; final: also `final_cost_values`, as in `compute_values`."""
         return self._values(batch, "cost_values", final)
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"),
-        minibatched=True,
-        updates=True,
-        check=_check_update,
-    )
+    @_regresses(reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"))
     def update_cost_critic(
         self,
         batch: Shard,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.engines.generation import make_generation_engine
 from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
@@ -58,7 +57,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         assert spec.name and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
-        self._restored, self._moved = 0, False
+        self._restored = 0
         if not context.waits:
             self.begin()
 
@@ -66,24 +65,14 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         spec, context = self.spec, self.context
         if spec.generation is None:
             return
-        assert spec.name and spec.dtype
         module: Any = self.engine.module
         # whether the engine samples from weights of its own, not from the trainer's
         self._own_weights = spec.generation.engine != "transformers" or not self._whole_weights()
         self._leave_to_generator()  # vLLM starts only where there is room for all that it will use
-        self.generator = make_generation_engine(
-            spec.name,
-            spec.generation,
-            tokenizer=self.tokenizer,
+        self.start_engine(
             trainer=module.model if self._whole_weights() else None,
-            dtype=getattr(torch, spec.dtype),
-            device=context.device,
-            threads=context.host.threads,
             sleeps=context.host.offloads and context.device.type == "cuda",
-            cache_bytes=context.cache_bytes,
         )
-        if self._moved:
-            self.generator.weights_version = -1
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
 
     def change(self, spec: Model) -> None:
@@ -98,23 +87,12 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def trained(self) -> tuple[int, int]:
         return self.engine.steps, self._restored
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        self._moved = True
-        if self.spec.generation is not None and not self.context.waits:
-            self.generator.weights_version = -1  # it has the weights that the model began with: the next call syncs
-
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
         training = self.spec.training
         assert training is not None
         sharded = training.engine == "deepspeed" and training.zero_stage == 3
         return not sharded and not self.context.groups.model_parallel
-
-    def memory_bytes(self) -> dict[str, int]:
-        held = super().memory_bytes()
-        if self.spec.generation is not None:
-            held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
-        return held
 
     def offload(self) -> None:
         if self.spec.generation is not None:
@@ -145,10 +123,6 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._restored += 1
         if self.spec.generation is not None:
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
-
-    def close(self) -> None:
-        if self.spec.generation is not None:
-            self.generator.close()
 
     def before_rollouts(self) -> Metrics:
         metrics = self._sync()

@@ -68,6 +68,12 @@ def _check_epochs(arguments: Mapping[str, Any]) -> None:
     whole("epochs", arguments["epochs"], 1)
 
 
+_scoring = partial(
+    register, THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, minibatched=True, check=_check, check_columns=_check_row
+)
+_on_pairs = partial(register, THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True)
+
+
 class RewardWorker(ModelWorker):
     """A model with a score head, or no model and a function. Functions given to a call run here too.
 
@@ -139,13 +145,7 @@ class RewardWorker(ModelWorker):
         told = {"shift": Mean(total=self._module.shift, count=1), "before/mean": Mean(total=total, count=count)}
         return Output(metrics={**told, "optimizer_steps": Max(value=self._model.steps)})
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        writes=("chosen_rewards", "rejected_rewards"),
-        minibatched=True,
-    )
+    @_on_pairs(writes=("chosen_rewards", "rejected_rewards"))
     def compute_pair_rewards(self, batch: Shard) -> Output:
         """Columns `chosen_rewards`, `rejected_rewards` [rows]: the scores of both answers of each pair.
 
@@ -154,15 +154,7 @@ class RewardWorker(ModelWorker):
         """
         return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        minibatched=True,
-        updates=True,
-        check=_check_epochs,
-        check_model=_check_trained,
-    )
+    @_on_pairs(updates=True, check=_check_epochs, check_model=_check_trained)
     def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
         epoch; see `workbench.objectives.preference.pairwise_loss`.
@@ -194,15 +186,7 @@ class RewardWorker(ModelWorker):
 
         return self.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
 
-    @register(
-        THREE_D_PROTO,
-        reads=TOKENS,
-        optional=OPTIONAL,
-        writes=("rewards",),
-        minibatched=True,
-        check=_check,
-        check_columns=_check_row,
-    )
+    @_scoring(writes=("rewards",))
     def compute_reward(
         self,
         batch: Shard,
@@ -292,15 +276,7 @@ class CostWorker(RewardWorker):
     compute_pair_rewards = None  # type: ignore[assignment]
     update_reward = None  # type: ignore[assignment]
 
-    @register(
-        THREE_D_PROTO,
-        reads=TOKENS,
-        optional=OPTIONAL,
-        writes=("costs",),
-        minibatched=True,
-        check=_check,
-        check_columns=_check_row,
-    )
+    @_scoring(writes=("costs",))
     def compute_cost(
         self,
         batch: Shard,
@@ -312,27 +288,13 @@ class CostWorker(RewardWorker):
         """ColumnValues `costs`, as `compute_reward` makes `rewards`."""
         return self._score(batch, "costs", function, concurrency, call_timeout_s)
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        writes=("chosen_costs", "rejected_costs"),
-        minibatched=True,
-    )
+    @_on_pairs(writes=("chosen_costs", "rejected_costs"))
     def compute_pair_costs(self, batch: Shard) -> Output:
         """Columns `chosen_costs`, `rejected_costs` [rows], as `compute_pair_rewards`; it is right where the chosen
         answer has the lower cost."""
         return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        minibatched=True,
-        updates=True,
-        check=_check_epochs,
-        check_model=_check_trained,
-    )
+    @_on_pairs(updates=True, check=_check_epochs, check_model=_check_trained)
     def update_cost(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.
 

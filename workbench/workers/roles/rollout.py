@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from workbench.engines.generation import VOCABULARY_MULTIPLE, make_generation_engine
+from workbench.engines.generation import VOCABULARY_MULTIPLE
 from workbench.errors import BadInput, SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
@@ -57,7 +55,7 @@ class RolloutWorker(SamplingWorker):
         assert spec.name and spec.generation and spec.dtype
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
-        self._moved, self._trained = False, (0, 0)
+        self._trained = (0, 0)
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
         self._unreported: Metrics = {}
         if not context.waits:
@@ -68,34 +66,10 @@ class RolloutWorker(SamplingWorker):
         return rollout_layout(self.spec, self.context.layout.size)
 
     def begin(self) -> None:
-        spec, context = self.spec, self.context
-        assert spec.name and spec.generation and spec.dtype
-        self.generator = make_generation_engine(
-            spec.name,
-            spec.generation,
-            tokenizer=self.tokenizer,
-            trainer=None,
-            dtype=getattr(torch, spec.dtype),
-            device=context.device,
-            threads=context.host.threads,
-            cache_bytes=context.cache_bytes,
-        )
-        if self._moved:
-            self.generator.weights_version = -1
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        self._moved = True
-        if not self.context.waits:
-            self.generator.weights_version = -1  # those that the model began with
+        self.start_engine()
 
     def trained(self) -> tuple[int, int]:
         return self._trained
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
-
-    def close(self) -> None:
-        self.generator.close()
 
     def before_rollouts(self) -> Metrics:
         if self.generator.weights_version < 0:

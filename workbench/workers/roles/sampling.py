@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.data.environment import Environments
-from workbench.engines.generation import GenerationEngine
+from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
 from workbench.messages.metrics import Mean, Metrics, merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
@@ -29,7 +29,7 @@ from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by dtype and device.
 # `benchmarks/sync_gap.py` prints what they are taken from. CPU, SmolLM2-135M and tiny models, before and after updates:
@@ -77,6 +77,40 @@ class SamplingWorker(Worker):
 
     generator: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
+    _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
+
+    def start_engine(self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False) -> None:
+        """Make the generation engine; trainer, sleeps: see `make_generation_engine`."""
+        spec, context = self.spec, self.context
+        assert spec.name and spec.generation and spec.dtype
+        self.generator = make_generation_engine(
+            spec.name,
+            spec.generation,
+            tokenizer=self.tokenizer,
+            trainer=trainer,
+            dtype=getattr(torch, spec.dtype),
+            device=context.device,
+            threads=context.host.threads,
+            sleeps=sleeps,
+            cache_bytes=context.cache_bytes,
+        )
+        if self._moved:
+            self.generator.weights_version = -1
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self._moved = True
+        if self.spec.generation is not None and not self.context.waits:
+            self.generator.weights_version = -1  # the next call syncs
+
+    def memory_bytes(self) -> dict[str, int]:
+        held = super().memory_bytes()
+        if self.spec.generation is not None:
+            held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
+        return held
+
+    def close(self) -> None:
+        if self.spec.generation is not None:
+            self.generator.close()
 
     def before_rollouts(self) -> Metrics:
         """See to it that the engine has the weights to sample with; what that took. Every rank calls it."""
