@@ -5,18 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from workbench.engines.generation.endings import Ending, Endings, check_sequence, response_room
 from workbench.errors import BadInput
-from workbench.settings.engines import Sampling
+from workbench.settings.engines import Generation, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens made so far
-
-
-# What ended a response: the end-of-sequence token; a stop string or stop token; no room for more tokens.
-Ending = Literal["eos", "stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,11 @@ class GenerationEngine(ABC):
     """
 
     weights_version: int
+    _settings: Generation
+    _tokenizer: PreTrainedTokenizerBase
+    _end_ids: frozenset[int]
+    _vocab_size: int
 
-    @abstractmethod
     def generate(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -58,13 +61,37 @@ class GenerationEngine(ABC):
     ) -> Rollout:
         """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
 
-        room: most tokens of each response, where `sampling.max_new_tokens` is too many.
-        continued: the prompts go on from prompts and responses of the call before, whose computation may be used again.
+        room: most tokens of each response, where `sampling.max_new_tokens` is too many. continued: the prompts continue
+        prompts and responses of the call before, whose computation may be used again.
         """
+        self._require_weights()
+        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
+        ends = Endings(self._tokenizer, sampling, self._end_ids)
+        return self._generate(prompt_ids, sampling, seeds, progress, most, ends, continued=continued)
 
-    @abstractmethod
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
+        self._require_weights()
+        check_sequence(token_ids, self._settings, self._vocab_size)
+        return self._log_probs(token_ids)
+
+    @abstractmethod
+    def _generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None,
+        room: Sequence[int],
+        ends: Endings,
+        *,
+        continued: bool,
+    ) -> Rollout:
+        """`generate` with arguments that are checked. room: of each response."""
+
+    @abstractmethod
+    def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        """`log_probs` of tokens that are checked."""
 
     @abstractmethod
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.engines.generation.base import Ending
 from workbench.errors import BadInput
 from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What ended a response: the end-of-sequence token; a stop string or stop token; no room for more tokens.
+Ending = Literal["eos", "stop", "length"]
 
 
 def response_room(

@@ -21,14 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from workbench.engines.generation.base import Ending, GenerationEngine, Progress, Rollout
-from workbench.engines.generation.endings import (
-    Endings,
-    check_model_length,
-    check_sequence,
-    end_token_ids,
-    response_room,
-)
+from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.endings import Ending, Endings, check_model_length, end_token_ids
 from workbench.engines.generation.penalties import Penalties
 from workbench.engines.generation.row_sampler import RowSampler
 from workbench.engines.host_memory import HostMemory
@@ -69,27 +63,25 @@ class TransformersEngine(GenerationEngine):
         self._memory = HostMemory()
 
     @torch.no_grad()
-    def generate(
+    def _generate(
         self,
         prompt_ids: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
-        progress: Progress | None = None,
-        room: Sequence[int] | None = None,
+        progress: Progress | None,
+        room: Sequence[int],
+        ends: Endings,
         *,
-        continued: bool = False,
+        continued: bool,
     ) -> Rollout:
-        self._require_weights()
-        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
-        ends = Endings(self._tokenizer, sampling, self._end_ids)
         responses: dict[int, tuple[list[int], list[float], Ending]] = {}
         together = self._settings.rows_at_once(on_gpu=self._model.device.type == "cuda")
         for start in range(0, len(by_length), together):
             rows = by_length[start : start + together]
             watch = _RowEnds(
                 prompt_length=len(prompt_ids[rows[-1]]),
-                room=[most[row] for row in rows],
+                room=[room[row] for row in rows],
                 ends=ends,
                 progress=progress,
                 rows_before=start,
@@ -149,9 +141,7 @@ class TransformersEngine(GenerationEngine):
         ]
 
     @torch.no_grad()
-    def log_probs(self, token_ids: Sequence[int]) -> Tensor:
-        self._require_weights()
-        check_sequence(token_ids, self._settings, self._vocab_size)
+    def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         with self._autocast():
             logits = self._model(ids, use_cache=False).logits[0, :-1]

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
-from workbench.engines.generation.endings import (
-    Endings,
-    check_model_length,
-    check_sequence,
-    end_token_ids,
-    response_room,
-)
+from workbench.engines.generation.endings import Endings, check_model_length, end_token_ids
 from workbench.engines.generation.vllm_process import (
     computing_threads,
     default_group_spared,
@@ -91,37 +85,34 @@ class VllmEngine(GenerationEngine):
         self._copies: WeightCopies | None = None
         self._may_copy = settings.tensor_parallel_size == 1 and self._engine.apply_model(keeps_weights_as_loaded)[0]
 
-    def generate(
+    def _generate(
         self,
         prompt_ids: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
-        progress: Progress | None = None,
-        room: Sequence[int] | None = None,
+        progress: Progress | None,
+        room: Sequence[int],
+        ends: Endings,
         *,
-        continued: bool = False,
+        continued: bool,
     ) -> Rollout:
-        self._require_weights()
-        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         self._wake("kv_cache")
-        ends = Endings(self._tokenizer, sampling, self._end_ids)
-        rows = zip(seeds, most, strict=True)
+        rows = zip(seeds, room, strict=True)
         params = [sampling_params(sampling, ends.token_ids, seed, tokens) for seed, tokens in rows]
         with self._working(keep_prefixes=continued):
             return decode(self._engine, prompt_ids, params, ends, progress)
 
-    def log_probs(self, token_ids: Sequence[int]) -> Tensor:
+    def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
 
-        self._require_weights()
-        check_sequence(token_ids, self._settings, self._vocab_size)
         self._wake("kv_cache")
         with self._working():
             self._add(0, token_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
             outputs: list[Any] = []
             while not outputs or not outputs[-1].finished:
                 outputs += self._engine.step()
-        return torch.tensor(_sampled(token_ids[1:], outputs[-1].prompt_logprobs[1:]))
+        entries = outputs[-1].prompt_logprobs[1:]  # an entry may also hold the likeliest token
+        return torch.tensor([entry[token].logprob for token, entry in zip(token_ids[1:], entries, strict=True)])
 
     @torch.no_grad()
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
@@ -236,11 +227,6 @@ class VllmEngine(GenerationEngine):
             if not keep_prefixes:
                 self._engine.reset_prefix_cache()
             yield
-
-
-def _sampled(token_ids: Sequence[int], entries: Sequence[Any]) -> list[float]:
-    """The log-probability of each token; an entry may also hold the likeliest one."""
-    return [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
