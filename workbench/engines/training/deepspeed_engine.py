@@ -47,12 +47,12 @@ class DeepSpeedEngine(TrainingEngine):
     optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are
     accumulated and reduced in fp32.
 
-    `offload` moves storages and asks nothing of DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in
-    bfloat16, and at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
+    `offload` moves storages without DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in bfloat16, and
+    at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
 
-    torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
-    model_parallel: the ranks that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it
-    whole. Raises `MissingDependency` without deepspeed, `BadInput` without settings.
+    torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
+    that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole. Raises
+    `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
     _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once more than 1, for good
@@ -95,7 +95,7 @@ class DeepSpeedEngine(TrainingEngine):
 
     @staticmethod
     def _require_tensor_ranks(t: int) -> None:
-        """Raise `BadInput` where engines of this process are cut over another number of tensor ranks."""
+        """Raise `BadInput` where engines of this process have another number of tensor ranks."""
         known = DeepSpeedEngine._tensor_ranks
         if known not in (1, t):
             raise BadInput(
@@ -189,7 +189,7 @@ class DeepSpeedEngine(TrainingEngine):
         return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def _drop_gradients(self) -> None:
-        """Forget what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
+        """Drop what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
         optimizer = self._engine.optimizer
         optimizer.zero_grad(set_to_none=True)
         release_gradients(self.module)
@@ -224,13 +224,13 @@ class DeepSpeedEngine(TrainingEngine):
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Under the sharded optimizer, if there is one."""
+        """The Adam inside the sharded optimizer, or the optimizer itself."""
         adam: torch.optim.Optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         return adam
 
     @property
     def _stretches(self) -> list[Tensor]:
-        """What Adam's state is kept for: parameters, or this rank's stretches of many of them end to end."""
+        """The tensors for which Adam keeps state: parameters, or this rank's stretches of many of them end to end."""
         if self._stage == 3:  # which gives them to Adam one at a time
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
@@ -248,7 +248,7 @@ class DeepSpeedEngine(TrainingEngine):
                     yield names[name], part.detach()
 
     def _part(self, kind: StateKind, parameter: Any) -> Tensor | None:
-        """What this rank holds of it, live; None: nothing."""
+        """This rank's part of a parameter's state, live; None: nothing."""
         if self._stage == 3:
             return self._part_of_stage_3(kind, parameter)
         if kind == "weights" or (kind == "parameters" and not self._sharded_bf16):
@@ -347,7 +347,7 @@ def _forget_stale_groups() -> None:
 
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:
-    """All tensors in those attributes of `owner` that exist, which are tensors or nested lists and dicts of them."""
+    """All tensors in those of these attributes of `owner` that exist: tensors or nested lists and dicts of them."""
     waiting = [getattr(owner, name, None) for name in names]
     tensors = []
     while waiting:

@@ -48,7 +48,7 @@ class ShardedEngine(TrainingEngine):
         return next(iter(self._shard.held.values())).dtype
 
     def _on_two_stages(self) -> list[Weight]:
-        """The weights of this stage that another one holds too: a tied embedding."""
+        """The weights of this stage that another stage holds too: a tied embedding."""
         weights, p = self._shard.weights, self._groups.layout.p
         return [w for w in weights.of_stage(self._groups.pipeline.rank, p) if len(weights.stages(w, p)) > 1]
 
@@ -70,8 +70,8 @@ class ShardedEngine(TrainingEngine):
 
     @torch.no_grad()
     def _whole(self, weight: Weight, held: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole of what each rank holds a part of, on all of them: gathered in the tensor group of the first stage
-        that has it, then given to the other stages."""
+        """The whole weight on all ranks, from each rank's part: gathered in the tensor group of the first stage that
+        has it, then broadcast to the other stages."""
         groups, t = self._groups, self._groups.layout.t
         source = self._shard.weights.stages(weight, groups.layout.p)[0]
         whole = torch.empty(weight.shape, dtype=dtype, device=self._device)

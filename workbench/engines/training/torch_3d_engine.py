@@ -20,7 +20,7 @@ from workbench.settings.engines import Training
 
 
 class Torch3DEngine(ShardedEngine, TorchEngine):
-    """Each replica's model is cut over p pipeline stages of t tensor ranks, see `shard_model`; all its ranks are given
+    """Each replica's model is sharded over p pipeline stages of t tensor ranks, see `shard_model`; all its ranks get
     the same rows.
 
     `forward` gives the output on the last stage, and zeros in its shape on the others. Weights that all tensor ranks
