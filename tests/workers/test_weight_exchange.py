@@ -275,8 +275,8 @@ def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:
     live[0][1].add_(1)
     here = Published(key="k", hosts=("train-0",), layout=Layout())
     intake = WeightIntake(plan_of_taking(load_config(MODELS[0]), "float32", Layout(), Layout()), 0, exchange)
-    name, _, part = next(intake.slices(here))
-    assert (name, torch.equal(part, before)) == (live[0][0], True)
+    name, whole = next(intake.weights(here, torch.device("cpu")))
+    assert (name, torch.equal(whole, before)) == (live[0][0], True)
     assert exchange.contents(here).version == 3
     exchange.release(["k", "another"])
     assert exchange.held_bytes == 0

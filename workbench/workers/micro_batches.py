@@ -235,17 +235,15 @@ def _sequences(
 class Scatter:
     """Collects the numbers of micro-batches back into one ragged column in the shard's row order."""
 
-    def __init__(self, like: Ragged, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, like: Ragged) -> None:
         self._like = like
-        self._values = torch.zeros(len(like.values), dtype=dtype)
+        self._values = torch.zeros(len(like.values))
         self._starts = torch.cumsum(like.lengths, 0) - like.lengths
 
     def put(self, batch: MicroBatch, values_N: Tensor) -> None:
         if batch.weight:
             rows = torch.tensor(batch.index)[batch.response_rows.cpu()]
-            self._values[self._starts[rows] + batch.response_times.cpu()] = (
-                values_N.detach().cpu().to(self._values.dtype)
-            )
+            self._values[self._starts[rows] + batch.response_times.cpu()] = values_N.detach().cpu().float()
 
     def column(self) -> Ragged:
         return self._like.like(self._values)

@@ -69,13 +69,6 @@ class WeightIntake:
             for weight in layer.weights:
                 yield weight.name, matrices.pop(weight.name).view(weight.shape)
 
-    def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank needs, as it arrives: a weight's name, a box of it, and that box's elements [rows, columns],
-        for reading only."""
-        for _, buckets in self._pulled(published):
-            for bucket in buckets:
-                yield from self._as_sent(bucket)
-
     @torch.no_grad()
     def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
         """Write what this rank needs into its live tensors. held: by name a tensor, and which elements of the weight it

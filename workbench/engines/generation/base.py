@@ -23,8 +23,8 @@ Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens mad
 class Rollout:
     """Responses in the order of the prompts; `log_probs[i][t]` belongs to `response_ids[i][t]` (see `Sampling`).
 
-    What ended a response, the end-of-sequence token or a stop, is its last part. `endings[i]` is "length" for a
-    response cut at max_new_tokens (or at the model's longest sequence).
+    The end-of-sequence token or stop that ended a response is its last part. `endings[i]` is "length" for a response
+    cut at max_new_tokens (or at the model's longest sequence).
     """
 
     response_ids: list[list[int]]
@@ -39,8 +39,7 @@ class Rollout:
 class GenerationEngine(ABC):
     """Draws responses from the newest weights it was given.
 
-    weights_version: what `update_weights` said last; -1 after one that failed, and after `sleep`, until the next
-    succeeds.
+    weights_version: of the last `update_weights`; -1 after one that failed, and after `sleep`, until the next succeeds.
     """
 
     weights_version: int
@@ -97,27 +96,27 @@ class GenerationEngine(ABC):
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Take new weights (transformers' names) in place, drop stale caches, return bytes taken.
 
-        Each in the shape of the whole weight. A rank of a tensor group reads its own slices of it and nothing else: the
-        rest may be memory that was never written.
-        After an error, that of the iterator included, weights are mixed; a whole update mends them.
+        Each in the shape of the whole weight. A rank of a tensor group reads only its own slices of it: the rest may be
+        uninitialised memory. After an error, that of the iterator included, weights are mixed; a complete update
+        repairs them.
         """
 
     def readable_weights(self) -> Mapping[str, Tensor]:
-        """Those weights that can be read where they lie, live, by transformers' names: not what an engine has fused,
+        """The weights that can be read in place, live, by transformers' names: not those that an engine has fused,
         packed or cut. A vocabulary matrix may have rows of padding at its end."""
         return {}
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether its weights were freed by `sleep`, and no `update_weights` came since."""
+        """Whether `sleep` freed its weights, and no `update_weights` came since."""
         return False
 
     def sleep(self) -> int:
-        """Lend the device's memory to others: free weights and key-value cache, without a copy of either; bytes freed.
+        """Free weights and key-value cache on the device, without a copy of either; bytes freed.
 
-        A sync brings every weight anew, and what was cached for other weights is of no use: so nothing is kept.
-        `update_weights` makes room for the weights again, what generates or scores for the cache. An engine that has
-        nothing of its own to free, or cannot, goes on as before: 0.
+        The next sync brings every weight, and a cache of other weights is useless. `update_weights` allocates the
+        weights again, generating or scoring the cache. An engine that has nothing of its own to free, or cannot,
+        returns 0.
         """
         return 0
 
@@ -125,7 +124,7 @@ class GenerationEngine(ABC):
         if self.lacks_weights:
             raise BadInput(
                 "a generation engine that sleeps",
-                "its weights were freed, to lend the memory of its device to a trainer",
+                "its weights were freed, for the trainer to use the memory of the device",
                 "give it weights first; an operation of your own that generates is registered with generates=True",
             )
 
@@ -135,4 +134,4 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine; the process's own process groups live on."""
+        """Free the engine; the process groups of the process stay."""

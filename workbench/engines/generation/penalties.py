@@ -1,7 +1,7 @@
-"""Changes of logits that depend on the tokens so far, as vLLM makes them, for transformers.
+"""Penalties on logits that depend on the tokens so far, as vLLM computes them, for transformers.
 
-transformers' own repetition penalty also counts the padding to the left of a prompt, so that a response would depend
-on the other rows of its batch; penalties for presence and frequency it does not have.
+transformers' own repetition penalty also counts the padding to the left of a prompt, so that a response would depend on
+the other rows of its batch; it has no penalties for presence and frequency.
 
 Shapes: B rows, T positions so far, V vocabulary.
 """

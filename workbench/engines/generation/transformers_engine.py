@@ -38,10 +38,10 @@ WEIGHTS = "generation weights"
 class TransformersEngine(GenerationEngine):
     """Decodes up to `settings.rows_at_once()` rows at a time with a dynamic key-value cache.
 
-    model: in evaluation mode. With `owns_model=False` it is the trainer's live module: every new weight is there
-        already, and `update_weights` moves nothing: the trainer's parameters must be on the device. With
-        `owns_model=True` it is a copy, and weights are copied in.
-    autocast_dtype: compute in this type under autocast, for a module whose parameters are fp32.
+    model: in evaluation mode. With `owns_model=False` it is the trainer's live module, which has every new weight
+    already: `update_weights` moves nothing, and the trainer's parameters must be on the device. With `owns_model=True`
+    it is a copy, and weights are copied in. autocast_dtype: compute in this type under autocast, for a module whose
+    parameters are fp32.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class TransformersEngine(GenerationEngine):
         self.weights_version = -1  # until every weight is there
         if self._owns_model:
             self._memory.give_back([WEIGHTS])
-            # One entry a tensor: tied weights answer to every name they have, and need only one of them.
+            # One entry a tensor: tied weights have several names, and need only one of them.
             mine = dict(self._model.named_parameters(remove_duplicate=False))
             missing = {id(parameter): name for name, parameter in mine.items()}
             for name, weight in named_weights:
@@ -205,7 +205,7 @@ class TransformersEngine(GenerationEngine):
 
 
 def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[int]) -> LogitsProcessorList:
-    """What makes the distribution that `Sampling` describes of the logits, in its order, which is vLLM's."""
+    """Processors that turn logits into the distribution of `Sampling`, in vLLM's order."""
     processors, width = LogitsProcessorList(), prompt_mask_BT.shape[1]
     if sampling.logit_bias:
         biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
@@ -232,7 +232,7 @@ def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[i
 
 
 class _RowEnds(StoppingCriteria):
-    """Notes where each row ends, lets the batch stop once all have, and reports progress between steps."""
+    """Finds where each row ends, stops the batch when all have, and reports progress between steps."""
 
     def __init__(
         self,

@@ -36,12 +36,12 @@ class VllmEngine(GenerationEngine):
     Every rank of a tensor group must make the same calls with the same arguments. A process without a default group
     gets one of world size 1. One engine a process at a time: `close()` it before making another.
 
-    model_path: folder with config, weights and tokenizer.  dtype: of weights and cache.
-    settings.tensor_parallel_size: ranks of a tensor group; it must divide the ranks of the default group.
-    threads: computing threads on a CPU host while the engine works (None: as the process has them).
-    sleeps: whether it will be sent to `sleep`, for which vLLM allocates weights and cache in a pool of their own.
-    cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free of `settings.gpu_memory_fraction`.
-    Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that vLLM refuses.
+    model_path: folder with config, weights and tokenizer. dtype: of weights and cache. settings.tensor_parallel_size:
+    ranks of a tensor group; it must divide the ranks of the default group. threads: computing threads on a CPU host
+    while the engine works (None: those of the process). sleeps: whether `sleep` will be used, for which vLLM allocates
+    weights and cache in a pool of their own. cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free
+    of `settings.gpu_memory_fraction`. Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that
+    vLLM refuses.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class VllmEngine(GenerationEngine):
         else:
             self._end_ids = end_token_ids(config.get_text_config(), self._tokenizer)
         self.weights_version = 0
-        # idle: nothing was asked of it since it was last sent to sleep, or on a CPU since it started
+        # idle: it was not used since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
         starting = span("start", note="starting vLLM")
@@ -138,7 +138,7 @@ class VllmEngine(GenerationEngine):
         return taken
 
     def _load_again(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """vLLM's own way to new weights; the first time also the one to find a shorter one, see `WeightCopies`."""
+        """vLLM's own reload; the first time it is also used to find a faster way, see `WeightCopies`."""
         shapes, sums = dict[str, torch.Size](), dict[str, Tensor]()
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -150,14 +150,14 @@ class VllmEngine(GenerationEngine):
         try:
             self._reload(noted())
         except BaseException:
-            # vLLM holds the weights of unfinished layers back, and would count them to the next reload's.
+            # vLLM keeps the weights of unfinished layers, and would add them to the next reload's.
             self._reload(iter(()))
             raise
         self._engine.apply_model(_refresh_tied_head)
         if self._may_copy:
             self._may_copy = False
             (copies,) = self._engine.apply_model(lambda model: WeightCopies.recorded(model, shapes))
-            # what vLLM has loaded lies where the copies would have put it
+            # the weights that vLLM has loaded are where the copies would put them
             if copies is not None and copies.holds(sums):
                 self._copies = copies
 
@@ -181,7 +181,7 @@ class VllmEngine(GenerationEngine):
         return "weights" in self._asleep
 
     def sleep(self) -> int:
-        """See the base class. On a CPU vLLM has no sleep mode: then a span says that it stays."""
+        """See the base class. vLLM has no sleep mode on a CPU: then a span says so."""
         if self._idle:
             return 0
         self._idle = True
@@ -196,7 +196,7 @@ class VllmEngine(GenerationEngine):
         return freed
 
     def _wake(self, part: str) -> None:
-        """Make room on the device for a part that was freed."""
+        """Allocate a part that was freed."""
         self._idle = False
         if part in self._asleep:
             with span("load", note=f"room for generation {part}"):
@@ -218,8 +218,8 @@ class VllmEngine(GenerationEngine):
 
     @contextmanager
     def _working(self, *, keep_prefixes: bool = False) -> Iterator[None]:
-        """While vLLM computes. The prefix cache starts empty, as a result may not depend on what was asked before, but
-        for later turns of the same conversations."""
+        """While vLLM computes. The prefix cache starts empty, as a result must not depend on earlier calls, except for
+        later turns of the same conversations."""
         # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
@@ -232,9 +232,9 @@ class VllmEngine(GenerationEngine):
 def _refresh_tied_head(model: nn.Module) -> None:
     """Pack the head's new weights where it shares them with the embeddings.
 
-    On CPU vLLM multiplies by a packed copy of each weight, made after loading. A reload packs again only the layers
-    to which a weight was loaded by name; the shared tensor goes by the embeddings' name, and the head would keep
-    multiplying by the copy of the old one. On a GPU nothing is packed and this does nothing.
+    On CPU vLLM multiplies by a packed copy of each weight, made after loading. A reload packs only the layers whose
+    weights were loaded by name; the shared tensor is loaded under the embeddings' name, and the head would keep the
+    packed copy of the old one. On a GPU nothing is packed and this does nothing.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -246,13 +246,13 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 
 def _readable(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that vLLM keeps under transformers' names; one that was packed is left as an empty tensor."""
+    """The weights that vLLM has under transformers' names; a packed one is left as an empty tensor."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.detach() for name, parameter in named if parameter.numel()}
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of this rank's weights. Packed copies, which torch does not see, are as big as what they were made from."""
+    """Bytes of this rank's weights. Packed copies, which torch does not see, are as big as their sources."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     plain = sum(parameter.nbytes for parameter in model.parameters())

@@ -163,7 +163,7 @@ class TrainingEngine(ABC):
             held = dict(self.held_state(kind))
             if held.keys() != saved.keys():
                 raise BadInput(
-                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} trains {len(held)} others"
+                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} trains others: {len(held)}"
                 )
             for name, tensor in held.items():
                 tensor.copy_(saved[name])

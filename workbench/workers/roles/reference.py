@@ -17,7 +17,6 @@ from workbench.messages.shards import Shard
 from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
-from workbench.resharding.views import view_of
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
@@ -109,9 +108,7 @@ class ReferenceWorker(ModelWorker, ReferencePolicy):
         module: Any = self.engine.module
         config, rank = module.get_backbone().config, self.context.communicator.rank
         plan = plan_of_taking(config, str(self.spec.dtype), published.layout, self.context.layout)
-        shards = {weight.name: plan.destination.shard(weight, plan.destination.ranks[rank]) for weight in plan.weights}
-        live = dict(self.engine.local_weights())
-        for name, box, part in WeightIntake(plan, rank, self.context.exchange).slices(published):
-            shard = shards[name]
-            assert shard is not None
-            view_of(live[name], shard, box).copy_(part)
+        me, live = plan.destination.ranks[rank], dict(self.engine.local_weights())
+        shards = {weight.name: plan.destination.shard(weight, me) for weight in plan.weights}
+        held = {name: (live[name], shard) for name, shard in shards.items() if shard is not None}
+        WeightIntake(plan, rank, self.context.exchange).place(published, held)
