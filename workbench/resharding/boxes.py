@@ -41,7 +41,7 @@ def _outside(box: Box, cut: Box) -> Boxes:
 
 
 def rows_of(boxes: Boxes, start: int, stop: int) -> Boxes:
-    """Rows [start, stop) of boxes of equal columns, laid one below the other."""
+    """Rows [start, stop) of boxes of equal columns, one below the other."""
     found, above = [], 0
     for r0, r1, c0, c1 in boxes:
         low, high = max(start - above, 0), min(stop - above, r1 - r0)
