@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained by its rollouts."""
+"""The actor: the policy that is trained on its rollouts."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
 
 
 class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
-    """A causal language model with an optimizer and, in the same process, a generation engine (but where the placement
-    has a pool for the role `rollout`, whose workers have it then).
+    """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
+    a pool for the role `rollout`, whose workers then have it).
 
-    With an adapter only that is trained: the engine gets the sum of model and adapter, and `compute_ref_log_prob` is
-    that of the model alone.
+    With an adapter only the adapter is trained: the engine gets the sum of model and adapter, and
+    `compute_ref_log_prob` is that of the model alone.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:

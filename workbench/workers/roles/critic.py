@@ -128,7 +128,7 @@ class CriticWorker(TrainedWorker):
 
 
 class CostCriticWorker(CriticWorker):
-    """The second critic of Safe-RLHF, of the cost to come: a model, an optimizer and a place of its own."""
+    """The second critic of Safe-RLHF, of future costs: a model, an optimizer and a place of its own."""
 
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]

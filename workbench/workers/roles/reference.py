@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that the actor is kept near."""
+"""The reference: the frozen policy near which the actor is kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workbench.workers.worker import Context, Worker
 
 
 class ReferencePolicy(Worker):
-    """The operations of a reference, on the engine of a worker that has a policy whose weights do not change."""
+    """The operations of a reference, for a worker with a policy whose weights do not change."""
 
     engine: TrainingEngine
     padded: bool
@@ -73,7 +73,7 @@ class ReferencePolicy(Worker):
 
 
 class ReferenceWorker(ModelWorker, ReferencePolicy):
-    """A causal language model whose weights change only when it takes over the actor's, see `take_weights`."""
+    """A causal language model whose weights change only by `take_weights`."""
 
     engine: TrainingEngine
 
@@ -94,7 +94,7 @@ class ReferenceWorker(ModelWorker, ReferencePolicy):
     @register(ONE_TO_ALL)
     @torch.no_grad()
     def take_weights(self, published: Published) -> None:
-        """Take over the weights that the actor has published: each rank what it holds of them.
+        """Take the weights that the actor has published: each rank its own part.
 
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """

@@ -285,7 +285,7 @@ class CostWorker(RewardWorker):
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
     ) -> Output:
-        """ColumnValues `costs`, as `compute_reward` makes `rewards`."""
+        """Column `costs`, as `compute_reward` makes `rewards`."""
         return self._score(batch, "costs", function, concurrency, call_timeout_s)
 
     @_on_pairs(writes=("chosen_costs", "rejected_costs"))

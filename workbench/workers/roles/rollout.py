@@ -1,4 +1,4 @@
-"""Rollout workers: the actor's generation engine in a pool of its own, and weights that come from the actor's hosts."""
+"""Rollout workers: the actor's generation engine in a pool of its own, with weights from the actor's hosts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DELEGATED = ("generate_sequences", "sync_weights", "check_sync", "compare_weight
 
 
 def rollout_layout(spec: Model, ranks: int) -> Layout:
-    """How the weights lie on the ranks of a rollout pool: whole, or cut over each tensor group of the engine."""
+    """The layout of the weights on the ranks of a rollout pool: whole, or cut over each tensor group of the engine."""
     assert spec.generation is not None
     size = spec.generation.tensor_parallel_size
     return Layout(t=size, d=ranks // size)
@@ -45,8 +45,8 @@ def plan_of_rollout(spec: Model, publisher: Layout, taker: Layout) -> Reshard:
 
 
 class RolloutWorker(SamplingWorker):
-    """A generation engine and no trainer. It starts with the weights that the actor starts with, and changes them when
-    the actor's are taken (`receive_weights`).
+    """A generation engine without a trainer. It starts with the actor's first weights, and changes them by
+    `receive_weights`.
 
     Each rank receives the slices that it generates with, each element once, a layer at a time.
     """
@@ -83,8 +83,8 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL)
     def receive_weights(self, published: Published) -> None:
-        """Take over the weights that the actor has published: what `sync_weights` does where it is needed. On an error
-        no rank has weights to generate with, until the next one succeeds."""
+        """Take the weights that the actor has published, as part of `sync_weights`. After an error no rank has weights
+        to generate with, until the next call succeeds."""
         assert self.spec.generation is not None
         communicator, found = self.context.communicator, list[Contents]()
 
@@ -120,7 +120,7 @@ class RolloutWorker(SamplingWorker):
         self._unreported, self._moved = metrics, False
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
-        """Note the checksums of what arrived; `SyncError` where they are not those of what was sent."""
+        """Record the checksums of what arrived; `SyncError` where they are not those of what was sent."""
         assert self.spec.generation is not None
         if not self.spec.generation.check_sync:
             return
@@ -131,7 +131,7 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
-        """Give the rollout workers the actor's weights now, if they lack them; what that took, by rank.
+        """Give the rollout workers the actor's weights now, if they lack them; the sync's figures, by rank.
 
         Gives `sync_gap/mean`, the gap on the probe in nats, and `sync/received_bytes`, of all ranks together. strategy:
         only for an actor that generates on its own ranks.
@@ -147,14 +147,14 @@ class RolloutWorker(SamplingWorker):
     @register(ONE_TO_ALL)
     def check_sync(self, *, published: Published | None = None) -> float:
         """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens, with the
-        weights that both have now. published: the controller says it."""
+        current weights of both. published: filled in by the controller."""
         assert published is not None
         return probe_gap(self._trainer_weights(published), self.generator)
 
     @register(ONE_TO_ALL)
     def compare_weights(self, *, published: Published | None = None) -> EngineWeights:
-        """The weights of the generation engine against the trainer's, after a sync if one is due. published: the
-        controller says it."""
+        """Compare the weights of the generation engine with the trainer's, after a sync if one is due. published:
+        filled in by the controller."""
         assert published is not None
         return compare_weights(self._trainer_weights(published), self.generator)
 
@@ -174,7 +174,7 @@ class RolloutWorker(SamplingWorker):
         )
 
     def _intake(self, publisher: Layout, mine: Layout) -> WeightIntake:
-        """What this rank takes of an actor in a layout, to hold as `mine` says."""
+        """What this rank takes from an actor in a layout, to hold in the layout `mine`."""
         if (publisher, mine) not in self._intakes:
             assert self.spec.generation is not None
             plan = plan_of_rollout(self.spec, publisher, mine)

@@ -50,7 +50,7 @@ LIKELY_NATS = 5.0
 
 
 def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
-    """Largest mean gap in nats that is rounding, on tokens to which the trainer gives these log-probabilities."""
+    """Largest mean gap in nats that is rounding, on tokens with these log-probabilities by the trainer."""
     return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
 
 
@@ -73,7 +73,7 @@ def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class SamplingWorker(Worker):
-    """A worker with a generation engine, whose weights are those of an actor: here, or in another pool."""
+    """A worker with a generation engine, whose weights are those of an actor: its own, or one in another pool."""
 
     generator: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
@@ -113,12 +113,12 @@ class SamplingWorker(Worker):
             self.generator.close()
 
     def before_rollouts(self) -> Metrics:
-        """See to it that the engine has the weights to sample with; what that took. Every rank calls it."""
+        """Sync the engine's weights if they are outdated; metrics of that. Every rank calls it."""
         raise NotImplementedError
 
     def trained(self) -> tuple[int, int]:
-        """Of the trainer's weights, as far as is known here: optimizer steps that they have seen, and how often they
-        were put back to an earlier state."""
+        """Of the trainer's weights, as far as known here: their optimizer steps, and how often they were put back to an
+        earlier state."""
         raise NotImplementedError
 
     def ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:
@@ -220,7 +220,7 @@ class SamplingWorker(Worker):
     def _converse(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
     ) -> list[Conversation]:
-        """The conversations of all ranks that generate as one; each rank runs the environments of its own rows, or of a
+        """The conversations of all ranks of a tensor group; each rank runs the environments of its own rows, or of a
         share of the rows that they all have."""
         size, communicator = self._tensor_ranks, self.context.communicator
         here = slice(0, len(batch))
@@ -278,13 +278,13 @@ class SamplingWorker(Worker):
         return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
 
     def _progress(self, done: int, total: int, tokens: int) -> None:
-        """Said between tokens, where the stage can be left."""
+        """Called between tokens, where the stage can be stopped."""
         self.context.progress(done, total, tokens)
         self.context.stopping.point()
 
     def _in_step(self, conversing: bool) -> tuple[int, ...]:
-        """The ranks that pass stopping points in step with this one: those that generate with it as one; where they
-        converse with environments, which all ranks of the pool do turn by turn, all of them."""
+        """The ranks that pass stopping points in step with this one: its tensor group; or the whole pool where tensor
+        groups converse with environments turn by turn."""
         size, rank = self._tensor_ranks, self.context.communicator.rank
         if conversing and size > 1:
             return tuple(range(self.context.communicator.world_size))
@@ -296,7 +296,7 @@ class SamplingWorker(Worker):
         return self.spec.generation.tensor_parallel_size
 
     def _counts_rows(self) -> bool:
-        """Whether what this rank generates counts: where a tensor group has the same rows, the first rank's does."""
+        """Whether this rank's responses count: where a tensor group has the same rows, those of its first rank do."""
         return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
 
     def require_small(

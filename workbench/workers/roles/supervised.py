@@ -1,4 +1,4 @@
-"""What the actor learns from texts and from pairs: fine-tuning, preferences, a pretraining loss."""
+"""What the actor learns from texts and pairs: fine-tuning, preferences, a pretraining loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _check_dpo(arguments: Mapping[str, Any]) -> None:
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
-    """Documents as rows whose prompt is the first token and whose response is all that follows."""
+    """Documents as rows: the prompt is the first token, the response all others."""
     rows = documents.rows()
     rest = Ragged.of([row[1:].tolist() for row in rows], torch.int64)
     first = Ragged.of([row[:1].tolist() for row in rows], torch.int64)
@@ -150,7 +150,7 @@ class SupervisedWorker(TrainedWorker):
         return self.update(term, epochs=epochs)
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
-        """The language-model loss on `pretrain_ids`, as a part of another update."""
+        """The language-model loss on `pretrain_ids`, as a term of another update."""
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
         mask = texts.ragged("response_mask")
 

@@ -68,9 +68,10 @@ class TrainedWorker(ModelWorker):
         arguments: Mapping[str, Any],
         micro_batch_tokens: int | None = None,
     ) -> GradientReport:
-        """What one of this role's updates would hand to its optimizer, as each rank sees it; no step is taken.
+        """The gradient that one of this role's updates would pass to its optimizer, as each rank sees it; no step is
+        taken.
 
-        update, arguments: the operation and what it is called with. columns: those of the batch that it reads.
+        update, arguments: the operation and its arguments. columns: those of the batch that it reads.
         micro_batch_tokens: in place of the setting's.
         """
         engine, budget = self.engine, self.budget
