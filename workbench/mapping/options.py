@@ -1,4 +1,4 @@
-"""The layouts that a role can have on a number of devices, with what each costs and holds (HybridFlow, algorithm 2)."""
+"""The layouts that a role can have on a number of devices, with their costs and memory (HybridFlow, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RoleOptions:
         return any(call.kind == "generate" for call in self.calls)
 
     def on(self, devices: int) -> tuple[Option, ...]:
-        """The options on so many devices that no other is at least as good as in time and memory."""
+        """The options on so many devices, without those that another one matches or beats in time and memory."""
         if devices not in self._found:
             self._found[devices] = _best(list(self._options(devices)))
         return self._found[devices]
@@ -96,7 +96,7 @@ class RoleOptions:
                         yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own))
 
     def as_given(self, layout: Layout, t_g: int) -> Option:
-        """A layout that was chosen by somebody, whether it fits or not."""
+        """The option of a given layout, whether it fits or not."""
         held = self._held(layout)
         if held is None:
             self._alone.weights.check(layout.p, layout.t)
@@ -116,7 +116,7 @@ class RoleOptions:
         return replace(option, seconds=(first, second, third))
 
     def calls_of(self, option: Option, cache_bytes: int | None = None) -> tuple[CallPlan, ...]:
-        """The role's calls under an option, with what its weights need before them. cache_bytes: of a device, for
+        """The role's calls under an option, and the moves of weights before them. cache_bytes: of a device, for
         generation; None: without it."""
         found, layout, model = [], option.layout, self.model
 
@@ -220,7 +220,7 @@ class RoleOptions:
         return math.ceil(self.shape.elements * self.shape.role.frozen_bytes / t_g)
 
     def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of all its generations, for each of several sizes of a device's cache; infinite where no row fits."""
+        """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
         waves, found = self._waves(devices, t_g, cache_bytes), np.full(len(cache_bytes), np.inf)
         for wave in np.unique(waves[waves > 0]):
             found[waves == wave] = self._generation(devices, t_g, int(wave))

@@ -1,4 +1,4 @@
-"""What of a model decides how long it computes: products, keys and values, layers; from its config, no weights read."""
+"""The figures of a model that decide how long it computes: products, keys and values, layers; from its config."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def config_of(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
 
 
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:
-    """What is placed: each role's model as a preset, a name, a folder, a config, or a `RoleModel` as it is; a role
-    whose model is None is a function and is left out."""
+    """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
+    model is None is a function and is left out."""
     found = {}
     for role, model in models.items():
         if model is None:

@@ -1,4 +1,4 @@
-"""The timeline that a plan predicts: its calls, each as soon as its inputs are there and its devices are free."""
+"""The timeline that a plan predicts: each call begins as soon as its inputs exist and its devices are free."""
 
 from __future__ import annotations
 
