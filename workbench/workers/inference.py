@@ -21,50 +21,39 @@ LOG_PROB_TEMPERATURE = "log_prob_temperature"
 
 
 def each_response_token(
-    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget | int, context: Context, *,
-    padded: bool = False,
-) -> Ragged:  # fmt: skip
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context
+) -> Ragged:
     """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order.
 
-    budget: most tokens of a micro-batch; a `TokenBudget` may shrink during the pass. padded: see `cut`.
+    budget: of tokens of a micro-batch; it may shrink during the pass.
     """
     scatter = Scatter(shard.ragged("response_ids"))
-    for micro, values_N in _passes(shard, forward, budget, context, padded=padded):
+    for micro, values_N in _passes(shard, forward, budget, context):
         scatter.put(micro, values_N)
     return scatter.column()
 
 
 def each_row(
-    shard: Shard,
-    forward: Callable[[MicroBatch], Tensor],
-    budget: TokenBudget | int,
-    context: Context,
-    *,
-    padded: bool = False,
-    together: int = 1,
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context, *, together: int = 1
 ) -> Tensor:
     """`forward(micro_batch)` -> [B], without gradients, as one fp32 tensor [rows] in the shard's row order.
 
-    budget: as in `each_response_token`. padded: see `cut`. together: as in `micro_batches`.
+    budget: as in `each_response_token`. together: as in `micro_batches`.
     """
     out = torch.zeros(len(shard))
-    for micro, values_B in _passes(shard, forward, budget, context, padded=padded, together=together):
+    for micro, values_B in _passes(shard, forward, budget, context, together):
         if micro.weight:
             out[micro.index] = values_B.float().cpu()
     return out
 
 
 def _passes(
-    shard: Shard,
-    forward: Callable[[MicroBatch], Tensor],
-    budget: TokenBudget | int,
-    context: Context,
-    *,
-    padded: bool,
-    together: int = 1,
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context, together: int = 1
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
-    groups, most = context.groups, budget if isinstance(budget, int) else budget.tokens
-    minibatches = each_minibatch(shard, most, groups.data, context.device, padded=padded, together=together)
+    groups = context.groups
+    minibatches = each_minibatch(
+        shard, budget.tokens, groups.data, context.device, padded=budget.padded, together=together
+    )
     micros = [micro for minibatch in minibatches for micro in minibatch]
     done_tokens = 0
     for done, micro in enumerate(micros):
@@ -77,8 +66,6 @@ def _passes(
                 values = forward(micro)
                 counted.bytes = groups.moved_bytes - before
         except torch.OutOfMemoryError as error:
-            if isinstance(budget, int):
-                raise
             budget.halve(error)
             break
         yield micro, values
@@ -86,7 +73,7 @@ def _passes(
     else:
         return
     # from the start, so that all rows are cut alike, as in an update
-    yield from _passes(shard, forward, budget, context, padded=padded, together=together)
+    yield from _passes(shard, forward, budget, context, together)
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:

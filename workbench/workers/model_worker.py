@@ -27,18 +27,17 @@ from workbench.workers.worker import Worker
 class ModelWorker(Worker):
     """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it.
 
-    padded: whether its sequences are padded, see `PackedModule`. budget: most tokens of its micro-batches.
+    budget: of tokens of its micro-batches.
     """
 
     engine: TrainingEngine | None = None
     budget: TokenBudget
-    padded = False
 
     def hold(self, module: PackedModule, *, trained: bool) -> None:
         """Put a model into an engine of its own, with an optimizer where it is trained."""
         spec, context = self.spec, self.context
         assert spec.training is not None and spec.dtype is not None
-        self._sequences, self.padded = module.describe(), module.padded_because is not None
+        self._sequences = module.describe()
         if spec.training.compile:
             compile_layers(module)
         settings, dtype = spec.training if trained else None, getattr(torch, spec.dtype)
@@ -57,7 +56,6 @@ class ModelWorker(Worker):
             engine=self.engine,
             budget=self.budget,
             context=self.context,
-            padded=self.padded,
             terms=terms,
             epochs=epochs,
             rate_scales=rate_scales,

@@ -32,7 +32,7 @@ class TokenBudget:
     placement on the same device gives the same numbers on every run. All ranks of the pool ask first at the same time,
     and take the smallest answer.
 
-    measure, device_bytes: of the GPU; None: asked of its allocator.
+    measure, device_bytes: of the GPU; None: asked of its allocator. padded: whether micro-batches are padded.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class TokenBudget:
     ) -> None:
         self._context, self._engine, self._module, self._trained = context, engine, module, trained
         self._measure, self._device_bytes = measure or _measured_on_gpu(context.recorder), device_bytes
+        self.padded = module.padded_because is not None
         self.notes: list[str] = []
         self.automatic = given is None and context.room is not None
         self.known = None if self.automatic else given or AUTOMATIC_TOKENS["cpu"]

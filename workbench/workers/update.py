@@ -89,7 +89,7 @@ class StepMetrics:
 class Update:
     """The optimizer steps of one call, on the sum of `terms`.
 
-    rate_scales: a factor of the learning rate for each minibatch, equal on all ranks; empty: all 1. padded: see `cut`.
+    rate_scales: a factor of the learning rate for each minibatch, equal on all ranks; empty: all 1.
 
     The token losses of a term are aggregated with the denominator of its whole minibatch, over all replicas and
     micro-batches. On a pipeline the metrics of losses are on its last stage. `Output.notes` names the steps that the
@@ -100,7 +100,6 @@ class Update:
     engine: TrainingEngine
     budget: TokenBudget
     context: Context
-    padded: bool
     terms: Sequence[Term]
     epochs: int
     rate_scales: Sequence[float] = ()
@@ -143,9 +142,12 @@ class Update:
 
     def _cut_minibatches(self) -> None:
         """The micro-batches of each term, for each minibatch, by the budget as it is now."""
-        data, device, tokens = self.context.groups.data, self.context.device, self.budget.tokens
+        data, device, budget = self.context.groups.data, self.context.device, self.budget
+        tokens = budget.tokens
         of_terms = (
-            each_minibatch(term.shard, tokens, data, device, padded=self.padded, skip=term.skip, together=term.together)
+            each_minibatch(
+                term.shard, tokens, data, device, padded=budget.padded, skip=term.skip, together=term.together
+            )
             for term in self.terms
         )
         self._minibatches = list(zip(*of_terms, strict=True))

@@ -144,7 +144,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
             entropies.put(micro, entropy_N)
             return log_probs_N
 
-        column = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
+        column = each_response_token(batch, forward, self.budget, self.context)
         metrics: Metrics = {
             "old_log_prob/mean": mean_of(column, batch),
             "entropy": mean_of(entropies.column(), batch),

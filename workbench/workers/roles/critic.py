@@ -87,7 +87,7 @@ class CriticWorker(TrainedWorker):
                 final_B[micro.index] = both[len(before_N) :].float().cpu()
             return both[: len(before_N)]
 
-        values = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
+        values = each_response_token(batch, forward, self.budget, self.context)
         columns: Table = {column: values}
         if final:
             columns[f"final_{column}"] = final_B

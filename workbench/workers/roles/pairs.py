@@ -70,15 +70,13 @@ def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) 
     return Term(shard=as_rows(batch, context.groups.data), inputs=reading.inputs, loss=each, together=2)
 
 
-def pair_values(
-    batch: Shard, values: RowValues, budget: TokenBudget | int, context: Context, *, padded: bool
-) -> tuple[Tensor, Tensor]:
+def pair_values(batch: Shard, values: RowValues, budget: TokenBudget, context: Context) -> tuple[Tensor, Tensor]:
     """The values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
 
-    In the micro-batches of `pair_term`, so that an update starts from these values to the last bit. padded: see `cut`.
+    In the micro-batches of `pair_term`, so that an update starts from these values to the last bit.
     """
     rows = as_rows(batch, context.groups.data)
-    values_B = each_row(rows, values, budget, context, padded=padded, together=2)
+    values_B = each_row(rows, values, budget, context, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
 
 

@@ -31,7 +31,6 @@ class ReferencePolicy(Worker):
     """The operations of a reference, for a worker with a policy whose weights do not change."""
 
     engine: TrainingEngine
-    padded: bool
     budget: TokenBudget
 
     def as_reference(self) -> AbstractContextManager[None]:
@@ -49,7 +48,7 @@ class ReferencePolicy(Worker):
         pair, summed over their tokens, nats."""
         values = partial(ANSWER_LOG_PROBS.of, self.engine)
         with self.as_reference():
-            chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
+            chosen, rejected = pair_values(batch, values, self.budget, self.context)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(
@@ -68,7 +67,7 @@ class ReferencePolicy(Worker):
         scale = sampling_temperature(batch, temperature)
         forward = partial(token_log_probs(scale).of, self.engine)
         with self.as_reference():
-            column = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
+            column = each_response_token(batch, forward, self.budget, self.context)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
 

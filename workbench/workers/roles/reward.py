@@ -166,11 +166,11 @@ class RewardWorker(ModelWorker):
 
     def _scores(self, batch: Shard) -> torch.Tensor:
         scores = partial(LAST_TOKEN_SCORES.of, self._model)
-        return each_row(batch, scores, self.budget, self.context, padded=self.padded)
+        return each_row(batch, scores, self.budget, self.context)
 
     def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
         values = partial(LAST_TOKEN_SCORES.of, self._model)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
+        chosen, rejected = pair_values(batch, values, self.budget, self.context)
         loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
         (metrics,) = on_host([pair_metrics(loss, chosen, rejected, names=names, sign=sign)])
         metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.groups.data)

@@ -114,7 +114,7 @@ class SupervisedWorker(TrainedWorker):
         bounds of the accuracy's 95 % interval: what held-out pairs say.
         """
         values = partial(ANSWER_LOG_PROBS.of, self.engine)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
+        chosen, rejected = pair_values(batch, values, self.budget, self.context)
         metrics: Metrics = {}
         if set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
@@ -180,7 +180,7 @@ class SupervisedWorker(TrainedWorker):
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
         forward = partial(token_log_probs(1.0).of, self.engine)
-        log_probs = each_response_token(texts, forward, self.budget, self.context, padded=self.padded)
+        log_probs = each_response_token(texts, forward, self.budget, self.context)
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(
