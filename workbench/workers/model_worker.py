@@ -136,7 +136,8 @@ def digest(tensor: Tensor) -> str:
 def random_state() -> dict[str, Tensor]:
     """The states of the global random generators of this process: those of Python, numpy and torch."""
     _, python, python_gauss = random.getstate()
-    _, numpy, position, has_gauss, numpy_gauss = np.random.get_state()  # noqa: NPY002 (which users call)
+    legacy: Any = np.random.get_state()  # noqa: NPY002 (which users call)
+    _, numpy, position, has_gauss, numpy_gauss = legacy
     gauss = [torch.nan if python_gauss is None else python_gauss, numpy_gauss]
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
@@ -153,7 +154,8 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
     python_gauss, numpy_gauss = state["gauss"].tolist()
     *numpy, position, has_gauss = state["numpy"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
-    np.random.set_state(("MT19937", numpy, position, has_gauss, numpy_gauss))  # noqa: NPY002
+    legacy: Any = ("MT19937", numpy, position, has_gauss, numpy_gauss)
+    np.random.set_state(legacy)  # noqa: NPY002
     torch.set_rng_state(state["cpu"])
     gpus = [tensor for name, tensor in state.items() if name.startswith("cuda")]
     if gpus and len(gpus) == torch.cuda.device_count():
