@@ -208,7 +208,7 @@ def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[i
     """Processors that turn logits into the distribution of `Sampling`, in vLLM's order."""
     processors, width = LogitsProcessorList(), prompt_mask_BT.shape[1]
     if sampling.logit_bias:
-        biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
+        biases: Any = [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]
         processors.append(SequenceBiasLogitsProcessor(biases))
     if sampling.min_new_tokens and end_ids:
         processors.append(

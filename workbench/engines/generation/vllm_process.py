@@ -119,15 +119,15 @@ def computing_threads(count: int | None) -> Iterator[None]:
     Asking torch first also gives the calling thread, which need not be the main one, the process's setting: OpenMP
     keeps one for each thread.
     """
-    before = torch.get_numthreads()
+    before = torch.get_num_threads()
     if count is None or count == before:
         yield
         return
-    torch.set_numthreads(count)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_numthreads(before)
+        torch.set_num_threads(before)
 
 
 @contextmanager
