@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from workbench.data.sources import read_rows
 
 
 def new_folder(runs: Path, name: str) -> Path:
@@ -38,6 +42,41 @@ class Curve:
     def of(self, split: str) -> list[dict[str, Any]]:
         """The rows of one split."""
         return [row for row in self.rows if row["split"] == split]
+
+
+def pairs_parser(text: str, *, pairs: int, held_out: int, learning_rate: float) -> argparse.ArgumentParser:
+    """The options of a benchmark that trains on preference pairs. text: its docstring."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--pairs", type=int, default=pairs, help="for training, a seed")
+    parser.add_argument("--held-out", type=int, default=held_out)
+    parser.add_argument("--max-tokens", type=int, default=256, help="of a prompt with its longer answer")
+    parser.add_argument("--rows", type=int, default=16, help="pairs an optimizer step")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    return parser
+
+
+def drawn_pairs(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+    """The rows of a seed, for training and held out."""
+    rows = read_rows(arguments.source)
+    return random.Random(seed).sample(rows, min(len(rows), arguments.pairs + arguments.held_out))
+
+
+def each_seed(
+    arguments: argparse.Namespace, folder: Path, train: Callable[..., tuple[Curve, dict[str, Any]]]
+) -> Iterator[tuple[Curve, dict[str, Any]]]:
+    """`train(arguments, seed, folder)` of each seed; all results so far are written before it is yielded."""
+    curves, results = [], []
+    for seed in arguments.seeds:
+        curve, result = train(arguments, seed, folder)
+        curves.append(curve)
+        results.append(result)
+        write(folder, curves, results)
+        yield curve, result
 
 
 def write(folder: Path, curves: Sequence[Curve], results: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -20,16 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
-from benchmarks.curves import Curve, new_folder, write  # noqa: E402
-from workbench.data.sources import read_rows  # noqa: E402
+from benchmarks.curves import Curve, drawn_pairs, each_seed, new_folder, pairs_parser  # noqa: E402
 
 SHOWN = ("preference_loss", "accuracy", "accuracy/low", "accuracy/high", "margin", "grad_norm")
 
 
 def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:
     """One seed: the curve, and what came of it."""
-    rows = read_rows(arguments.source)
-    chosen = random.Random(seed).sample(rows, min(len(rows), arguments.pairs + arguments.held_out))
     lab = wb.open(
         "dpo-benchmark",
         models={"actor": arguments.model, "reference": arguments.model},
@@ -42,7 +38,9 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
         runs=folder,
     )
     with lab:
-        pairs = lab.pairs(chosen, held_out=arguments.held_out, max_tokens=arguments.max_tokens, overlong="cut")
+        pairs = lab.pairs(
+            drawn_pairs(arguments, seed), held_out=arguments.held_out, max_tokens=arguments.max_tokens, overlong="cut"
+        )
         updates = arguments.epochs * max(1, len(pairs) // arguments.rows)
         print(f"seed {seed}: {pairs}; {updates} updates of {arguments.rows} pairs", flush=True)
         curve = Curve(seed, updates, SHOWN)
@@ -74,28 +72,14 @@ def mean(margins: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--pairs", type=int, default=128, help="for training, a seed")
-    parser.add_argument("--held-out", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=256, help="of a prompt with its longer answer")
-    parser.add_argument("--rows", type=int, default=16, help="pairs an optimizer step")
-    parser.add_argument("--epochs", type=int, default=1)
+    parser = pairs_parser(__doc__, pairs=128, held_out=64, learning_rate=5e-6)
     parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
     # in bfloat16 the frozen reference rounds otherwise than the actor, so that the first loss is only near log 2
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     folder = new_folder(arguments.runs, "dpo")
-    curves, results = [], []
-    for seed in arguments.seeds:
-        curve, result = train(arguments, seed, folder)
-        curves.append(curve)
-        results.append(result)
-        write(folder, curves, results)
+    for _, result in each_seed(arguments, folder, train):
+        seed = result["seed"]
         before, after = result["before"]["margin"], result["after"]["margin"]
         print(f"seed {seed}: first loss {result['first']['preference_loss']:.4f} (log 2 is {math.log(2):.4f})")
         print(f"  held-out margin {before:.3f} -> {after:.3f}, accuracy {result['after']['accuracy']:.3f}", flush=True)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
-from benchmarks.curves import Curve, new_folder, write  # noqa: E402
+from benchmarks.curves import Curve, each_seed, new_folder  # noqa: E402
 from workbench.models import bf16_is_fast  # noqa: E402
 
 MAX_NEW_TOKENS = 16
@@ -127,13 +127,8 @@ def main() -> None:
     parser.add_argument("--generation", default="vllm", choices=("vllm", "transformers"))
     arguments = parser.parse_args()
     folder = new_folder(Path("runs"), f"learning/{arguments.algorithm}")
-    curves, results = [], []
-    for seed in arguments.seeds:
-        curve, result = learn(arguments, seed, folder)
-        curves.append(curve)
-        results.append(result)
-        write(folder, curves, results)
-        frame = pd.DataFrame(curve.rows)
+    for curve, result in each_seed(arguments, folder, learn):
+        seed, frame = result["seed"], pd.DataFrame(curve.rows)
         fifth, third = len(frame) // 5 + 1, len(frame) // 3 + 1
         rewards = frame["reward"]
         print(f"seed {seed}, {frame['s'].iloc[-1]:.0f} s:")

@@ -10,7 +10,6 @@ interval that holds 0.5. Writes curves.csv (a row an evaluation or an update) an
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
-from benchmarks.curves import Curve, new_folder, write  # noqa: E402
-from workbench.data.sources import read_rows  # noqa: E402
+from benchmarks.curves import Curve, drawn_pairs, each_seed, new_folder, pairs_parser  # noqa: E402
 from workbench.models import bf16_is_fast  # noqa: E402
 
 SHOWN = ("accuracy", "accuracy/low", "accuracy/high", "margin", "preference_loss", "grad_norm")
@@ -28,8 +26,6 @@ SHOWN = ("accuracy", "accuracy/low", "accuracy/high", "margin", "preference_loss
 
 def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve, dict[str, Any]]:
     """One seed: the curve, and what came of it."""
-    rows = read_rows(arguments.source)
-    chosen = random.Random(seed).sample(rows, min(len(rows), arguments.pairs + arguments.held_out))
     updates = arguments.epochs * (arguments.pairs // arguments.rows)
     training = wb.Training(
         engine="torch",
@@ -50,7 +46,9 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
     )
     with lab:
         # an over-long dialogue loses its beginning, its last turns and both answers stay
-        pairs = lab.pairs(chosen, held_out=arguments.held_out, max_tokens=arguments.max_tokens, overlong="cut")
+        pairs = lab.pairs(
+            drawn_pairs(arguments, seed), held_out=arguments.held_out, max_tokens=arguments.max_tokens, overlong="cut"
+        )
         updates = arguments.epochs * max(1, len(pairs) // arguments.rows)
         print(f"seed {seed}: {pairs}; {updates} updates of {arguments.rows} pairs, {dtype}", flush=True)
         curve = Curve(seed, updates, SHOWN)
@@ -85,27 +83,12 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--pairs", type=int, default=1500, help="for training, a seed")
-    parser.add_argument("--held-out", type=int, default=300)
-    parser.add_argument("--max-tokens", type=int, default=256, help="of a prompt with its longer answer")
-    parser.add_argument("--rows", type=int, default=16, help="pairs an optimizer step")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser = pairs_parser(__doc__, pairs=1500, held_out=300, learning_rate=2e-5)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 where it is fast")
     parser.add_argument("--evaluations", type=int, default=2, help="on the held-out pairs, while training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     folder = new_folder(arguments.runs, "reward_model")
-    curves, results = [], []
-    for seed in arguments.seeds:
-        curve, result = train(arguments, seed, folder)
-        curves.append(curve)
-        results.append(result)
-        write(folder, curves, results)
+    results = [result for _, result in each_seed(arguments, folder, train)]
     for result in results:
         low, high = result["after"]["accuracy/low"], result["after"]["accuracy/high"]
         told = f"{result['after']['accuracy']:.3f} (95 %: {low:.3f} to {high:.3f}) on {result['held_out']} pairs"

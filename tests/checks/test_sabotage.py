@@ -341,10 +341,8 @@ def test_a_mean_of_micro_batch_means(lab: wb.Workbench, monkeypatch: pytest.Monk
 
     def mean_of_means(term: Any, **arguments: Any) -> Any:
         mask = term.shard.ragged("response_mask")
-        micros = each_minibatch(
-            term.shard, critic.micro_batch_tokens, critic.context.communicator, critic.context.device
-        )
-        whole = critic._divisors(term)
+        micros = each_minibatch(term.shard, critic.budget.tokens, critic.context.communicator, critic.context.device)
+        whole = term.divisors(critic.context)
         of_micro = {tuple(m.index): (len(group), whole[i]) for i, group in enumerate(micros) for m in group}
 
         def loss(micro: Any, output: Any) -> Any:

@@ -12,7 +12,7 @@ from transformers import Phi3Config
 from tests.engines.layout_checks import check_numbers, check_slices
 from tests.engines.layout_ranks import CASES, FAMILIES, SHAPE, outcome, outcomes
 from tests.engines.training_ranks import run_ranks
-from workbench.engines.training.cut import check_cut
+from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput
 from workbench.placement import Layout
 
@@ -97,18 +97,18 @@ def config(**changes: Any) -> Any:
 )
 def test_layouts_that_do_not_divide_a_model_are_refused(layout: Layout, changes: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        check_cut(config(**changes), layout, "lm")
+        check_shardable(config(**changes), layout, "lm")
 
 
 def test_fused_projections_are_not_cut_for_training() -> None:
     fused = Phi3Config(**SHAPE)
-    check_cut(fused, Layout(2, 1, 1), "lm")
+    check_shardable(fused, Layout(2, 1, 1), "lm")
     with pytest.raises(BadInput, match=r"qkv_proj.*use t=1"):
-        check_cut(fused, Layout(1, 2, 1), "lm")
+        check_shardable(fused, Layout(1, 2, 1), "lm")
 
 
 def test_weights_add_up() -> None:
-    weights = check_cut(config(), Layout(2, 2, 1), "lm")
+    weights = check_shardable(config(), Layout(2, 2, 1), "lm")
     held = sum(math.prod(w.local_shape(j, 2)) for i in range(2) for j in range(2) for w in weights.of_stage(i, 2))
     whole = sum(weight.numel for weight in weights if weight.axis is None)
     assert held == sum(weight.numel for weight in weights) + whole  # what is not cut is on both tensor ranks

@@ -92,13 +92,7 @@ def bf16_training(kind: str) -> dict[str, Any]:
     losses = [train(engine, range(1))[0]["loss"] for _ in range(8)]
     exported = {weight.dtype for weight in weights(engine).values()}
     state = engine.state_dict()
-    masters = {
-        "torch": lambda: state["module"].values(),
-        "zero0": lambda: state["module"].values(),
-        "zero1": lambda: state["optimizer"]["single_partition_of_fp32_groups"],
-        "zero2": lambda: state["optimizer"]["single_partition_of_fp32_groups"],
-        "zero3": lambda: state["optimizer"]["fp32_flat_groups"],
-    }[kind]()
+    masters = state["held"]["parameters"].values()
     return {"losses": losses, "exported": exported, "masters": {master.dtype for master in masters}}
 
 

@@ -15,7 +15,8 @@ from workbench.messages.replies import Output
 from workbench.objectives.aggregation import denominator
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.roles.actor import ActorWorker
-from workbench.workers.roles.trained import Term
+from workbench.workers.update import Term
+from workbench.workers.worker import Context
 
 SHORT = wb.Sampling(max_new_tokens=6)
 
@@ -64,13 +65,18 @@ def test_a_rank_that_skips_its_update(tmp_path: Path) -> None:
         assert len(set(map(str, lab.actor.weight_digests()))) == 1  # put back
 
 
-class OwnDenominator(ActorWorker):
+class MeanOfMeans(Term):
     """Each rank divides by its own tokens, times the ranks: a mean of the ranks' means."""
 
-    def _divisors(self, term: Term) -> list[Tensor]:
-        mask, ranks = term.shard.ragged("response_mask").pad(), self.context.communicator.world_size
-        minibatches = minibatch_indices(term.shard.minibatch_sizes)
-        return [ranks * denominator(mask[r], term.aggregation, term.max_response_tokens) for r in minibatches]
+    def divisors(self, context: Context) -> list[Tensor]:
+        mask, ranks = self.shard.ragged("response_mask").pad(), context.communicator.world_size
+        minibatches = minibatch_indices(self.shard.minibatch_sizes)
+        return [ranks * denominator(mask[r], self.aggregation, self.max_response_tokens) for r in minibatches]
+
+
+class OwnDenominator(ActorWorker):
+    def update(self, *terms: Term, **arguments: Any) -> Output:
+        return super().update(*(MeanOfMeans(**vars(term)) for term in terms), **arguments)
 
 
 @pytest.mark.thorough

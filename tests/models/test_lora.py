@@ -119,9 +119,10 @@ def test_only_the_adapter_is_stored_in_fp32_and_kept_in_a_state() -> None:
     stored = {p.requires_grad: p.dtype for p in engine.module.parameters()}
     assert stored == {True: torch.float32, False: torch.bfloat16}
     state = engine.state_dict()
-    trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-    assert set(state["module"]) == trained
-    state["module"].popitem()
+    kept = state["held"]["parameters"]
+    assert len(kept) == sum(p.requires_grad for p in engine.module.parameters())
+    assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in kept.items())
+    kept.popitem()
     with pytest.raises(BadInput, match="trains others"):
         engine.load_state_dict(state)
 

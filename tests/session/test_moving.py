@@ -229,7 +229,7 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
             def full(self: Any, *args: Any) -> None:
                 raise MemoryError("no room")
 
-            patched.setattr("workbench.workers.weight_exchange.WeightIntake.place", full)
+            patched.setattr("workbench.workers.weight_intake.WeightIntake.place", full)
             error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
         with pytest.raises(error, match=message):
             lab.move(wb.Placement.split(2))
@@ -414,7 +414,7 @@ class Counting(CriticWorker):
 def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path) -> None:
     models = {"actor": TINY, "critic": wb.Model(TINY, worker=Counting)}
     with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
-        with pytest.raises(BadInput, match=r"moving Counting.*state of its own.*goes on as it was.*`carried`"):
+        with pytest.raises(BadInput, match=r"moving Counting.*state of its own.*goes on as it was.*`extra_state`"):
             lab.critic.move("own", devices=1)
         assert lab.critic.pool.name == "shared"
 

@@ -116,7 +116,7 @@ def test_minibatches_are_cut_apart_and_results_find_their_rows() -> None:
     given_shard = shard([[1], [2, 2], [3], [4]], [[10], [11, 12, 13], [14, 15], [16]], (2, 2))
     minibatches = each_minibatch(given_shard, 4, ALONE, torch.device("cpu"))
     assert [sorted(i for micro in m for i in micro.index) for m in minibatches] == [[0, 1], [2, 3]]
-    scatter = Scatter(given_shard.ragged("response_ids"), torch.int64)
+    scatter = Scatter(given_shard.ragged("response_ids"))
     for micro in (micro for minibatch in minibatches for micro in minibatch):
         scatter.put(micro, micro.targets * 2)
     assert [row.tolist() for row in scatter.column().rows()] == [[20], [22, 24, 26], [28, 30], [32]]

@@ -49,7 +49,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_all_leave_at_the_same_point(seed: int) -> None:
+def test_all_stop_at_the_same_point(seed: int) -> None:
     dice = random.Random(seed)
     count = dice.choice([2, 3, 5])
     ranks = Ranks(count, 40, dice)
@@ -65,7 +65,7 @@ def test_all_leave_at_the_same_point(seed: int) -> None:
 
 def test_a_run_that_has_not_begun_is_left_at_its_first_point() -> None:
     stopping = Stopping(1)
-    stopping.leave_alone(3)
+    stopping.stop_alone(3)
     stopping.begin(2)
     stopping.point()
     stopping.begin(3)
@@ -78,7 +78,7 @@ def test_a_run_that_has_not_begun_is_left_at_its_first_point() -> None:
 def test_an_update_is_left_between_optimizer_steps_only() -> None:
     stopping = Stopping(1)
     stopping.begin(3, updates=True)
-    stopping.leave_alone(3)
+    stopping.stop_alone(3)
     stopping.point()
     with pytest.raises(StageStopped, match="after optimizer step 2 of 8") as left:
         stopping.point(2, 8)

@@ -51,7 +51,7 @@ def test_a_pass_of_as_many_tokens_as_fit_fits(trained: bool) -> None:
     reserved, left = int(1.5 * 2**30), 150 * MB
     budget = on_a_device(worker, reserved + 10 * MB + left)
     assert worker.describe()["micro_batch_tokens"] is None, "nobody has asked"
-    tokens = worker.micro_batch_tokens
+    tokens = worker.budget.tokens
     assert (tokens % 512, worker.describe()["micro_batch_tokens"]) == (0, tokens)
     one = a_pass(worker.engine.module, tokens, torch.device("cpu"))
     assert worker.engine.module.micro_batch_tokens == tokens
@@ -72,10 +72,10 @@ def test_a_pass_of_as_many_tokens_as_fit_fits(trained: bool) -> None:
 
 
 def test_numbers_are_as_set_or_fixed_where_no_gpu_decides() -> None:
-    assert worker_with(None).micro_batch_tokens == 2048
-    assert worker_with(None, tokens=700).micro_batch_tokens == 700
-    assert worker_with(Room(), tokens=700).micro_batch_tokens == 700
-    assert worker_with(None, trained=False).micro_batch_tokens == 2048
+    assert worker_with(None).budget.tokens == 2048
+    assert worker_with(None, tokens=700).budget.tokens == 700
+    assert worker_with(Room(), tokens=700).budget.tokens == 700
+    assert worker_with(None, trained=False).budget.tokens == 2048
 
 
 def updated(worker: Any, rows: int = 24) -> dict[str, float]:
@@ -111,7 +111,7 @@ def test_a_step_without_memory_begins_anew_with_half_as_many(monkeypatch: pytest
     worker = automatic(128)
     fails_above(worker, 64, failed)
     assert updated(worker) == pytest.approx(plain, rel=1e-5)
-    assert (len(failed), worker.micro_batch_tokens, worker.engine.steps) == (1, 64, 4)
+    assert (len(failed), worker.budget.tokens, worker.engine.steps) == (1, 64, 4)
     (note,) = worker.take_notes()
     assert "out of memory with micro-batches of 128 tokens: from here on they have 64" in note
     assert worker.take_notes() == ()
@@ -124,7 +124,7 @@ def test_scoring_without_memory_begins_anew_too(monkeypatch: pytest.MonkeyPatch)
     fails_above(worker, 64, failed)
     found = worker.compute_log_prob(shard_of(24))
     assert torch.equal(found.columns["old_log_prob"].values, expected.columns["old_log_prob"].values)
-    assert (len(failed), worker.micro_batch_tokens) == (2, 64)
+    assert (len(failed), worker.budget.tokens) == (2, 64)
 
 
 def test_where_smaller_is_not_ours_to_choose_the_error_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,17 +24,16 @@ from workbench.resharding.views import fill
 from workbench.resharding.weights import ModelWeights, Weight
 from workbench.telemetry import Recorder
 from workbench.workers.weight_exchange import (
-    AHEAD,
     Contents,
     Published,
     Snapshot,
     WeightExchange,
-    WeightIntake,
     plan_of_taking,
     published_parts,
     take_snapshot,
     weights_of,
 )
+from workbench.workers.weight_intake import AHEAD, WeightIntake
 
 MODELS = ("tiny-llama-tied-4kv", "tiny-qwen2")
 CONTENTS = Contents(
@@ -170,7 +169,7 @@ def test_a_layer_is_pulled_when_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("publisher", [Layout(), Layout(2, 2, 2)], ids=str)
 def test_what_is_on_its_way_is_bounded(publisher: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.workers.weight_exchange.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("workbench.workers.weight_intake.BUCKET_BYTES", 4096)
     hosts = Hosts(MODELS[0], publisher, Layout())
     exchange, plan = hosts.exchanges["rollout-0"], hosts.plan()
     pull, lock, cut, bytes_cut = exchange.pull, threading.Lock(), 0, list[int]()
@@ -276,8 +275,8 @@ def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:
     live[0][1].add_(1)
     here = Published(key="k", hosts=("train-0",), layout=Layout())
     intake = WeightIntake(plan_of_taking(load_config(MODELS[0]), "float32", Layout(), Layout()), 0, exchange)
-    name, _, part = next(intake.slices(here))
-    assert (name, torch.equal(part, before)) == (live[0][0], True)
+    name, whole = next(intake.weights(here, torch.device("cpu")))
+    assert (name, torch.equal(whole, before)) == (live[0][0], True)
     assert exchange.contents(here).version == 3
     exchange.release(["k", "another"])
     assert exchange.held_bytes == 0

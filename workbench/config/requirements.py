@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from workbench.engines.training.cut import check_cut
 from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
+from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
 from workbench.models import load_config, resolve
 from workbench.models.bundled import BUNDLED
@@ -91,7 +91,7 @@ def _check_layouts(description: Description) -> None:
         try:
             if model.trained and model.training.engine == "deepspeed":
                 check_deepspeed_layout(layout, model.training)
-            check_cut(load_config(model.name), layout, head_of(role))
+            check_shardable(load_config(model.name), layout, head_of(role))
         except BadInput as error:
             raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
         description.layout_of(role)

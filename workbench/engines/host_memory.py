@@ -1,4 +1,4 @@
-"""Host memory as the place where tensors wait while the memory of their device is lent to others."""
+"""Host memory for tensors whose device memory other roles need."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from workbench.telemetry import begin_span
 
-# Host memory is taken in pieces of this size: a power of two, to which torch rounds page-locked memory up.
+# Host memory is allocated in pieces of this size: a power of two, as torch rounds page-locked memory up to one.
 PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class _Emptied:
-    """A storage that is empty now, of how many bytes it was, and these end to end in host memory (None: they were not
-    kept)."""
+    """An emptied storage, its size before, and its bytes end to end in host memory (None: not kept)."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -28,24 +27,23 @@ class _Emptied:
 
 @dataclass
 class _Away:
-    """A part that is away. arrived: when its bytes are all in host memory; None: at once, as on a CPU."""
+    """An offloaded part. arrived: when its bytes are all in host memory; None: at once, as on a CPU."""
 
     emptied: list[_Emptied]
     arrived: torch.cuda.Event | None = None
 
 
 class HostMemory:
-    """Takes tensors off their device in named parts, and gives them back, bit for bit.
+    """Moves tensors off their device in named parts, and back, bit for bit.
 
-    What is moved are storages. A tensor keeps its own, which is emptied and later filled again: so views, tied weights,
-    DeepSpeed's flat buffers, and a generation engine that reads the trainer's weights, all have their memory back
-    without being told. Until then these tensors must not be touched: there is nothing behind them. (What torch cannot
-    empty, the memory of a mapped file, gives way to a copy first. A GPU has no such memory.)
+    Storages are moved. A tensor keeps its own, which is emptied and later filled again: so views, tied weights,
+    DeepSpeed's flat buffers, and a generation engine that reads the trainer's weights all get their memory back without
+    a change. Until then these tensors must not be used. (What torch cannot empty, the memory of a mapped file, is
+    replaced by a copy first. A GPU has no such memory.)
 
     For tensors of a GPU host memory is page-locked, in pieces that torch keeps for the next time. All copies of a call
     are queued on a stream of their own and waited for once; inside `overlapping()`, at its end. Spans are "offload" and
-    "load". What torch's allocator keeps for the next tensors stays with it: vLLM empties its cache before it takes
-    memory of its own.
+    "load". torch's allocator keeps the freed memory for the next tensors; vLLM empties that cache before it allocates.
     """
 
     def __init__(self) -> None:
@@ -53,14 +51,13 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait in host memory."""
         parts = list(self._away.values())  # others ask while something moves
         return sum(emptied.nbytes for part in parts for emptied in list(part.emptied) if emptied.kept is not None)
 
     def take(self, parts: Mapping[str, Sequence[Tensor]], names: Iterable[str], *, keep: bool = True) -> int:
-        """Free the device of those of the parts that are named, but for what is away already; bytes freed.
+        """Offload those of the parts that are named, unless they are offloaded already; bytes freed.
 
-        keep: False drops the bytes, for what is written anew in any case: `give_back` then brings room for them.
+        keep: False drops the bytes, of what will be written anew: `give_back` then only allocates it.
         """
         new = [name for name in names if name not in self._away]
         _leave_mapped_files([tensor for name in new for tensor in parts[name]])
@@ -86,7 +83,7 @@ class HostMemory:
         return freed
 
     def give_back(self, names: Iterable[str]) -> int:
-        """Bring these parts back to their device, as far as they are away; bytes that have their place again."""
+        """Bring the offloaded ones of these parts back to their device; their bytes."""
         coming = {name: self._away[name] for name in names if name in self._away}
         taken = sum(emptied.nbytes for part in coming.values() for emptied in part.emptied)
         if taken:
@@ -105,12 +102,11 @@ class HostMemory:
         return taken
 
     def __contains__(self, name: str) -> bool:
-        """Whether a part is away."""
         return name in self._away
 
 
 class _Unfinished(threading.local):
-    """The moves that are waited for at the end of `overlapping()`; None outside it."""
+    """The moves that `overlapping()` waits for at its end; None outside it."""
 
     moves: list[_Move] | None = None
 
@@ -120,8 +116,8 @@ _unfinished = _Unfinished()
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Inside, what leaves a GPU and what comes to it move at the same time, as far as its memory has room for both;
-    afterwards all of it has arrived."""
+    """Inside, offloads and loads of a GPU run at the same time, as far as its memory has room for both; afterwards all
+    of them are complete."""
     if _unfinished.moves is not None:
         yield
         return
@@ -139,8 +135,8 @@ _streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
 class _Move:
-    """Copies between a device and host memory, in the order in which they are asked for, on a stream for each
-    direction; on a CPU there is none, and they are over at once."""
+    """Copies between a device and host memory, in the order in which they are requested, on a stream for each
+    direction; on a CPU they are complete at once."""
 
     def __init__(self, kind: str, device: torch.device, nbytes: int, note: str) -> None:
         self._end = begin_span(kind, bytes=nbytes, note=note)
@@ -155,7 +151,7 @@ class _Move:
             self._began = self.event()
 
     def event(self) -> torch.cuda.Event | None:
-        """Of the copies that were asked for until now; None: they are over."""
+        """After the copies that were requested until now; None: they are complete."""
         return None if self._stream is None else self._stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
@@ -164,14 +160,14 @@ class _Move:
             self._stream.wait_event(event)
 
     def leave(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
-        """All bytes of a storage to these stretches of host memory. It may be emptied at once: torch lends its memory
-        to others only when the copies are over, or has them wait."""
+        """Copy all bytes of a storage to these stretches of host memory. It may be emptied at once: torch reuses its
+        memory only after the copies, or orders it after them."""
         there = self._copy(storage, kept, back=False)
         if self._stream is not None:
             there.record_stream(self._stream)
 
     def come(self, storage: torch.UntypedStorage, kept: Iterable[Tensor]) -> None:
-        """All bytes of a storage from these stretches; what is computed later on the present stream sees them."""
+        """Copy all bytes of a storage from these stretches; later work on the current stream sees them."""
         self._copy(storage, kept, back=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -186,7 +182,7 @@ class _Move:
         return there
 
     def finish(self) -> None:
-        """Wait until everything has arrived, and end the span."""
+        """Wait until all copies are complete, and end the span."""
         if self._over is None or self._began is None:
             self._end(None)
         else:
@@ -234,7 +230,7 @@ def distinct_storages(parts: Mapping[str, Sequence[Tensor]]) -> dict[str, list[t
 
 
 def _leave_mapped_files(tensors: Iterable[Tensor]) -> None:
-    """Give those tensors whose storage cannot be resized a copy of it, one for all that share it."""
+    """Replace storages of these tensors that cannot be resized by copies, one for all tensors that share it."""
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

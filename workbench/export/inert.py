@@ -28,7 +28,7 @@ LITERALS = ast.Constant | ast.Name | ast.Tuple | ast.List | ast.Set | ast.Dict |
 
 def origins(imports: Iterable[ast.stmt]) -> dict[str, str]:
     """By name what imports bind it to: `{"wb": "workbench", "dataclass": "dataclasses.dataclass"}`."""
-    found = {}
+    found: dict[str, str] = {}
     for node in imports:
         if isinstance(node, ast.Import):
             found |= {

@@ -30,11 +30,11 @@ def fit(
 ) -> Constants:
     """Constants c >= 0 of least  sum over samples of (terms . c / seconds - 1)^2 + pull * sum of (c / start - 1)^2.
 
-    Relative errors, so that a short call counts as much as a long one. pull: so much do constants keep to those of
-    `start`, which decides alone where no sample has a term. peaks: nothing is faster than the hardware's peak rates, so
-    constants of `AT_LEAST_ONE` are not below 1; where rates were measured only roughly, not below a tenth. The sum is
-    convex: coordinates are descended one after another, and those that no bound holds solved for, until nothing moves.
-    Raises `BadInput` without a sample, or for one that took no time.
+    Relative errors, so that a short call counts as much as a long one. pull: how strongly constants stay near those of
+    `start`, which alone decide where no sample has a term. peaks: nothing is faster than the hardware's peak rates, so
+    constants of `AT_LEAST_ONE` are at least 1; where rates were measured only roughly, at least a tenth. The sum is
+    convex: coordinates are descended one after another, and those that no bound holds are solved for, until nothing
+    changes. Raises `BadInput` without a sample, or for one that took no time.
     """
     start = start or Constants()
     if not samples:

@@ -93,7 +93,6 @@ class Constants:
             at_least(f"Constants.{field.name}", getattr(self, field.name), 0)
 
     def seconds(self, terms: Terms) -> float:
-        """Of a call with these terms."""
         return sum(map(operator.mul, _values(self), _values(terms)))
 
 
@@ -128,7 +127,6 @@ class CostModel:
         return slots * (reduces * shape.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
 
     def infer(self, shape: Shape, layout: Layout) -> Terms:
-        """One forward pass over all rows."""
         work, hardware = self.workload, self.hardware
         tokens, micro, slots = self._passes(shape, layout, work.rows)
         flop = shape.forward_flop(tokens, work.mean_context)
@@ -145,7 +143,6 @@ class CostModel:
         )
 
     def train(self, shape: Shape, layout: Layout) -> Terms:
-        """All updates of an iteration."""
         work, hardware, training = self.workload, self.hardware, shape.training
         tokens, micro, slots = self._passes(shape, layout, work.rows / work.updates)
         again = training.activation_checkpointing
@@ -167,7 +164,8 @@ class CostModel:
         ) * count + Terms(calls=1)  # fmt: skip
 
     def row_bytes(self, shape: Shape, t_g: int) -> float:
-        """Of the keys and values of the longest row on one device; what has fewer heads than ranks is there twice."""
+        """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
+        copied."""
         longest = self.workload.prompt_tokens + max(self.workload.lengths)
         return shape.kv_bytes_per_token * longest / min(t_g, shape.key_heads)
 
@@ -176,8 +174,8 @@ class CostModel:
         return math.ceil(self.workload.rows / (devices // t_g))
 
     def generate(self, shape: Shape, devices: int, t_g: int, waves: int) -> Terms:
-        """Prefill and decoding of all rows by replicas of `t_g` devices, whose cache is filled so many times: where
-        rows are of one length, one wave after another, else a new row takes the place of one that has ended."""
+        """Prefill and decoding of all rows by replicas of `t_g` devices, whose cache is filled so many times: rows of
+        one length in one wave after another, else a new row replaces one that has ended."""
         work, hardware = self.workload, self.hardware
         rows = self.replica_rows(devices, t_g)
         longest, mean = max(work.lengths), work.mean_response
@@ -202,8 +200,8 @@ class CostModel:
         )
 
     def transition(self, shape: Shape, layout: Layout, strategy: str = "hybridflow") -> Terms:
-        """From the training layout to that of generation, once an iteration: bytes as the resharding planner counts
-        them for the rank that receives most. layout: with p_g and t_g."""
+        """From the training layout to that of generation, once an iteration: the bytes that the resharding planner
+        counts for the rank that receives most. layout: with p_g and t_g."""
         if layout.p * layout.t == 1 and shape.role.engine != "zero3":
             return Terms()
         received = received_bytes(shape, layout, strategy)
@@ -214,7 +212,7 @@ class CostModel:
         return Terms(transition=received / rate, transitions=1)
 
     def transfer(self, sent: float, devices: int) -> Terms:
-        """Rows that come from other pools. sent: columns a token."""
+        """Rows from other pools. sent: columns a token."""
         if not sent:
             return Terms()
         work, hardware = self.workload, self.hardware
@@ -223,9 +221,9 @@ class CostModel:
 
 
 def received_bytes(shape: Shape, layout: Layout, strategy: str) -> int:
-    """Most bytes that a rank receives in a transition: what the resharding planner counts (`plan_transition`), without
-    its schedule. With `hybridflow` a rank's slices in training lie inside those of generation; with the others it
-    gathers the whole model, of which `full` leaves it a run of equal parts, the last rank's being the smallest."""
+    """Most bytes that a rank receives in a transition, as the resharding planner (`plan_transition`) counts them,
+    without its schedule. With `hybridflow` a rank's slices in training lie inside those of generation; with the others
+    it gathers the whole model, of which with `full` it has a run of equal parts, the last rank's being the smallest."""
     weights = shape.role.weights
     if strategy == "full":
         size = layout.size

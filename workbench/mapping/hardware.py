@@ -1,4 +1,5 @@
-"""The cluster that a mapping is searched for: machines of equal devices, in rates that a data sheet or a minute gives.
+"""The cluster for which a mapping is searched: machines of equal devices, by rates of a data sheet or of a short
+measurement.
 
 Three links carry everything: a device's memory, the fabric inside a machine, the network between machines, which the
 devices of a machine share.
@@ -71,8 +72,8 @@ class Hardware:
     def link(self, ranks: int, stride: int = 1) -> tuple[float, float]:
         """(bytes a second of one rank, seconds of a hop) of a ring over `ranks` ranks that are `stride` devices apart,
         while every other such ring of the machines runs too. Inside one machine it is the fabric; over machines, the
-        ranks of a machine that belong to one ring pass data on inside and share one entry to the network, and the
-        rings of a machine share its bandwidth."""
+        ranks of a machine in one ring share one entry to the network, and the rings of a machine share its bandwidth.
+        """
         if ranks * stride <= self.devices_per_machine:
             return self.inside_bytes_s, self.inside_latency_s
         rings = min(stride, self.devices_per_machine)
@@ -156,7 +157,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def hardware(given: str | Hardware) -> Hardware:
-    """A preset by name, "this machine" (measured), or what is given. `BadInput` for other names."""
+    """A preset by name, "this machine" (measured), or the given hardware. `BadInput` for other names."""
     if isinstance(given, Hardware):
         return given
     if given in ("this machine", "this-machine"):

@@ -1,4 +1,4 @@
-"""The layouts that a role can have on a number of devices, with what each costs and holds (HybridFlow, algorithm 2)."""
+"""The layouts that a role can have on a number of devices, with their costs and memory (HybridFlow, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Option:
 
     @property
     def t_g(self) -> int:
-        """Tensor ranks of generation."""
         return self.own_t_g or self.layout.t_g or 1
 
 
@@ -67,16 +66,14 @@ class RoleOptions:
 
     @property
     def by_deepspeed(self) -> bool:
-        """Whether DeepSpeed trains it."""
         return self.shape.role.trained and self.shape.training.engine == "deepspeed"
 
     @cached_property
     def generates(self) -> bool:
-        """Whether it draws responses."""
         return any(call.kind == "generate" for call in self.calls)
 
     def on(self, devices: int) -> tuple[Option, ...]:
-        """The options on so many devices that no other is at least as good as in time and memory."""
+        """The options on so many devices, without those that another one matches or beats in time and memory."""
         if devices not in self._found:
             self._found[devices] = _best(list(self._options(devices)))
         return self._found[devices]
@@ -99,7 +96,7 @@ class RoleOptions:
                         yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own))
 
     def as_given(self, layout: Layout, t_g: int) -> Option:
-        """A layout that was chosen by somebody, whether it fits or not."""
+        """The option of a given layout, whether it fits or not."""
         held = self._held(layout)
         if held is None:
             self._alone.weights.check(layout.p, layout.t)
@@ -112,7 +109,6 @@ class RoleOptions:
         return self._option(Option(layout, *held, own_t_g=own))
 
     def _option(self, option: Option) -> Option:
-        """With its seconds."""
         seconds = dict.fromkeys(STAGES, 0.0)
         for call in self.calls_of(option):
             seconds[call.stage] += call.seconds
@@ -120,7 +116,7 @@ class RoleOptions:
         return replace(option, seconds=(first, second, third))
 
     def calls_of(self, option: Option, cache_bytes: int | None = None) -> tuple[CallPlan, ...]:
-        """The role's calls under an option, with what its weights need before them. cache_bytes: of a device, for
+        """The role's calls under an option, and the moves of weights before them. cache_bytes: of a device, for
         generation; None: without it."""
         found, layout, model = [], option.layout, self.model
 
@@ -196,7 +192,6 @@ class RoleOptions:
                 yield layout, t_g
 
     def _groups(self, t_g: int, devices: int) -> bool:
-        """Whether so many devices of a machine can share a replica of generation."""
         if devices % t_g or self.model.hardware.devices_per_machine % t_g:
             return False
         try:
@@ -225,14 +220,13 @@ class RoleOptions:
         return math.ceil(self.shape.elements * self.shape.role.frozen_bytes / t_g)
 
     def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of all its generations, for each of several sizes of a device's cache; infinite where no row fits."""
+        """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
         waves, found = self._waves(devices, t_g, cache_bytes), np.full(len(cache_bytes), np.inf)
         for wave in np.unique(waves[waves > 0]):
             found[waves == wave] = self._generation(devices, t_g, int(wave))
         return found
 
     def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
-        """How many times the cache is filled; 0 where no row fits."""
         held = np.floor(np.maximum(cache_bytes, 0) / self.model.row_bytes(self.shape, t_g))
         rows = self.model.replica_rows(devices, t_g)
         waves = np.ceil(rows / np.clip(held, 1, rows)).astype(np.int64)
@@ -275,7 +269,6 @@ def options_of(
     models: dict[str, Shape], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
     t_g: int | None, by_call: bool,
 ) -> dict[str, RoleOptions]:  # fmt: skip
-    """The options of every role that is placed."""
     model = CostModel(hardware, workload)
     return {role: RoleOptions(shape, model, constants, role, strategy=strategy, t_g=t_g, by_call=by_call)
             for role, shape in models.items()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""One mapping with what it is predicted to take, and the plans that a search has found, the quickest first."""
+"""A mapping with its predicted time, and the plans that a search has found, the quickest first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """A call of a role, or what its weights need before one: what it is made of, and how long it takes."""
+    """A call of a role, or a move of its weights before one: its terms and seconds."""
 
     name: str
     stage: str
@@ -78,7 +78,7 @@ class SetPlan:
         return tuple(role.role for role in self.roles)
 
     def seconds(self, stage: str) -> float:
-        """It is at work in a stage, one role after another."""
+        """Seconds that the set works in a stage, one role after another."""
         return sum(role.seconds(stage) for role in self.roles) + self.transfers[stage].seconds
 
     @property
@@ -151,11 +151,11 @@ class Plan:
         return self.workload.tokens / self.iteration_s
 
     def slowest(self, stage: str) -> SetPlan:
-        """The set that a stage waits for."""
+        """The set for which a stage waits."""
         return max(self.sets, key=lambda one: one.seconds(stage))
 
     def terms(self) -> Terms:
-        """What the iteration's time is made of: the terms of the slowest set of each stage."""
+        """The terms of an iteration's time: those of the slowest set of each stage."""
         found = Terms()
         for stage in STAGES:
             one = self.slowest(stage)
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def idle_share(self) -> float:
-        """Of the time of all devices, those that no set uses among them, the part in which they do nothing."""
+        """The share of the time of all devices, unused ones among them, in which they are idle."""
         busy = sum(one.devices * one.seconds(stage) for one in self.sets for stage in STAGES)
         return 1 - busy / (self.devices * self.iteration_s)
 
@@ -196,7 +196,7 @@ class Plan:
         return pd.DataFrame(rows)
 
     def reason(self, other: Plan | None) -> str:
-        """In a sentence what decides its time, beside another plan."""
+        """A sentence on what decides its time, compared with another plan."""
         told = []
         for stage, seconds in self.stage_s.items():
             if seconds:
@@ -218,7 +218,6 @@ class Plan:
         return f"{text}; {slower:.1%} slower than the best, most of it in {most}."
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
         return {
             "sets": [
                 {"roles": list(one.names), "devices": one.devices, "memory_bytes": one.memory_bytes,
@@ -234,7 +233,6 @@ class Plan:
         }  # fmt: skip
 
     def row(self) -> dict[str, Any]:
-        """As a row of a table."""
         stages = {f"{stage}_s": seconds for stage, seconds in self.stage_s.items()}
         return {"plan": describe(self), "iteration_s": self.iteration_s, **stages,
                 "throughput_tokens_per_s": self.throughput_tokens_per_s, "idle_share": self.idle_share,
@@ -278,7 +276,6 @@ class Plans:
 
     @property
     def best(self) -> Plan:
-        """The quickest."""
         return self.plans[0]
 
     def __iter__(self) -> Iterator[Plan]:
@@ -297,7 +294,6 @@ class Plans:
         return pd.DataFrame([plan.row() for plan in self.plans])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
         return {
             "best": self.best.to_dict(),
             "alternatives": [plan.to_dict() for plan in self.plans[1:]],

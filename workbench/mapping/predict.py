@@ -1,4 +1,4 @@
-"""What a placement that is given would take: the plan of it, by the same costs that the search weighs."""
+"""The predicted time of a given placement, by the costs of the search."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def predict(
     t_g: int = 1,
     strategy: str = "hybridflow",
 ) -> Plan:
-    """The plan of a placement. Whether it fits is not asked, see `search` and `estimate_memory`: where the cache would
-    hold no row, it is taken to hold one. t_g: tensor ranks of generation. Raises `BadInput` for roles without a pool.
-    """
+    """The plan of a placement. Whether it fits is not checked, see `search` and `estimate_memory`: a cache without room
+    for a row is taken to hold one. t_g: tensor ranks of generation. Raises `BadInput` for roles without a pool."""
     check_placement(placement)
     constants, hardware = constants or Constants(), hardware_of(hardware)
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
@@ -60,7 +59,7 @@ def check_placement(placement: object) -> None:
 def set_plan(
     roles: tuple[str, ...], ways: list[Option], devices: int, options: Mapping[str, RoleOptions], constants: Constants
 ) -> SetPlan:
-    """The plan of a set of roles on some devices, each laid out in a way that was chosen."""
+    """The plan of a set of roles on some devices, each with a chosen option."""
     model = next(iter(options.values())).model
     left = float(model.hardware.usable_bytes - sum(way.lasting for way in ways))
     placed, cache = [], 0.0

@@ -60,9 +60,6 @@ class Front:
     origins: tuple[Any, ...]
 
 
-NOTHING = Front(np.zeros((1, 3)), ((),))
-
-
 def search(
     models: Mapping[str, Any],
     *,

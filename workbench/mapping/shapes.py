@@ -1,4 +1,4 @@
-"""What of a model decides how long it computes: products, keys and values, layers; from its config, no weights read."""
+"""The figures of a model that decide how long it computes: products, keys and values, layers; from its config."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def config_of(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
 
 
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:
-    """What is placed: each role's model as a preset, a name, a folder, a config, or a `RoleModel` as it is; a role
-    whose model is None is a function and is left out."""
+    """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
+    model is None is a function and is left out."""
     found = {}
     for role, model in models.items():
         if model is None:
@@ -77,7 +77,6 @@ class Shape:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all weights, in the dtype that is computed in."""
         return self.role.weights.nbytes
 
     def held_bytes(self, p: int, t: int, i: int, j: int) -> int:
@@ -94,17 +93,14 @@ class Shape:
 
     @cached_property
     def layers(self) -> int:
-        """Decoder layers."""
         return int(self._text.num_hidden_layers)
 
     @cached_property
     def hidden(self) -> int:
-        """Width of the residual stream."""
         return int(self._text.hidden_size)
 
     @cached_property
     def queries(self) -> int:
-        """Elements of a token's queries in a layer."""
         heads = int(getattr(self._text, "num_attention_heads", None) or 1)
         return heads * int(getattr(self._text, "head_dim", None) or self.hidden // heads)
 
@@ -124,12 +120,10 @@ class Shape:
 
     @cached_property
     def elements(self) -> int:
-        """All weights."""
         return sum(weight.numel for weight in self.role.weights)
 
     @cached_property
     def trained_elements(self) -> int:
-        """Those that an update moves."""
         return sum(weight.numel for weight in self.role.trained_weights)
 
     @cached_property
@@ -139,7 +133,6 @@ class Shape:
 
     @cached_property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
         heads = getattr(self._text, "num_attention_heads", None) or 1
         return int(getattr(self._text, "num_key_value_heads", None) or heads)
 
@@ -151,5 +144,4 @@ class Shape:
 
     @property
     def training(self) -> Training:
-        """Settings of its training engine."""
         return self.role.training

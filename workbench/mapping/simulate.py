@@ -1,4 +1,4 @@
-"""The timeline that a plan predicts: its calls, each as soon as its inputs are there and its devices are free."""
+"""The timeline that a plan predicts: each call begins as soon as its inputs exist and its devices are free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Simulation:
 
     @property
     def iteration_s(self) -> float:
-        """Until its last call has ended."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def frame(self) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What one iteration has to do: its calls, in order, and how many rows there are, of what length."""
+"""The work of one iteration: its calls, in order, and the number and lengths of its rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Line = tuple[str, str, Kind]
 
 
 def _calls(*lines: _Line) -> tuple[Call, ...]:
-    """Calls that read what the stages before theirs made."""
+    """Calls that read the results of the stages before theirs."""
     found: list[Call] = []
     for name, role, kind in lines:
         before = tuple(c.name for c in found if STAGES.index(c.stage) < STAGES.index(STAGE_OF[kind]))
@@ -116,12 +116,10 @@ class Workload:
 
     @cached_property
     def mean_response(self) -> float:
-        """Tokens of the mean response."""
         return sum(self.lengths) / len(self.lengths)
 
     @cached_property
     def row_tokens(self) -> float:
-        """Tokens of the mean row."""
         return self.prompt_tokens + self.mean_response
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Real models that come as Python packages, so that a machine without a model hub has something true to train."""
+"""Real models that come as Python packages, for machines without a model hub."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bundled_folder(name: str) -> Path:
 
 
 def is_converted(name: str) -> bool:
-    """Whether `bundled_folder` would find it made."""
+    """Whether `bundled_folder` has converted it already."""
     return (models_home() / f"{name}-{RECIPE}").is_dir()
 
 

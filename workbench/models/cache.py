@@ -24,7 +24,7 @@ def models_home() -> Path:
 
 
 def save_here(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model whichever rank of a process group this is; transformers would leave it to rank 0, silently."""
+    """Write a model on any rank of a process group; transformers would silently write on rank 0 only."""
     model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
     model.save_pretrained(folder)
 
@@ -32,9 +32,9 @@ def save_here(model: PreTrainedModel, folder: Path) -> None:
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder `models_home() / name`; where it is missing, `make(folder)` fills it first.
 
-    The folder appears whole or not at all: it is filled under a temporary name beside its place and then renamed.
-    The lock spares several processes the same work; the rename keeps them right where a lock does nothing (some
-    network file systems).
+    The folder appears whole or not at all: it is filled under a temporary name beside its place and then renamed. The
+    lock saves other processes the same work; the rename keeps them correct where locks do nothing (some network file
+    systems).
     """
     final = models_home() / name
     if final.is_dir():

@@ -1,7 +1,7 @@
-"""torch.compile of a model's layers: what happens to a hidden state between two matrix products becomes one kernel.
+"""torch.compile of a model's layers: the operations between two matrix products become one kernel.
 
-Attention stays outside: it is a kernel already, and takes the lengths of a pack, at each of which a compiled one would
-be compiled anew. So a layer is three or four graphs, compiled once for all layers, and for any number of tokens.
+Attention is not compiled: it is a kernel already, and takes the lengths of a pack, for each of which it would be
+compiled again. So a layer is three or four graphs, compiled once for all layers, and for any number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.support.home import home
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Let the layers of a transformers model be compiled when they are first run, into `$WORKBENCH_HOME/compiled`.
+    """Compile the layers of a transformers model at their first run, into `$WORKBENCH_HOME/compiled`.
 
     Raises `MissingDependency` without a C++ compiler.
     """

@@ -1,4 +1,4 @@
-"""In which number format a device computes best."""
+"""The number formats in which a device computes fast."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Models with the head that a role needs: log-probabilities of tokens, or one value a token.
 
-Both compute only what is asked for: the backbone runs on sequences packed end to end, the head on the asked positions
-alone. A model that cannot run packs (see `packing.use_packing`) is given its sequences padded, and says why.
-Shapes: S sequences, T tokens of all of them together, N asked positions, V vocabulary.
+Both compute only what is needed: the backbone runs on sequences packed end to end, the head on the given positions. A
+model that cannot run packs (see `packing.use_packing`) gets its sequences padded, and says why. Shapes: S sequences, T
+tokens of all of them together, N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor,
 
 
 class PackedModule(nn.Module):
-    """What a role trains or runs, on sequences packed end to end: `read(hidden_states(...), ...)`, whose halves may run
-    on different ranks.
+    """A module that a role trains or runs, on sequences packed end to end: `read(hidden_states(...), ...)`, whose two
+    halves may run on different ranks.
 
-    padded_because: why its model is given padded sequences all the same; None: it runs packs.
+    padded_because: why its model gets padded sequences; None: it runs packs.
     """
 
     padded_because: str | None
@@ -58,9 +58,8 @@ class PackedModule(nn.Module):
     ) -> Tensor:
         """The backbone's last hidden states [T, hidden] of sequences of these `lengths` end to end, [T] tokens.
 
-        after: which of them go on from which, see `Pack.of`; of none where the model runs padded.
-        received: hidden states [T, hidden] to go on from in place of embeddings, where the backbone's first layers are
-        on other ranks.
+        after: which of them continue which, see `Pack.of`; empty where the model runs padded. received: hidden states
+        [T, hidden] in place of embeddings, where the backbone's first layers are on other ranks.
         """
         if self.padded_because is None:
             return run_packed(self.get_backbone(), input_ids, Pack.of(lengths, input_ids.device, after), received)
@@ -81,25 +80,25 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def expect(self, micro_batch_tokens: int) -> None:
-        """From now on `forward` is given at most so many tokens, on any rank."""
+        """From now on `forward` gets at most so many tokens, on any rank."""
 
     def describe(self) -> str:
-        """How sequences go through it: "packed", or "padded: " and why."""
+        """How sequences run through it: "packed", or "padded: " and why."""
         return "packed" if self.padded_because is None else f"padded: {self.padded_because}"
 
 
 class TokenLogProbs(PackedModule):
     """log softmax(logits / temperature) at given tokens, from a causal language model.
 
-    The head runs in ceil(N / 512) calls. Never more than the logits of one call live in memory, in the backward pass
-    either, which computes them anew. Cutting rows, and not the vocabulary with a running log-sum-exp, keeps each
-    log-probability the work of one product and one softmax, and the head a module that is called whole.
-    micro_batch_tokens: the largest T that `forward` is given on any rank (larger still works, with more memory), until
-    `expect` says another; None: 2048. Where the head's weight is sharded over ranks (ZeRO stage 3) each call gathers
-    it, so every rank must make equally many: ceil(micro_batch_tokens / 512), whatever N is.
+    The head runs in ceil(N / 512) calls, and only the logits of one call are in memory, also in the backward pass,
+    which recomputes them. Cutting rows, and not the vocabulary with a running log-sum-exp, makes each log-probability
+    the result of one product and one softmax, and the head a module that is called whole. micro_batch_tokens: the
+    largest T that `forward` gets on any rank (larger works, with more memory), until `expect` changes it; None: 2048.
+    Where the head's weight is sharded over ranks (ZeRO stage 3) each call gathers it, so every rank must make equally
+    many: ceil(micro_batch_tokens / 512), for any N.
 
-    aliases: for each weight all names that the model has for it: a tied head answers to two. vocabulary: the weights
-    with a row for each token. Both of the whole model, by transformers' names.
+    aliases: for each weight all names that the model has for it: a tied head has two. vocabulary: the weights with a
+    row for each token. Both of the whole model, by transformers' names.
 
     Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
     """
@@ -184,7 +183,7 @@ class TokenLogProbs(PackedModule):
 class ChosenLogProbs(torch.autograd.Function):
     """(log softmax(logits / temperature) at `targets` [N], the entropy [N] or None), fp32, of logits [N, V].
 
-    Its gradient is written into what the forward pass saved, where autograd would make a tensor of [N, V] for each
+    Its gradient is written into what the forward pass saved, where autograd would allocate a tensor of [N, V] for each
     step of the formula:
 
         d chosen / d logits = (onehot(target) - p) / temperature
@@ -220,9 +219,9 @@ class ChosenLogProbs(torch.autograd.Function):
 class TokenValues(PackedModule):
     """One scalar a token: a critic's value, a reward or cost model's score.
 
-    shift: subtracted from every value, out of the optimizer's reach; saved as part of the head's bias.
-    init: "zero" (a critic starts at 0 everywhere) or "normal", of standard deviation 1/sqrt(hidden_size + 1), from
-    `seed` and no other random state (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
+    shift: subtracted from every value, not trained; saved as part of the head's bias. init: "zero" (a critic starts at
+    0 everywhere) or "normal", of standard deviation 1/sqrt(hidden_size + 1), from `seed` and no other random state
+    (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
     """
 
     shift: float = 0.0
@@ -344,7 +343,7 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
 
 
 def _require_plain_head(model: PreTrainedModel) -> None:
-    """Some families scale or cap their logits after the head, which computing the head alone would lose silently."""
+    """Some families scale or cap their logits after the head, which computing only the head would silently omit."""
     if not tried_once("plain head", model, _has_plain_head):
         raise BadInput(
             f"{type(model).__name__}",

@@ -1,12 +1,12 @@
-"""Sequences of unequal length end to end in one row, without padding, none of which sees another.
+"""Sequences of unequal length end to end in one row, without padding; no sequence sees another.
 
-A sequence may go on from another one of the pack, as the responses to one prompt do: it sees that one too, and the
-prompt is computed once for all of them.
+A sequence may continue another one of the pack, as the responses to one prompt do: it sees that one too, and the prompt
+is computed once for all of them.
 
-transformers' models look up their attention function by name and hand it what their `forward` was given beside its own
-arguments (https://huggingface.co/docs/transformers/attention_interface). Ours is one more name: given a `Pack` it
-computes attention inside each sequence, so nothing is quadratic in the pack's length; without one, as when the same
-model generates from padded prompts, it is transformers' SDPA.
+transformers' models look up their attention function by name and pass on unknown arguments of their `forward`
+(https://huggingface.co/docs/transformers/attention_interface). Ours is one more name: given a `Pack` it computes
+attention inside each sequence, so nothing is quadratic in the pack's length; without one, as when the same model
+generates from padded prompts, it is transformers' SDPA.
 
 Shapes: T tokens of all sequences together, S sequences, H heads, K key-value heads, D head size.
 """
@@ -34,12 +34,12 @@ UNKNOWN_TO_US = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class Pack:
-    """Where the sequences of a packed row lie, and what each sees.
+    """The sequences of a packed row, and what each sees.
 
     lengths: S. boundaries: int32 [S + 1], 0 first and T last. position_ids: int64 [1, T], from 0 in each sequence, or
-    from where the one ends that it goes on from.
-    seen_lengths, seen_boundaries: the same of the keys: a sequence's own tokens after those that it goes on from.
-    seen: int64 [sum of seen_lengths], the number of each key among the T tokens; None: each sequence sees its own.
+    from the end of the one that it continues. seen_lengths, seen_boundaries: the same of the keys: those of the
+    sequence that it continues, then its own. seen: int64 [sum of seen_lengths], the number of each key among the T
+    tokens; None: each sequence sees only itself.
     """
 
     lengths: tuple[int, ...]
@@ -51,8 +51,8 @@ class Pack:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, after: Sequence[int] = ()) -> Pack:
-        """From the lengths alone, and after: of each sequence the number of the one that it goes on from, which itself
-        goes on from none, or -1; empty: all -1."""
+        """From the lengths, and after: for each sequence the number of the one that it continues, which itself
+        continues none, or -1; empty: all -1."""
         ends = [0, *accumulate(lengths)]
         tokens = [torch.arange(start, end) for start, end in pairwise(ends)]
         starts = [0 if number < 0 else lengths[number] for number in after or [-1] * len(lengths)]
@@ -72,7 +72,7 @@ class Pack:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, without waiting for what a GPU still computes."""
+    """A host tensor on `device`, without waiting for the GPU's queued work."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -98,10 +98,10 @@ def run_packed(backbone: nn.Module, input_ids: Tensor, pack: Pack, received: Ten
 
 
 def use_packing(model: PreTrainedModel) -> str | None:
-    """Let a model run packed sequences from now on: None; or why it cannot, and then it stays as it was.
+    """Let a model run packed sequences from now on: None; or why it cannot, and then it does not change.
 
-    Decided by its configuration and by trying: in a pack of short sequences the second, and the third, which goes on
-    from the first, must give what they give alone.
+    Decided by its configuration and a trial: in a pack of short sequences the second, and the third, which continues
+    the first, must give what they give alone.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -126,8 +126,8 @@ _tried: dict[tuple[Any, ...], Any] = {}
 
 
 def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedModel], Result]) -> Result:
-    """What `attempt(model)` gives, which depends on the model's code, configuration, dtype and kind of device alone:
-    models that are alike, such as the roles of a host, are tried once a process."""
+    """The result of `attempt(model)`, which depends only on the model's code, configuration, dtype and kind of device:
+    equal models, such as the roles of a host, are tried once a process."""
     code = frozenset(type(module).forward for module in model.modules())
     alike = (what, code, model.dtype, model.device.type, model.config.to_json_string(use_diff=False))
     if alike not in _tried:
@@ -137,7 +137,6 @@ def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedM
 
 
 def _why_no_packs(model: PreTrainedModel) -> str | None:
-    """Try it: None, or why the model cannot run packs."""
     family = type(model).__name__
     try:
         errors = {dtype: _error_of_a_pack(model, dtype) for dtype in _dtypes_of_runs(model)}
@@ -150,7 +149,7 @@ def _why_no_packs(model: PreTrainedModel) -> str | None:
 
 
 def _dtypes_of_runs(model: PreTrainedModel) -> tuple[torch.dtype, ...]:
-    """The dtypes in which it may be run: engines run fp32 weights in bf16 too, under autocast. On a GPU that is another
+    """The dtypes in which it may run: engines run fp32 weights in bf16 too, under autocast. On a GPU that is another
     attention kernel, which refuses some head sizes."""
     also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
     return (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
@@ -208,8 +207,8 @@ def packed_attention(
 def _each(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, pack: Pack
 ) -> Tensor:
-    """One sequence after the other, [T, H, D]. In fp32: what torch has for bf16 on a CPU takes twice as long, most of
-    it in the backward pass, and rounds."""
+    """One sequence after the other, [T, H, D]. In fp32: torch's bf16 on a CPU takes twice as long, most of it in the
+    backward pass, and rounds."""
     of_each = zip(
         *(x.float().split(n) for x, n in ((query, pack.lengths), (key, pack.seen_lengths), (value, pack.seen_lengths))),
         strict=True,
@@ -232,7 +231,7 @@ def _each(
 
 
 def _mask(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """What the last `queries` of so many tokens see of them, [queries, keys]; None where that is plain causal."""
+    """The mask of the last `queries` of `keys` tokens, [queries, keys]; None where it is plain causal."""
     if queries == keys and (sliding_window is None or keys <= sliding_window):
         return None
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -1,4 +1,4 @@
-"""From the name of a model to a folder that transformers loads from."""
+"""From a model's name to a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _alternatives(name: str) -> str:
-    """What to write instead, the likeliest first."""
+    """Names to use instead, the likeliest first."""
     known = [*BUNDLED, *TINY]
     close = difflib.get_close_matches(name.lower().rpartition("/")[2], known, n=1, cutoff=0.5)
     rest = f"give a local folder, or one of {', '.join(map(repr, known))}"

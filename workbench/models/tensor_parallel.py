@@ -1,10 +1,10 @@
-"""Layers of which each rank of a tensor group holds a slice, and which together compute what the whole layer would.
+"""Layers of which each rank of a tensor group holds a slice, and which together compute the whole layer.
 
-Megatron-LM's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): into attention and MLP linear
-layers are cut by output, out of them by input. A block thus needs one sum over the ranks at its end and, in the
+Megatron-LM's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): linear layers into attention and
+MLP are cut by output, those out of them by input. A block thus needs one sum over the ranks at its end and, in the
 backward pass, one at its start. All else that the ranks compute is the same on each of them, to the last bit.
 
-Shapes: T tokens, N asked positions, H hidden size, V vocabulary, of which a rank has rows [start, stop).
+Shapes: T tokens, N positions, H hidden size, V vocabulary, of which a rank has rows [start, stop).
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: TensorGroup) -> Tensor:
-    """`x`, equal on all ranks, at the start of what each computes a part of: its gradient is the sum of theirs."""
+    """`x`, equal on all ranks, at the start of a block: its gradient is the sum of the ranks'."""
     return cast(Tensor, _Enter.apply(x, group))
 
 
 def leave(x: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of what the ranks computed, equal on all of them, and so is its gradient."""
+    """The sum of the ranks' parts, at the end of a block: equal on all of them, and so is its gradient."""
     return cast(Tensor, _Leave.apply(x, group))
 
 
 def enter_block(block: nn.Module, group: TensorGroup) -> None:
-    """Let an attention or MLP block, given its hidden states first or as `hidden_states`, begin with `enter`."""
+    """Let an attention or MLP block begin with `enter` of its hidden states, its first argument or `hidden_states`."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in kwargs:
@@ -95,10 +95,10 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """Rows [start, start + len(weight)) of an output head: log-probabilities without ever gathering logits.
+    """Rows [start, start + len(weight)) of an output head: log-probabilities without gathering logits.
 
-    The ranks agree on the largest logit, then add up their sums of exponentials, the chosen token's logit (of the one
-    rank that has it), and for the entropy sum exp(logit) x logit.
+    The ranks find the largest logit, then add up their sums of exponentials, the chosen token's logit (of the one rank
+    that has it), and for the entropy sum exp(logit) x logit.
     """
 
     def __init__(self, linear: nn.Linear, start: int, group: TensorGroup) -> None:
@@ -125,6 +125,6 @@ class VocabularyParallelHead(nn.Module):
 
 
 def _rows_here(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of tokens among `count` from `start`, 0 for those of other ranks; and which are here."""
+    """The rows of tokens among `count` from `start`, 0 for those of other ranks; and whether they are here."""
     here = (tokens >= start) & (tokens < start + count)
     return torch.where(here, tokens - start, 0), here

@@ -1,8 +1,8 @@
 """Tiny random models for tests and for trying out placements: real architectures, seconds to run, no download.
 
-Heads of size 32 (vLLM takes no smaller ones), 4 of them with 2 key-value heads, and a vocabulary of 264 tokens: all
-divide by tensor-parallel sizes 1 and 2, and by 4 where key-value heads may be copied, or are 4 ("4kv"). Weights come
-from a fixed seed.
+Heads of size 32 (vLLM takes no smaller ones), 4 of them with 2 key-value heads, and a vocabulary of 264 tokens: all can
+be cut over 1 and 2 tensor ranks, and over 4 where key-value heads may be copied, or are 4 ("4kv"). Weights come from a
+fixed seed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ RECIPE = 1
 
 
 def tiny_folder(name: str) -> Path:
-    """The folder of the tiny model `name`, made on first use."""
     return made_once(f"{name}-{RECIPE}", lambda folder: _write(folder, TINY[name]))
 
 

@@ -31,10 +31,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token that differs from the end-of-sequence token.
 
     Many checkpoints pad with the end-of-sequence token, and then a mask that is derived from the ids hides the end of
-    every response. Masks here never come from ids, so the padding id is only filler; but user code may derive one.
-    Where the checkpoint's choice is missing or equal to EOS, an existing special token takes its place; none is ever
-    added, which would change the size of the embeddings. Raises `BadInput` when no token is fit or no tokenizer loads,
-    `ModelUnavailable` when there is no such model.
+    every response. Masks here never come from ids, but a user's code may derive one. Where the checkpoint's choice is
+    missing or equal to EOS, an existing special token is used; none is added, which would change the size of the
+    embeddings. Raises `BadInput` when no token is fit or no tokenizer loads, `ModelUnavailable` when there is no such
+    model.
     """
     from transformers import AutoTokenizer
 
@@ -60,7 +60,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary(name: str | Path) -> dict[str, int]:
-    """Token -> id of a model. Of a bundled model that was not converted yet it is read from the package's file."""
+    """Token -> id of a model. A bundled model that is not converted yet is read from the package's file."""
     if name not in BUNDLED or is_converted(str(name)):
         return dict(load_tokenizer(name).get_vocab())
     from transformers import AutoTokenizer
@@ -134,9 +134,9 @@ def render_prompt(
 def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after: int) -> list[int]:
     """Token ids between an assistant's turn and its next one: the first one's end, `messages`, the next one's head.
 
-    after: the turn's last token; where it is the end that the template writes, which need not be the tokenizer's EOS,
-    it is not written again. What came before is not rendered again: the tokens that were sampled stay what they are.
-    Raises `BadInput` for a tokenizer without a chat template, or one whose template cannot render these messages.
+    after: the turn's last token; where it is the end that the template writes, which may differ from the tokenizer's
+    EOS, it is not written again. Earlier turns are not rendered again: sampled tokens do not change. Raises `BadInput`
+    for a tokenizer without a chat template, or one whose template cannot render these messages.
     """
     turn = "\u2042turn\u2042"
     if not tokenizer.chat_template:

@@ -1,6 +1,6 @@
 """What one pass of a model needs beside its weights and gradients, from the size of a micro-batch. Pure arithmetic.
 
-Held against torch's allocators by `benchmarks/memory.py`, to within 10 % of what is held at the peak.
+`benchmarks/memory.py` compares it with torch's allocators: within 10 % of the peak.
 """
 
 from __future__ import annotations

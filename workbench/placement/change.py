@@ -1,4 +1,4 @@
-"""What a change of placement would move, how long that takes, and whether there is room for it. Nothing is touched."""
+"""What a change of placement would move, how long that takes, and whether there is room for it. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ class PlacementChange(Moves):
     """What `old` -> `new` would do: `.frame()` by role, `.pairs()` and `.traffic()` by pair of processes, `.memory()`
     by device, `.seconds`, `.fits`.
 
-    device: "cpu" or "cuda". has_bytes: of the memory of one GPU, or of what the slots of a CPU machine can have
-    together, what they hold now among it; None: unknown.
-    refusal: why it cannot be done now, whatever room there is; None: it can.
-    took_s, transfer_s: of a change that was carried out, how long that took, and the bytes alone, with the checksums
-    that verify them, to be held against `seconds`.
-    bandwidth_bytes_s, measured: what `seconds` assumes, and where that figure is from.
-    start_s: how long new processes take to start and models to load, as those that are there took.
+    device: "cpu" or "cuda". has_bytes: the memory of one GPU, or what the slots of a CPU machine can have together,
+    with what they hold now; None: unknown. refusal: why it cannot be done now, however much room there is; None: it
+    can. took_s, transfer_s: of a change that was done, how long it took, and its transfers alone, with their checksums,
+    for comparison with `seconds`. bandwidth_bytes_s, measured: what `seconds` assumes, and its source. start_s: how
+    long new processes take to start and models to load, as the current ones did.
     """
 
     has_bytes: int | None = None
@@ -45,12 +43,10 @@ class PlacementChange(Moves):
 
     @cached_property
     def before(self) -> MemoryEstimate:
-        """What the old placement holds."""
         return self._estimate(self.old, self.models, self.old_numbers)
 
     @cached_property
     def after(self) -> MemoryEstimate:
-        """What the new placement holds."""
         return self._estimate(self.new, self.models_after, self.new_numbers)
 
     def _estimate(self, placement: Any, models: Any, numbers: Any) -> MemoryEstimate:
@@ -59,19 +55,18 @@ class PlacementChange(Moves):
 
     @property
     def seconds(self) -> float | None:
-        """How long the bytes take one after the other, without starting processes and engines; None: unknown."""
+        """How long the bytes take one after the other, without the start of processes and engines; None: unknown."""
         if not self.total_bytes:
             return 0.0
         return None if not self.bandwidth_bytes_s else self.total_bytes / self.bandwidth_bytes_s
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The numbers of all devices, of before and after."""
         return tuple(sorted({place.device for place in self.places}))
 
     def during(self, device: int, *, certain: bool = False) -> int:
-        """Bytes on a device at the most while things move: what stays, the state of what moves and of what is built
-        from it, batches, and buffers. certain: without what may be less, see `RankMemory.certain`."""
+        """Most bytes on a device during the change: what stays, the state of what moves and of what is built from it,
+        batches, and buffers. certain: without what may be less, see `RankMemory.certain`."""
         actions = {change.role: change.action for change in self.roles}
 
         def held(tenants: Iterable[Tenant]) -> int:
@@ -100,7 +95,7 @@ class PlacementChange(Moves):
 
     @cached_property
     def problem(self) -> str:
-        """Why there is no room for it, in words; empty where there is, or where that cannot be known."""
+        """Why there is no room for it, in words; empty where there is, or where that is unknown."""
         if self.has_bytes is None:
             return ""
         for devices in [self.devices] if self.device == "cpu" else [(n,) for n in self.devices]:
@@ -118,14 +113,14 @@ class PlacementChange(Moves):
 
     @property
     def fits(self) -> bool | None:
-        """Whether it can be done: there is room while it happens and afterwards, and nothing else is in its way; None:
-        the room is unknown."""
+        """Whether it can be done: there is room during the change and afterwards, and `refusal` is None; None: the room
+        is unknown."""
         if self.refusal is not None:
             return False
         return None if self.has_bytes is None else not self.problem
 
     def require_fit(self) -> None:
-        """Raise `BadInput` where it cannot be done; with the figures where there is no room."""
+        """Raise `BadInput` where it cannot be done; where there is no room, with the figures."""
         if self.refusal is not None:
             raise self.refusal
         if self.problem:
@@ -136,7 +131,7 @@ class PlacementChange(Moves):
             )
 
     def frame(self) -> pd.DataFrame:
-        """One row a role: what becomes of it, pools and layouts before and after, and the bytes that it moves."""
+        """One row a role: its action, pools and layouts before and after, and the bytes that it moves."""
         import pandas as pd
 
         return pd.DataFrame(self._rows())
@@ -171,8 +166,8 @@ class PlacementChange(Moves):
         return self.traffic().frame()
 
     def memory(self) -> pd.DataFrame:
-        """One row a device: bytes held before, at the most during and, while nothing computes, after; and the bound of
-        what the new placement needs while it computes."""
+        """One row a device: bytes held before, at most during the change, and after it while nothing computes; and the
+        bound for the new placement while it computes."""
         import pandas as pd
 
         return pd.DataFrame(self._memory_rows())

@@ -1,4 +1,4 @@
-"""What a placement needs of each device's memory, role by role. Pure: nothing is started, no weights are read."""
+"""The memory that a placement needs on each device, role by role. Pure: nothing is started, no weights are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Models = Mapping[str, RoleModel | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """One rank of a role on a device, and what it holds there."""
+    """One rank of a role on a device, and its memory there."""
 
     role: str
     pool: str
@@ -40,11 +40,11 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryEstimate:
-    """Bytes by role and device of a placement. What processes need for themselves, and batches, come on top.
+    """Bytes by role and device of a placement. Processes themselves, and batches, need more.
 
-    device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where that is known.
-    unknown: roles with workers of which nothing is known. take_turns: roles of a device are there one after another,
-    see `workbench.open(share_memory=...)`.
+    device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where known. unknown:
+    roles whose workers' memory is unknown. take_turns: the roles of a device use it one after another, see
+    `workbench.open(share_memory=...)`.
     """
 
     placement: Placement
@@ -56,11 +56,9 @@ class MemoryEstimate:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The numbers of the devices."""
         return tuple(sorted({tenant.device for tenant in self.tenants}))
 
     def on(self, device: int) -> list[Tenant]:
-        """The roles of a device."""
         return [tenant for tenant in self.tenants if tenant.device == device]
 
     def lasting(self, device: int) -> int:
@@ -71,13 +69,13 @@ class MemoryEstimate:
         return sum(memory.lasting for memory in held)
 
     def peak(self, device: int) -> int:
-        """A bound of the most that is held on a device: what lasts, and the role that needs most while it computes."""
+        """A bound of the peak on a device: what lasts, and the role that needs most while it computes."""
         if self.take_turns:
             return max((tenant.memory.turn for tenant in self.on(device)), default=0)
         return self.lasting(device) + max((tenant.memory.passing for tenant in self.on(device)), default=0)
 
     def certain(self, *devices: int) -> int:
-        """What devices together cannot do without: without caches and files that are mapped (on a CPU) and activations,
+        """The least that devices together need: without caches and files that are mapped (on a CPU) and activations,
         with the gradients of the role that has most."""
         gradients: dict[str, int] = {}
         lasting: dict[str, int] = {}
@@ -153,9 +151,8 @@ def estimate_memory(
     """The estimate of a placement whose roles all have a model in `models`.
 
     numbers: the device numbers of each pool's ranks; None: counted up, pool by pool. take_turns: see `MemoryEstimate`.
-    Where vLLM's cache and micro-batches are left open, they are as large as `Room` makes them on a GPU of
-    `device_bytes`. tokens: of micro-batches of roles that have found out how many fit.
-    Raises `BadInput` where a layout does not cut its model.
+    Automatic sizes of vLLM's cache and micro-batches are those that `Room` gives on a GPU of `device_bytes`. tokens: of
+    micro-batches of roles that have measured how many fit. Raises `BadInput` where a layout does not cut its model.
     """
     numbers = device_numbers(placement) if numbers is None else numbers
     caches: dict[str, int] = {}
@@ -205,7 +202,7 @@ def device_numbers(placement: Placement) -> dict[str, tuple[int, ...]]:
 def check_fit(estimate: MemoryEstimate, *, has_bytes: int, models: Models) -> str:
     """Raise `BadInput` for a placement that cannot fit; else what may become too much, in words, or "".
 
-    has_bytes: of the memory of one GPU, or of what a CPU machine has left for all of its slots.
+    has_bytes: of one GPU, or what a CPU machine has left for all of its slots.
     """
     doubt = ""
     for tenant in estimate.tenants if estimate.device == "cuda" else ():

@@ -1,4 +1,4 @@
-"""What a generation engine holds on one rank: weights, key-value cache, and what it computes with. Pure."""
+"""The memory of a generation engine on one rank: weights, key-value cache, and activations. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_bytes(role: RoleModel, layout: Layout, stage: int, rank: int, cache_b
 
 
 def row_bytes(role: RoleModel) -> int:
-    """What one sequence of vLLM needs of the cache of a rank at most."""
+    """Most bytes of one sequence in vLLM's cache on a rank."""
     assert role.generation is not None
     blocks = -(-(role.generation.max_model_tokens + 1) // BLOCK_TOKENS)
     ranks = min(role.generation.tensor_parallel_size, key_value_heads(role))
@@ -45,15 +45,15 @@ def row_bytes(role: RoleModel) -> int:
 
 
 def useful_cache_bytes(role: RoleModel) -> int:
-    """A cache in which all rows that vLLM decodes at the same time have room; 0 for an engine that has none."""
+    """A cache with room for all rows that vLLM decodes at the same time; 0 for an engine without one."""
     if role.generation is None or role.generation.engine != "vllm":
         return 0
     return (role.generation.rows_at_once(on_gpu=True) + 1) * row_bytes(role)
 
 
 def working_bytes(role: RoleModel) -> int:
-    """A bound of what vLLM computes with on a GPU beside weights and cache: a step's activations, logits, the state of
-    its sampler, CUDA graphs."""
+    """A bound of vLLM's memory on a GPU beside weights and cache: a step's activations, logits, the state of its
+    sampler, CUDA graphs."""
     assert role.generation is not None
     text, ranks = role.config.get_text_config(), role.generation.tensor_parallel_size
     hidden, vocabulary = int(text.hidden_size), int(text.vocab_size)
@@ -64,12 +64,10 @@ def working_bytes(role: RoleModel) -> int:
 
 
 def padded(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def key_value_heads(role: RoleModel) -> int:
-    """Heads of keys and values in a layer."""
     text = role.config.get_text_config()
     return int(getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 1)
 
@@ -83,8 +81,8 @@ def kv_elements_per_token(role: RoleModel) -> int:
 
 
 def vllm_weight_bytes(role: RoleModel, j: int, *, on_cpu: bool) -> int:
-    """Weights of tensor rank j of vLLM: slices, the vocabulary padded to equal ones. On a CPU embedding and head are
-    there as they are and packed for products, each of them where they are one."""
+    """Weights of tensor rank j of vLLM: slices, the vocabulary padded to equal ones. On a CPU embedding and head exist
+    twice, also packed for products; where they are tied, each is packed."""
     assert role.generation is not None
     t, multiple, total = role.generation.tensor_parallel_size, VOCABULARY_MULTIPLE["vllm"], 0
     tied = not any(weight.name.startswith("lm_head.") for weight in role.weights)

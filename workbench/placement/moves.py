@@ -3,17 +3,20 @@
 Pure: nothing is touched. What a move does, and what is counted here:
 
 - A pool is kept where the new placement has one of the same name and as many devices: its processes stay. Roles that
-  stay in it with the same layout are not touched; roles that leave it are closed, roles that join it are built, and
-  roles with a new layout rebuilt there.
+stay in it with the same layout do not change; roles that leave it are closed, roles that join it are built, and roles
+with a new layout are rebuilt there.
+
 - Every other pool gets new processes, on the lowest device numbers that no kept pool uses, and of GPUs no old one
-  either; then the old pools that are not kept end.
-- A role that is new is built from its model, one that the new placement lacks is closed. Where rollout workers begin to
-  generate for an actor, or cease to, its generation engine ends or begins; one whose ranks then stand otherwise is
-  rebuilt.
+either; then the old pools that are not kept end.
+
+- A new role is built from its model; a role that the new placement lacks is closed. Where rollout workers begin to
+generate for an actor, or stop, its generation engine is closed or started; an actor whose ranks are then numbered
+otherwise is rebuilt.
+
 - Any other role that is built or rebuilt gets its state (`state_of`) from the ranks that held it before: each rank
-  receives exactly what its process lacks. Generation engines are made anew (of a role that is rebuilt, when the old one
-  is closed; else beside it), and synced from the new trainer ranks.
-- Shards of batches on a process that ends go to another: dealt out in order over the new ones, else over all.
+receives exactly what its process lacks. Generation engines are made anew and synced from the new trainer ranks.
+
+- Shards of batches on a process that ends go to another: dealt out in order over the new processes, else over all.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ TAKEN_ALONG = ("rebuilt", "moves")  # with all that the role has learned
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A host process before or after a change. ends: it is there before only. new: it is there after only."""
+    """A host process before or after a change. ends: it exists before only. new: it exists after only."""
 
     pool: str
     rank: int
@@ -48,10 +51,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleChange:
-    """What becomes of a role. action: "stays", "engine" (begins to generate, or ceases to, and stays otherwise),
-    "rebuilt" (another layout in its pool), "moves", "added" or "dropped".
+    """What happens to a role. action: "stays", "engine" (only its generation engine is started or closed), "rebuilt"
+    (another layout in its pool), "moves", "added" or "dropped".
 
-    old_pool, old_layout: "" and None where it was not there; new_pool, new_layout: where it will not be.
+    old_pool, old_layout: "" and None of a role that is added; new_pool, new_layout: of one that is dropped.
     moved_bytes: of its state, from process to process.
     """
 
@@ -68,12 +71,11 @@ class RoleChange:
 class Moves:
     """What `old` -> `new` moves.
 
-    models: what decides the bytes of each role of `old`; new_models: of `new`, None: the same ones.
-    numbers: device numbers of the old pools; None: counted up. device: "cpu" or "cuda".
-    again: of the pools that there are or were, how many of that name came before; a new one is numbered after it.
-    lost: old pools whose processes answer no more, and whose roles `new` does not have.
-    batch_bytes: what the old processes hold of batches, by their names. fresh: trained roles that have taken no
-    optimizer step yet, so have no moments.
+    models: the models of the roles of `old`; new_models: of `new`, None: the same. numbers: device numbers of the old
+    pools; None: counted up. device: "cpu" or "cuda". again: of pool names, how many earlier pools had them; a new pool
+    is numbered after these. lost: old pools whose processes do not answer, and whose roles `new` does not have.
+    batch_bytes: of batches on the old processes, by their names. fresh: trained roles without an optimizer step yet, so
+    without moments.
     """
 
     old: Placement
@@ -89,24 +91,21 @@ class Moves:
 
     @property
     def models_after(self) -> Models:
-        """What decides the bytes of each role of `new`."""
+        """The models of the roles of `new`."""
         return self.models if self.new_models is None else self.new_models
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """The pools whose processes stay."""
         old = {pool.name: pool.devices for pool in self.old.pools}
         return tuple(pool.name for pool in self.new.pools if old.get(pool.name) == pool.devices)
 
     @cached_property
     def old_numbers(self) -> dict[str, tuple[int, ...]]:
-        """The device numbers of the old pools."""
         given = device_numbers(self.old) if self.numbers is None else self.numbers
         return {pool.name: tuple(given[pool.name]) for pool in self.old.pools}
 
     @cached_property
     def new_numbers(self) -> dict[str, tuple[int, ...]]:
-        """The device numbers of the new pools."""
         found = {name: self.old_numbers[name] for name in self.kept}
         # slots of a CPU are shares, that old and new may both have; a GPU is given to one process
         taken = found if self.device == "cpu" else self.old_numbers
@@ -135,17 +134,16 @@ class Moves:
         return tuple(found)
 
     def next_again(self, pool: str) -> int:
-        """Of a new pool, how many of its name came before."""
+        """How many earlier pools had the name of a new pool."""
         there = {pool.name for pool in self.old.pools} | self.again.keys()
         return self.again.get(pool, 0) + 1 if pool in there else 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the places."""
         return tuple(place.name for place in self.places)
 
     def parts(self, role: str) -> tuple[Part, ...]:
-        """What a role has to take along."""
+        """The parts of a role's state that move with it."""
         model = self.models[role]
         parts = () if model is None else tuple(state_of(model))
         return tuple(part for part in parts if not (part.what == "moments" and role in self.fresh))
@@ -164,13 +162,11 @@ class Moves:
         return standing, self._ranks(placement.pool_of(role).name, after=after)
 
     def _ranks(self, pool: str, *, after: bool) -> tuple[int, ...]:
-        """The indices of a pool's processes, rank by rank."""
         gone = "ends" if after else "new"
         return tuple(n for n, place in enumerate(self.places) if place.pool == pool and not getattr(place, gone))
 
     @cached_property
     def roles(self) -> tuple[RoleChange, ...]:
-        """What becomes of each role."""
         return tuple(change for change, _ in self._moved.values())
 
     @cached_property
@@ -181,7 +177,7 @@ class Moves:
 
     @cached_property
     def shard_successors(self) -> dict[int, int]:
-        """Of each place that ends, that which takes its batches over."""
+        """For each place that ends, the place that takes over its batches."""
         new = [n for n, place in enumerate(self.places) if place.new]
         takers = new or [n for n, place in enumerate(self.places) if not place.ends]
         ending = [n for n, place in enumerate(self.places) if place.ends and place.pool not in self.lost]
@@ -189,7 +185,7 @@ class Moves:
 
     @cached_property
     def batch_matrix(self) -> np.ndarray:
-        """int64 [places, places]: the same of batches."""
+        """int64 [places, places]: bytes of batches from a row's process to a column's."""
         matrix = self._nothing()
         for n, taker in self.shard_successors.items():
             matrix[n, taker] += self.batch_bytes.get(self.names[n], 0)
@@ -203,7 +199,6 @@ class Moves:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that go from process to process."""
         return int(self.matrix.sum())
 
     def _nothing(self) -> np.ndarray:
@@ -214,7 +209,6 @@ class Moves:
         return {role: self._of(role) for placement in (self.old, self.new) for role in placement.roles}
 
     def _of(self, role: str) -> tuple[RoleChange, np.ndarray]:
-        """What becomes of a role, and the bytes of it from process to process."""
         both = self.old, self.new
         pools = [placement.pool_of(role).name if role in placement.roles else "" for placement in both]
         layouts = [placement.layout_of(role) if role in placement.roles else None for placement in both]

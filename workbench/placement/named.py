@@ -10,11 +10,11 @@ from workbench.settings.roles import ROLLOUT
 
 
 def named_placements(roles: Sequence[str], devices: int) -> dict[str, Placement | BadInput]:
-    """By name: everything colocated, policy and scorers split, each role on its own. Where the devices or the roles are
-    too few for one, the `BadInput` that says so.
+    """By name: all roles colocated, policy and scorers split, each role on its own; or the `BadInput` that says which
+    devices or roles are missing.
 
-    roles: those that are placed, the one that should have most first; rollout workers have no place in them, as the
-    actor generates. devices: all of them are used, as evenly as can be.
+    roles: those that are placed, the one that gets most devices first; rollout workers are left out: the actor
+    generates. devices: all of them are used, as evenly as possible.
     """
     placed = [role for role in roles if role != ROLLOUT]
 

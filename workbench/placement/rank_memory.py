@@ -1,6 +1,6 @@
-"""What one rank of a role holds in memory, to the byte where engines leave no choice. Pure: nothing is loaded.
+"""The memory of one rank of a role, to the byte where engines leave no choice. Pure: nothing is loaded.
 
-Held against live engines by `tests/placement/test_memory.py`.
+`tests/placement/test_memory.py` compares it with live engines.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ class RankMemory:
 
     parameters, optimizer, kept_gradients: between updates, from the first one on. gradients: beside these, when those
     of an update are complete. generation_weights, generation_kv_cache: of a generation engine that keeps them; the
-    cache at most.
-    activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered weights, the
-    buckets in which gradients are summed, and a cache that lives only while the engine decodes.
-    decoding: of them, what the generation engine needs beside its weights and cache.
-    may_be_mapped: of the parameters, those that a CPU host may map from the file, which then costs no memory.
+    cache at most. activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered
+    weights, the buckets in which gradients are summed, and a cache that exists only while the engine decodes. decoding:
+    of them, those of the generation engine. may_be_mapped: of the parameters, those that a CPU host may map from the
+    file, without memory of their own.
     """
 
     parameters: int = 0
@@ -64,14 +63,14 @@ class RankMemory:
 
     @property
     def turn(self) -> int:
-        """The most that is held at once where roles of a device take turns: the generation engine sleeps while its role
-        is trained, and that leaves after a sync."""
+        """The peak where roles of a device take turns: the generation engine sleeps while its role is trained, and the
+        trainer is offloaded after a sync."""
         trained, synced = self.lasting - self.generating + self.passing, self.parameters + self.generation_weights
         return max(trained, synced, self.generating + self.decoding)
 
     def certain(self, *, on_cpu: bool) -> int:
-        """Of what lasts, that which cannot be less: on a CPU memory is taken as it is written to, so that a cache may
-        stay small, and weights that are mapped from a file may be shared."""
+        """The least of what lasts: a CPU allocates memory when it is written, so that a cache may stay small, and
+        weights that are mapped from a file may be shared."""
         return self.lasting - (self.generation_kv_cache + self.may_be_mapped if on_cpu else 0)
 
     @property
@@ -81,7 +80,8 @@ class RankMemory:
 
 
 def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int | None = None) -> RankMemory:
-    """What rank `rank` of a role holds. cache_bytes: of vLLM's key-value cache on a GPU, see `Room`; None: a CPU host.
+    """The memory of rank `rank` of a role. cache_bytes: of vLLM's key-value cache on a GPU, see `Room`; None: a CPU
+    host.
 
     Raises `BadInput` where the layout does not cut the model.
     """
@@ -142,8 +142,8 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
 
 
 def _bucket_bytes(role: RoleModel, elements: int, replicas: int) -> int:
-    """What gradients are gathered in before they are summed over the ranks; ZeRO 2 and 3, and in fp32 ZeRO 1, have it
-    on a single rank too."""
+    """The buffers in which gradients are summed over the ranks; ZeRO 2 and 3, and in fp32 ZeRO 1, have them on a single
+    rank too."""
     if not role.trained:
         return 0
     if not role.engine.startswith("zero"):

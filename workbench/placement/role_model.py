@@ -1,4 +1,4 @@
-"""What of a role decides its bytes: its model's weights, what of them is trained, and by which engines."""
+"""What decides the bytes of a role: its model's weights, which of them are trained, and its engines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RoleModel:
     """A role's model by its configuration; no weights are read.
 
     head: as of `model_weights`. dtype: in which it computes. training: also of a role that is only run, for its
-    micro-batches. trained: whether its weights, or its adapter's, move. generation: of who generates.
-    samples_only: of rollout workers, which hold the engine and nothing beside it. automatic_tokens: of a micro-batch,
-    where `training` leaves that open.
+    micro-batches. trained: whether its weights, or its adapter's, change. generation: of roles that generate.
+    samples_only: of rollout workers, which hold only the engine. automatic_tokens: of a micro-batch, where `training`
+    does not set them.
     """
 
     config: PreTrainedConfig
@@ -49,12 +49,11 @@ class RoleModel:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens in a micro-batch of several rows."""
         return self.training.micro_batch_tokens or self.automatic_tokens
 
     @property
     def engine(self) -> str:
-        """What holds it: "frozen", "torch", or "zero0" to "zero3"."""
+        """ "frozen", "torch", or "zero0" to "zero3"."""
         if not self.trained:
             return "frozen"
         return "torch" if self.training.engine == "torch" else f"zero{self.training.zero_stage}"
@@ -95,20 +94,19 @@ class RoleModel:
 
     @property
     def trained_weights(self) -> ModelWeights:
-        """Those that the optimizer moves; none of a role that is only run."""
+        """The weights that the optimizer changes; none of a role that is only run."""
         if not self.trained:
             return ModelWeights((), self.weights.layers)
         return self.weights if self.adapter is None else self.adapter_weights
 
     @property
     def frozen_weights(self) -> ModelWeights:
-        """Those that never move."""
         moves = (self.trained and self.adapter is None) or self.samples_only
         return ModelWeights((), self.weights.layers) if moves else self.weights
 
     def standing(self, layout: Layout) -> Layout:
-        """A layout of its placement with the numbering that its ranks have: those of an actor that is cut over several
-        ranks generate in groups of consecutive ones."""
+        """The layout of its placement, in the numbering of its ranks: those of an actor that is cut over several ranks
+        generate in groups of consecutive ones."""
         if self.generation is None or layout.p * layout.t == 1:
             return layout
         return layout.generating(self.generation.tensor_parallel_size)
@@ -128,5 +126,5 @@ def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[
 
 
 def head_of(role: str) -> Literal["lm", "scalar"]:
-    """What stands on a role's model."""
+    """The head of a role's model."""
     return "lm" if role in ("actor", "reference", ROLLOUT) else "scalar"

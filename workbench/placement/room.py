@@ -1,7 +1,7 @@
 """The sizes that a GPU's memory decides: a key-value cache, and the tokens of a micro-batch. Pure arithmetic.
 
-What a placement holds on a device does not depend on how large that is; what it leaves does. So the controller says
-the one (`rooms`), and the host that knows its device takes the other (`Room`), with the same figures in the estimate.
+What a placement holds on a device does not depend on the size of the device; the rest does. So the controller gives the
+first (`rooms`), and the host that knows its device computes the second (`Room`), with the figures of the estimate.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOST_TOKENS, TOKENS_STEP = 32_768, 512
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What is on the devices of a role, bytes: on each at most so much.
+    """Bytes on the devices of a role, the most of all devices.
 
-    lasting: of all roles of the device, optimizer states that come with the first step too, without vLLM's cache; where
-    roles take turns, of this one while it is trained or run. generating: the same while vLLM decodes. weights: of vLLM.
-    passing: what the roles there need at most while they compute; 0 where they take turns.
-    useful_cache: the most that is of use to vLLM's cache, 0 where nobody decodes; row: of one sequence. fraction:
-    `Generation.gpu_memory_fraction`. turns: whether roles take turns.
+    lasting: of all roles of the device, with the optimizer states of the first step, without vLLM's cache; where roles
+    take turns, of this one while it is trained or run. generating: the same while vLLM decodes. weights: of vLLM.
+    passing: most that a role there needs while it computes; 0 where they take turns. useful_cache: the largest useful
+    cache of vLLM, 0 without vLLM; row: of one sequence. fraction: `Generation.gpu_memory_fraction`. turns: whether
+    roles take turns.
     """
 
     lasting: int = 0
@@ -43,8 +43,8 @@ class Room:
     turns: bool = False
 
     def cache_bytes(self, device_bytes: int) -> int:
-        """vLLM's cache on a device: what the fraction leaves of its weights, or what is left there, but for half of
-        it, if need be, to compute in."""
+        """vLLM's cache on a device: what the fraction leaves beside its weights; or what the placement leaves, at least
+        half of which may be needed for computing."""
         if not self.useful_cache:
             return 0
         if self.fraction is not None:
@@ -53,7 +53,7 @@ class Room:
         return max(0, min(self.useful_cache, max(left - self.passing, left // 2)))
 
     def pass_bytes(self, device_bytes: int) -> int:
-        """What a device leaves to the gradients and activations of one role."""
+        """What a device leaves for the gradients and activations of one role."""
         return usable_bytes(device_bytes) - self.lasting - (0 if self.turns else self.cache_bytes(device_bytes))
 
     def __or__(self, other: Room) -> Room:
@@ -64,7 +64,7 @@ class Room:
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """What roles can hold of a GPU's memory together."""
+    """The part of a GPU's memory that roles can use."""
     return device_bytes - max(RESERVED_BYTES, int(RESERVED_SHARE * device_bytes))
 
 

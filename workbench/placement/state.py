@@ -1,4 +1,4 @@
-"""What a role's ranks hold that has to go along when it moves, and which rank holds which elements of it. Pure."""
+"""The state that moves with a role, and which rank holds which elements of it. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Part:
-    """Some tensors of a role's state that lie alike.
+    """Tensors of a role's state with the same distribution.
 
-    weights: their shapes and item bytes. copies: how many there are of each, such as two moments. sharding: how they
-    lie over the replicas: as `Distribution.sharding`, or "flat", as ZeRO-1 and 2 lay the optimizer's.
+    weights: their shapes and item bytes. copies: of each, such as two moments. sharding: over the replicas: as
+    `Distribution.sharding`, or "flat", as ZeRO-1 and 2 shard the optimizer's.
     """
 
     what: str
@@ -33,7 +33,6 @@ class Part:
     sharding: str
 
     def distribution(self, layout: Layout, ranks: tuple[int, ...]) -> Distribution:
-        """On which ranks its elements are, in a layout."""
         if self.sharding == "flat":
             return FlatDistribution(self.weights, layout, ranks)
         return Distribution(self.weights, layout, ranks, self.sharding)  # type: ignore[arg-type]
@@ -45,11 +44,11 @@ class Part:
 
 
 def state_of(role: RoleModel) -> Iterator[Part]:
-    """What travels with a role: the weights that it holds but does not train, in their dtype; of trained ones fp32
-    parameters and both moments of Adam, whether or not a step has been taken.
+    """What moves with a role: the weights that it does not train, in their dtype; of trained ones fp32 parameters and
+    both moments of Adam, whether or not a step has been taken.
 
-    Weights that ZeRO holds in bfloat16 are made anew from the fp32 ones. Step counts and random states, a few bytes,
-    are not counted. Generation engines hold nothing of their own: they are synced.
+    Weights that ZeRO holds in bfloat16 are made from the fp32 ones. Step counts and random states, a few kilobytes, are
+    not counted. Generation engines have no state: they are synced.
     """
     if len(role.frozen_weights):
         sharding = "zero" if role.engine == "zero3" else "replicas"
@@ -73,8 +72,8 @@ def _in_bytes(weights: ModelWeights, item_bytes: int) -> ModelWeights:
 
 @dataclass(frozen=True)
 class FlatDistribution(Distribution):
-    """Optimizer state as ZeRO-1 and 2 shard it: a rank's matrices laid end to end, and so everything else, are each
-    cut into d equal stretches."""
+    """Optimizer state as ZeRO-1 and 2 shard it: a rank's matrices end to end, and all other weights end to end, are
+    each cut into d equal stretches."""
 
     @cached_property
     def _starts(self) -> dict[tuple[int, str], tuple[int, int]]:
@@ -104,7 +103,7 @@ class FlatDistribution(Distribution):
 
 
 class FlatReshard(Reshard):
-    """A reshard in which no two weights move alike, as each begins elsewhere in the run."""
+    """A reshard in which no two weights move alike, as each begins at another place in the run."""
 
     def _kind(self, weight: Weight) -> Any:
         return weight.name

@@ -9,24 +9,20 @@ Boxes = tuple[Box, ...]
 
 
 def size(boxes: Boxes) -> int:
-    """Elements in disjoint boxes."""
     return sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in boxes)
 
 
 def of(found: Iterable[Box]) -> Boxes:
-    """The boxes that are not empty."""
     return tuple(box for box in found if box[0] < box[1] and box[2] < box[3])
 
 
 def intersect(left: Boxes, right: Boxes) -> Boxes:
-    """The elements in both, in the order of `left`."""
     if left == right:
         return left
     return of((max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3])) for a in left for b in right)
 
 
 def subtract(left: Boxes, right: Boxes) -> Boxes:
-    """The elements of `left` that are not in `right`."""
     if left == right:
         return ()
     rest = left
@@ -45,7 +41,7 @@ def _outside(box: Box, cut: Box) -> Boxes:
 
 
 def rows_of(boxes: Boxes, start: int, stop: int) -> Boxes:
-    """Rows [start, stop) of boxes of equal columns, laid one below the other."""
+    """Rows [start, stop) of boxes of equal columns, one below the other."""
     found, above = [], 0
     for r0, r1, c0, c1 in boxes:
         low, high = max(start - above, 0), min(stop - above, r1 - r0)

@@ -19,7 +19,7 @@ SHARDINGS = ("replicas", "fsdp", "zero")
 
 @dataclass(frozen=True)
 class WeightShard:
-    """What a rank holds of a weight. Its tensor has `shape` and is the boxes row by row, one box after the other."""
+    """What a rank holds of a weight: a tensor of `shape`, which is the boxes row by row, one box after the other."""
 
     boxes: Boxes
     shape: tuple[int, ...]
@@ -30,10 +30,10 @@ class Distribution:
     """The weights of a model in a layout (p, t, d) on ranks.
 
     ranks: the layout's rank r is rank `ranks[r]` of the pool; any distinct numbers, in any order. Generation on the
-    ranks of training is the layout (p_g, t_g, d*d_g) on these ranks in another order.
-    sharding: "replicas", each of the d replicas is whole; "fsdp", each tensor of a replica is sharded over the d
-    replicas in chunks of ceil(rows/d) rows, as FSDP2 does; "zero", in flat chunks of ceil(elements/d), as ZeRO-3 does.
-    vocabulary_multiple: the vocabulary is rounded up to a multiple of it before it is cut, as generation engines do.
+    ranks of training is the layout (p_g, t_g, d*d_g) on these ranks in another order. sharding: "replicas", each of the
+    d replicas is whole; "fsdp", each tensor of a replica is sharded over the d replicas in chunks of ceil(rows/d) rows,
+    as FSDP2 does; "zero", in flat chunks of ceil(elements/d), as ZeRO-3 does. vocabulary_multiple: the vocabulary is
+    rounded up to a multiple of it before it is cut, as generation engines do.
     """
 
     weights: ModelWeights
@@ -64,12 +64,10 @@ class Distribution:
         return self.layout.coordinates(self._positions[rank])
 
     def replica(self, k: int) -> tuple[int, ...]:
-        """The ranks of replica k, in the layout's order."""
         each = self.layout.p * self.layout.t
         return self.ranks[k * each : (k + 1) * each]
 
     def stages(self, weight: Weight) -> tuple[int, ...]:
-        """The stages that hold a weight."""
         return self.weights.stages(weight, self.layout.p)
 
     def shard(self, weight: Weight, rank: int) -> WeightShard | None:
@@ -94,6 +92,5 @@ class Distribution:
         return WeightShard(boxes.elements_of(held, start, stop), (stop - start,))
 
     def boxes(self, weight: Weight, rank: int) -> Boxes:
-        """The elements of a weight that a rank holds."""
         shard = self.shard(weight, rank)
         return () if shard is None else shard.boxes

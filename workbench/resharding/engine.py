@@ -36,7 +36,7 @@ Slice = tuple[str, Box]
 
 @dataclass
 class _Bucket:
-    """What goes over the wire together: of one group of weights, so much that buffers stay small.
+    """Slices that are sent together: of one group of weights, so many that buffers stay small.
 
     sends: destinations -> slices; receives: (source, destinations) -> slices. Both sides count in the same order.
     """
@@ -60,15 +60,15 @@ class Exchange(Protocol):
 class ReshardingEngine:
     """This rank's part of a plan, again and again.
 
-    Weights go a layer at a time, in buckets. Beside what the plan counts (`peak_parameter_bytes`), memory is needed for
-    `bucket_bytes` of buffers (more only where one row of a weight is longer), and once a weight for the training slice
-    that is being turned into a view. A training slice that cannot be a view of the generation slice keeps memory of its
-    own, all of it: several parts of a fused weight; a slice that lies partly outside (vocabulary rows that the tensor
+    Weights are sent a layer at a time, in buckets. Beside what the plan counts (`peak_parameter_bytes`), memory is
+    needed for `bucket_bytes` of buffers (more only where one row of a weight is longer), and for one training slice at
+    a time while it is turned into a view. A training slice that cannot be a view of the generation slice keeps all of
+    its own memory: several parts of a fused weight; a slice that lies partly outside (vocabulary rows that the tensor
     ranks do not divide evenly; a general reshard).
 
     Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator. received_bytes:
-    that this rank received so far. checksums: take them of all that moves, for `arrival`; reads it once more on either
-    side, on a CPU up to a quarter of a transition's time.
+    that this rank received so far. checksums: take them of all that is sent, for `arrival`; this reads it once more on
+    either side, on a CPU up to a quarter of a transition's time.
     """
 
     def __init__(
@@ -133,8 +133,9 @@ class ReshardingEngine:
     ) -> Iterator[dict[str, Tensor]]:
         """The same weights a layer at a time, for an engine that keeps copies of them; arguments as for `reshard`.
 
-        `held` stays as it is, so that there is nothing to restore; what is whole already is given as it lies there.
-        Beside it, memory is needed for one layer: drop each before asking for the next. Every rank iterates to the end.
+        `held` does not change, so there is nothing to restore; weights that are whole already are yielded without a
+        copy. Beside `held`, memory is needed for one layer: drop each before asking for the next. Every rank iterates
+        to the end.
         """
         self._begin(held)
         for tensor in held.values():
@@ -148,7 +149,8 @@ class ReshardingEngine:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the training tensors memory of their own again; drop what `reshard` returned before, else both live."""
+        """Give the training tensors memory of their own again; drop what `reshard` returned first, else both exist at
+        once."""
         while self._views:
             _, tensor = self._views.popitem()
             if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -157,8 +159,8 @@ class ReshardingEngine:
         self._away = False
 
     def arrival(self) -> Arrival:
-        """Whether what the last transition brought is what was sent, by checksums that senders and receivers took of it
-        in their own memory. Every rank of the plan calls it at the same time, once a transition. Needs `checksums`."""
+        """Whether what the last transition brought is what was sent, by checksums of senders and receivers. Every rank
+        of the plan calls it at the same time, once a transition. Needs `checksums`."""
         sent, received = self._sent.take(), self._received.take()
         theirs = {rank: torch.empty_like(sums) for rank, (_, sums) in received.items()}
         self._communicator.exchange([(rank, sums) for rank, (_, sums) in sent.items()], list(theirs.items()))
@@ -174,7 +176,7 @@ class ReshardingEngine:
         )
 
     def _gathered_shard(self, weight: Weight) -> WeightShard | None:
-        """What this rank has of a weight when everything has arrived: its generation shard, or the whole weight."""
+        """This rank's part of a weight when everything has arrived: its generation shard, or the whole weight."""
         needed = self._needed.get(weight.name)
         if self.rank not in self.plan.ranks or not (found := self.plan.materialised(weight, self.rank)):
             return needed
@@ -217,7 +219,7 @@ class ReshardingEngine:
         return gathered
 
     def _share(self, tensor: Tensor, mine: WeightShard, other: Tensor, shard: WeightShard) -> bool:
-        """Turn a held tensor into a view of another tensor of the same weight, where it lies in it."""
+        """Turn a tensor into a view of another tensor of the same weight, where its elements lie in it."""
         view = shared(other, shard, mine)
         if view is not None:
             tensor.data = view
@@ -291,5 +293,5 @@ class ReshardingEngine:
 
 
 def _is_run(views: list[Tensor]) -> bool:
-    """Whether a message is one stretch of memory, which goes without a buffer."""
+    """Whether a message is one contiguous tensor, which needs no buffer."""
     return len(views) == 1 and views[0].is_contiguous()

@@ -32,16 +32,15 @@ class Movement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to each destination."""
         return boxes.size(self.boxes) * self.weight.item_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """What a plan costs; int64 arrays in bytes, one entry a rank of the plan.
+    """The cost of a plan; int64 arrays in bytes, one entry a rank of the plan.
 
     peak_parameter: the most that a rank holds at a time. kept_twice: held beside the generation weights, because
-    training needs it back. matrix[source, destination]: sent from one to the other, directly.
+    training needs it again. matrix[source, destination]: sent from one to the other, directly.
     """
 
     peak_parameter: np.ndarray
@@ -50,22 +49,21 @@ class Figures:
 
     @property
     def received(self) -> np.ndarray:
-        """Bytes that each rank receives."""
         total: np.ndarray = self.matrix.sum(axis=0)
         return total
 
     @property
     def sent(self) -> np.ndarray:
-        """Bytes that each rank sends."""
         total: np.ndarray = self.matrix.sum(axis=1)
         return total
 
 
 class Plan(ABC):
-    """How weights get from one distribution to another. A subclass says what each rank materialises, and from whom.
+    """How weights get from one distribution to another. A subclass defines what each rank materialises, and its
+    senders.
 
-    source, destination: who holds what before and after; both of the same weights.
-    shares_storage: whether a rank's weights of before are, where they lie in those of after, the same memory.
+    source, destination: the distributions before and after, of the same weights. shares_storage: whether a rank's
+    weights of before share memory with those of after, where they are the same elements.
     """
 
     shares_storage = True
@@ -84,11 +82,12 @@ class Plan(ABC):
 
     @abstractmethod
     def senders(self, rank: int) -> Sequence[Sequence[int]]:
-        """Those asked for what a rank lacks: group after group, in each group the first that holds it."""
+        """Groups of ranks that are asked for what a rank lacks: group after group, in each group the first that holds
+        it."""
 
     @property
     def block(self) -> int:
-        """Number of ranks after which everything repeats, with nothing sent between two such blocks."""
+        """Number of ranks after which the plan repeats, with nothing sent between two such blocks."""
         return len(self.ranks)
 
     def kept_twice(self, weight: Weight, rank: int) -> int:
@@ -96,7 +95,6 @@ class Plan(ABC):
         return boxes.size(boxes.subtract(self.source.boxes(weight, rank), self.destination.boxes(weight, rank)))
 
     def movements(self, weight: Weight, block: int = 0) -> Iterator[Movement]:
-        """The movements of a weight in a block of ranks."""
         first = block * self.block
         for movement in self._first_block(weight):
             if first:
@@ -108,13 +106,11 @@ class Plan(ABC):
                 yield dataclasses.replace(movement, weight=weight)
 
     def schedule(self) -> Iterator[Movement]:
-        """Every movement, weight after weight."""
         for weight in self.weights:
             for block in range(len(self.ranks) // self.block):
                 yield from self.movements(weight, block)
 
     def block_of(self, rank: int) -> int:
-        """The block in which a rank stands."""
         return self._index[rank] // self.block
 
     @cached_property
@@ -122,12 +118,11 @@ class Plan(ABC):
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     def _kind(self, weight: Weight) -> Any:
-        """Weights of one kind move alike: those of the same layer of another block of layers."""
+        """Weights of one kind move alike, such as those of the same layer in other blocks of layers."""
         alike = dataclasses.replace(weight, name="", layers=())
         return alike, self.source.stages(weight), self.destination.stages(weight)
 
     def _first_block(self, weight: Weight) -> list[Movement]:
-        """The movements of the first block, of any weight of this one's kind."""
         key = self._kind(weight)
         if key not in self._movements:
             self._movements[key] = self._block_movements(weight)
@@ -149,7 +144,7 @@ class Plan(ABC):
         return [Movement(weight, source, tuple(ranks), moved) for (source, moved), ranks in found.items()]
 
     def figures(self) -> Figures:
-        """Bytes of the whole plan. Weights of one kind are planned once, and so are blocks of ranks."""
+        """Bytes of the whole plan. Only one weight of a kind, and one block of ranks, is planned."""
         kinds: dict[Any, list[Weight]] = {}
         for weight in self.weights:
             kinds.setdefault(self._kind(weight), []).append(weight)
@@ -173,7 +168,7 @@ class Plan(ABC):
 class Reshard(Plan):
     """From any layout on any ranks to any other: every rank gets exactly what it lacks, G_r \\ T_r.
 
-    From whole replicas a rank that trained asks its own replica first; others turn to the replicas in turn, so that no
+    From whole replicas a rank that trained asks its own replica first; other ranks use the replicas in turn, so that no
     single replica serves them all. Else the lowest-ranked holder sends.
     """
 

@@ -52,7 +52,6 @@ def report(model: str | Path, train: str, generate: str, strategy: str, dtype: s
 
 
 def parse_layouts(train: str, generate: str) -> Layout:
-    """The layout that "P-T-D" and "PG-TG" say."""
     p, t, d = _sizes("--train", train, "P-T-D", "1-4-2")
     p_g, t_g = _sizes("--generate", generate, "PG-TG", "1-2")
     return Layout(p, t, d, p_g, t_g)

@@ -20,9 +20,9 @@ from workbench.support.validation import one_of
 class Transition(Plan):
     """From a training layout to a generation layout on the same ranks, 0 to p*t*d - 1; see `Layout` for both.
 
-    Plain generation groups, unless a subclass says otherwise: consecutive ranks inside each training replica.
-    trained: who holds what in the layout itself, which `training` may cut further. vocabulary_multiple: of the
-    generation side, see `Distribution`.
+    Plain generation groups, unless a subclass defines others: consecutive ranks inside each training replica. trained:
+    the distribution of the layout itself, which `training` may shard further. vocabulary_multiple: of the generation
+    side, see `Distribution`.
     """
 
     def __init__(self, weights: ModelWeights, layout: Layout, *, vocabulary_multiple: int = 1) -> None:
@@ -35,7 +35,6 @@ class Transition(Plan):
         super().__init__(self.training(weights), after)
 
     def training(self, weights: ModelWeights) -> Distribution:
-        """Who holds what in training."""
         return self.trained
 
     def generation_ranks(self) -> tuple[int, ...]:
@@ -50,7 +49,6 @@ class Transition(Plan):
         return (self.source.replica(self.source.coordinates(rank)[0]),)
 
     def generation_tensor_groups(self) -> list[list[int]]:
-        """The ranks that generate as one tensor group."""
         return self._groups(2)
 
     def micro_data_groups(self) -> list[list[int]]:
@@ -67,7 +65,7 @@ class Transition(Plan):
 
 
 class FullGather(Transition):
-    """DeepSpeed-Chat's way: trained as ZeRO-3, flat shards over all ranks; everything gathered over all of them.
+    """DeepSpeed-Chat's way: trained as ZeRO-3, flat shards over all ranks; everything is gathered over all of them.
 
     A rank receives M - |T_r| and holds M at the peak, then cuts its generation slices out. Its flat shard, a run of
     elements across rows, is memory of its own beside a generation slice, so |T_r| is kept twice on every rank: on
@@ -90,16 +88,16 @@ class FullGather(Transition):
         return boxes.size(self.source.boxes(weight, rank))
 
     def _block_movements(self, weight: Weight) -> list[Movement]:
-        """Each shard has one owner, who sends it to everybody else."""
+        """Each shard has one owner, which sends it to all others."""
         shards = ((rank, self.source.boxes(weight, rank)) for rank in self.ranks)
         others = {rank: tuple(other for other in self.ranks if other != rank) for rank in self.ranks}
         return [Movement(weight, rank, others[rank], shard) for rank, shard in shards if shard and others[rank]]
 
 
 class FullGatherOfSlices(FullGather):
-    """The same for a model that is trained in the layout (p, t, d): a rank's flat shard is one of its slices', over d.
+    """The same for a model that is trained in the layout (p, t, d): a rank's flat shard is a part of its slice, over d.
 
-    What several tensor ranks hold whole has several owners: the lowest of them sends it.
+    The lowest of the tensor ranks that hold a weight whole sends it.
     """
 
     def training(self, weights: ModelWeights) -> Distribution:
@@ -146,8 +144,8 @@ class MicroGroupGather(Transition):
 class ZeroSync(Reshard):
     """From ZeRO-3's flat shards over all ranks to an engine on the same ranks, in groups of t_g consecutive ones.
 
-    Each rank receives what it lacks, |G_r| times (n-1)/n where all divides; with `whole` M (n-1)/n, as DeepSpeed's own
-    gather does. A flat shard is no part of a generation slice: |T_r| is kept twice.
+    Each rank receives what it lacks, |G_r| (n-1)/n where all divides; with `whole` M (n-1)/n, as DeepSpeed's own gather
+    does. A flat shard is no part of a generation slice: |T_r| is kept twice.
     """
 
     shares_storage = False

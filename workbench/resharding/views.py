@@ -37,7 +37,8 @@ def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard)
 
 
 def shared(tensor: Tensor, shard: WeightShard, inner: WeightShard) -> Tensor | None:
-    """The tensor of the shard `inner` as a view of the tensor of `shard`; None where its boxes do not lie so."""
+    """The tensor of the shard `inner` as a view of the tensor of `shard`; None where its boxes are not one piece
+    there."""
     if not inner.boxes or boxes.subtract(inner.boxes, shard.boxes):
         return None
     try:

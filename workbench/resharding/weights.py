@@ -27,12 +27,12 @@ MOST_TENSOR_RANKS = 64  # of those that a remedy names
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A stretch of a weight's cut axis that is dealt out by itself: a whole weight, or q, k and v of a fused one.
+    """A stretch of a weight's cut axis that is cut by itself: a whole weight, or q, k and v of a fused one.
 
-    size: elements along the axis. units: what a rank holds whole, such as heads; they divide the size.
-    rule: "even": each of t ranks has units/t of them. "copied": that, and where t is a multiple of the units, each unit
-    is on t/units ranks (key-value heads). "chunked": chunks of ceil(units/t), the last shorter or empty, as torch.chunk
-    and DTensor's Shard make them (vocabulary rows).
+    size: elements along the axis. units: what a rank holds whole, such as heads; they divide the size. rule: "even":
+    each of t ranks has units/t of them. "copied": that, and where t is a multiple of the units, each unit is on t/units
+    ranks (key-value heads). "chunked": chunks of ceil(units/t), the last shorter or empty, as torch.chunk and DTensor's
+    Shard make them (vocabulary rows).
     """
 
     size: int
@@ -42,7 +42,7 @@ class Part:
     def held_units(self, j: int, t: int, multiple: int = 1) -> Interval | None:
         """[start, stop) in units for tensor rank j of t; None where they do not divide.
 
-        multiple: what is chunked counts as so many units more that this divides them.
+        multiple: chunked units are rounded up to a multiple of it.
         """
         if self.rule == "chunked":
             chunk = -(-(-(-self.units // multiple) * multiple) // t)
@@ -59,9 +59,9 @@ class Part:
 class Weight:
     """One weight. name: transformers'. item_bytes: of one element. axis: the cut axis; None: whole on all tensor ranks.
 
-    parts: of the cut axis, in order; empty for a weight that is not cut. layers: the decoder layers beside which it
-    lives, so on whose stages it is: its own; the first for embeddings, the last for final norm and head; both for an
-    embedding that is the head too.
+    parts: of the cut axis, in order; empty for a weight that is not cut. layers: the decoder layers whose pipeline
+    stages hold it: its own; the first for embeddings, the last for final norm and head; both for an embedding that is
+    the head too.
     """
 
     name: str
@@ -85,19 +85,17 @@ class Weight:
 
     @property
     def group(self) -> str:
-        """What moves together: the decoder layer, such as "model.layers.3"; outside of layers the module."""
+        """The weights that move together: the decoder layer, such as "model.layers.3"; outside of layers the module."""
         module = self.name.rpartition(".")[0] or self.name
         found = re.match(r"(.*?\.\d+)(\.|$)", module)
         return found[1] if found else module
 
     @property
     def numel(self) -> int:
-        """Elements of the whole weight."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole weight."""
         return self.numel * self.item_bytes
 
     def intervals(self, j: int, t: int, multiple: int = 1) -> tuple[Interval, ...]:
@@ -158,7 +156,6 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model (M)."""
         return sum(weight.nbytes for weight in self.weights)
 
     def stages(self, weight: Weight, p: int) -> tuple[int, ...]:
@@ -172,7 +169,6 @@ class ModelWeights:
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
 
     def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
-        """The weights of pipeline stage i of p."""
         return tuple(weight for weight in self.weights if i in self.stages(weight, p))
 
     def check(self, p: int, t: int) -> None:
@@ -186,7 +182,6 @@ class ModelWeights:
                 raise BadInput(error.value, error.rule, f"use one of t={fitting}") from None
 
     def _fits(self, t: int) -> bool:
-        """Whether t tensor ranks cut every weight."""
         return all(part.held_units(0, t, 1) is not None for weight in self.weights for part in weight.parts)
 
 
@@ -253,7 +248,7 @@ def _dtype(value: Any) -> Any:
 
 
 class _Cutter:
-    """Knows the parts of each layer from its name; collects in `unknown` the layers that it does not know."""
+    """Finds the parts of each layer by its name; collects in `unknown` the layers that it does not know."""
 
     def __init__(self, text: Any, base: str) -> None:
         heads = int(getattr(text, "num_attention_heads", 1))

@@ -32,7 +32,7 @@ from workbench.placement.moves import TAKEN_ALONG, RoleChange
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.telemetry.spans import union_s
-from workbench.workers.role_state import RankState, RoleMove, Taken
+from workbench.workers.role_state import RankState, Received, RoleMove
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
@@ -241,7 +241,7 @@ class Move:
             backend.start(self.new)
             join_pools(backend, self.new, self._note)
             steps += self._fill(self.new, rank_states)
-        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Taken)]
+        taken = [found for found in settle(backend, steps, self._note) if isinstance(found, Received)]
         for part in taken:
             self._runner.telemetry.append_transfers(part.transfers)
         return union_s((part.start_s, part.end_s) for part in taken)

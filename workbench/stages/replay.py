@@ -164,8 +164,7 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
     finally:
         for name in group.hosts:
             hosts.backend.ask(name, "release", move.published)
-    state = states[0].random
-    set_random_state({**state, "cuda": state["cuda"] if len(state["cuda"]) == torch.cuda.device_count() else []})
+    set_random_state(states[0].random)
 
 
 def _enter_debugger(trace: TracebackType | None) -> None:

@@ -23,7 +23,7 @@ class StopCoordinator:
         self._begin_round()
         if len(hosts) == 1:  # nobody to agree with: at its next point
             self._told.add(0)
-            backend.ask(hosts[0], "leave_alone", run)
+            backend.ask(hosts[0], "stop_alone", run)
 
     def _begin_round(self) -> None:
         self._round, self._began_s = self._round + 1, time.monotonic()
@@ -56,4 +56,4 @@ class StopCoordinator:
     def _tell(self, ranks: Collection[int], point: int) -> None:
         for rank in ranks:
             self._told.add(rank)
-            self._backend.ask(self._hosts[rank], "leave", self._run, self._round, point)
+            self._backend.ask(self._hosts[rank], "stop_at", self._run, self._round, point)

@@ -1,4 +1,4 @@
-"""How ranks talk: the one place where tensors are handed to torch.distributed, counted and timed."""
+"""The one place where tensors are handed to torch.distributed, counted and timed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from workbench.telemetry import Recorder
 
 
 class Communicator:
-    """Collectives over a group of ranks: those of a pool (its default process group), or some of them; exchanges over a
-    pool. With one rank nothing is sent. Ranks are counted within the group.
+    """Collectives over a group of ranks: those of a pool (its default process group), or some of them. With one rank
+    nothing is sent. Ranks are numbered within the group.
 
-    group: None for the whole pool. inner: of ranks that compute each layer between them. Their many small collectives
-    are inside forward and backward passes: they are counted in `moved_bytes`, and leave no spans.
-    hosts: the ranks' names in the record of transfers; without them they are named by pool and rank.
-    sent_bytes: bytes of the tensors that `exchange` handed over so far, by destination.
+    group: None for the whole pool. inner: of ranks that compute each layer together: their many small collectives are
+    counted in `moved_bytes`, without spans of their own. hosts: the ranks' names in the record of transfers; without
+    them they are named by pool and rank. sent_bytes: bytes that `exchange` has sent, by destination.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """torch's group of these ranks; None for the whole pool, and for a rank alone."""
+        """torch's group of these ranks; None for the whole pool, and for a single rank."""
         return self._group
 
     @contextmanager
@@ -53,7 +52,7 @@ class Communicator:
                 yield
 
     def end_group(self) -> None:
-        """End a group that was made for some ranks of a pool; none of them may use it any more."""
+        """Destroy a group that was made for some ranks of a pool."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
@@ -93,7 +92,6 @@ class Communicator:
         return tensor
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         if self.world_size > 1:
             with self._counted():
                 dist.barrier(group=self._group)
@@ -103,8 +101,8 @@ class Communicator:
     ) -> None:
         """Send tensors to ranks and fill tensors from ranks, all at the same time; all of them contiguous.
 
-        Two ranks must name what goes between them in the same order. weights: what the tensors are, where they are
-        weights that move between the ranks of a pool: the receiver records a transfer a tensor.
+        Two ranks must list what goes between them in the same order. weights: what the tensors are, where they are
+        weights: then the receiver records a transfer a tensor.
         """
         if not sends and not receives:
             return

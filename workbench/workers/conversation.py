@@ -1,4 +1,4 @@
-"""Turns of a policy and of its environments, by turns: tokens in, tokens out, nothing is tokenized twice."""
+"""Turns of a policy and of its environments: tokens in, tokens out, nothing is tokenized twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.engines.generation import Ending, GenerationEngine
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import turn_seed
 
-# As `Ending`, and: the environment said that it is over; the last turn allowed was taken.
+# As `Ending`; or the environment ended it; or max_turns were taken.
 ConversationEnding = Ending | Literal["done", "turns"]
 Share = Callable[[Callable[[], list[Any]]], list[Any]]
 
@@ -20,7 +20,7 @@ Share = Callable[[Callable[[], list[Any]]], list[Any]]
 class Conversation:
     """A response of several turns, one entry a token in all lists.
 
-    mask: False on what the environment wrote; log_probs are 0 there. rewards: a turn's on the last token of the turn.
+    mask: False on the environment's tokens, whose log_probs are 0. rewards: each turn's on the turn's last token.
     """
 
     prompt_ids: list[int]
@@ -32,13 +32,11 @@ class Conversation:
     turns: int = 0
     ending: ConversationEnding | None = None
 
-    def say(self, token_ids: list[int], log_probs: list[float]) -> None:
-        """Append a turn of the policy."""
+    def add_turn(self, token_ids: list[int], log_probs: list[float]) -> None:
         self._append(token_ids, log_probs, True)
         self.turns += 1
 
-    def hear(self, token_ids: list[int]) -> None:
-        """Append an observation."""
+    def add_observation(self, token_ids: list[int]) -> None:
         self._append(token_ids, [0.0] * len(token_ids), False)
 
     def _append(self, token_ids: list[int], log_probs: list[float], mine: bool) -> None:
@@ -62,12 +60,12 @@ def converse(
 ) -> None:
     """Let the policy and the environments take turns until each conversation has its ending.
 
-    All that are open take their turns together: generation of one turn, then the environments' replies. A turn that is
-    cut for want of room ends the response, and its environment is not asked; so does an observation that leaves no
-    room for another token, which is not appended. The last token is always the policy's.
+    All open conversations take their turns together: generation of one turn, then the environments' replies. A turn
+    that is cut for want of room ends the response without a reply; so does an observation that leaves no room for
+    another token, which is not appended. The last token is always the policy's.
 
-    conversations: those of all ranks that generate as one, in rank order; `mine` are this rank's, whose environments
-    are here. share(make): the lists that these ranks make, end to end. any_rank: whether it is true on any rank.
+    conversations: those of all ranks of a tensor group, in rank order; `mine` are this rank's, whose environments run
+    here. share(make): the lists that these ranks make, end to end. any_rank: whether it is true on any rank.
     """
 
     def room(conversation: Conversation) -> int:
@@ -77,7 +75,7 @@ def converse(
     own = {id(conversation): row for row, conversation in enumerate(conversations[mine])}
     first = share(lambda: environments.reset([room(conversation) for conversation in conversations[mine]]))
     for conversation, token_ids in zip(conversations, first, strict=True):
-        conversation.hear(token_ids)
+        conversation.add_observation(token_ids)
     continued = False
     while any_rank(any(conversation.ending is None for conversation in conversations)):
         speaking = [conversation for conversation in conversations if conversation.ending is None]
@@ -95,7 +93,7 @@ def converse(
         for conversation, ids, log_probs, ending in zip(
             speaking, rollout.response_ids, rollout.log_probs, rollout.endings, strict=True
         ):
-            conversation.say(ids, log_probs)
+            conversation.add_turn(ids, log_probs)
             if ending == "length":
                 conversation.ending = ending
             else:
@@ -112,4 +110,4 @@ def converse(
             elif len(reply.observation_ids) >= room(conversation):
                 conversation.ending = "length"
             else:
-                conversation.hear(reply.observation_ids)
+                conversation.add_observation(reply.observation_ids)

@@ -1,10 +1,11 @@
-"""Whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by what it does."""
+"""Whether a generation engine holds the trainer's weights: bit for bit where they can be read, else by its
+log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from workbench.engines.training.base import TrainingEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text that language models find likely, without knowing it by heart: rounding in bfloat16 moves the log-probability
-# of a token the more, the less likely it is (of random tokens up to 1 %), and that of a certain one hides what is
-# wrong. Fixed, so that every rank, rollout workers and a run that is resumed have the same probe.
+# A text that language models find likely, but not certain: rounding in bfloat16 moves the log-probability of a token
+# the more, the less likely it is (of random tokens up to 1 %), and a certain token hides an error. It is fixed, so that
+# every rank, rollout workers and a resumed run have the same probe.
 PROBE_TEXT = (
     "Once upon a time there was a little girl who lived in a small house at the edge of the forest with her mother and "
     "her grandmother."
@@ -27,11 +28,11 @@ PROBE_TOKENS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class EngineWeights:
-    """read: weights that could be read in the engine. differ: those of them with other bits than the trainer's.
+    """read: weights that could be read in the engine. differ: those of them whose bits are not the trainer's.
 
-    gap: mean gap in nats between the log-probabilities of both on a probe.
-    moved_gap: the same after a sync of weights whose vocabulary was moved on by one, see `compare_weights`; None where
-    the engine computes with the trainer's own tensors. moved_differ: as `differ`, after that sync.
+    gap: mean gap in nats between the log-probabilities of both on a probe. moved_gap, moved_differ: the same after a
+    sync of weights whose vocabulary was rotated by one, see `compare_weights`; None where the engine computes with the
+    trainer's own tensors.
     """
 
     read: int
@@ -43,12 +44,11 @@ class EngineWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerWeights:
-    """What an engine is held against: the trainer's weights, here or from another pool.
+    """What an engine is compared with: the trainer's weights, here or from another pool.
 
-    named_weights: gives them anew, whole, by transformers' names, in the engine's dtype or in one that it casts from;
-    every rank iterates to the end. log_probs: what the
-    trainer gives probe_ids[1:], nats. aliases, vocabulary: of its module, see `PackedModule`. live: addresses of the
-    tensors that it trains, where they are in this process.
+    named_weights: yields them, whole, by transformers' names, in the engine's dtype or one that it casts from; every
+    rank iterates to the end. log_probs: the trainer's of probe_ids[1:], nats. aliases, vocabulary: of its module, see
+    `PackedModule`. live: addresses of the tensors that it trains, where they are in this process.
     """
 
     named_weights: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -68,8 +68,8 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
     """Compare weights as they are, and after a sync that moves embeddings and output head far. Every rank calls it.
 
     A sync after a small step says little about weights that cannot be read. So the rows of the vocabulary matrices are
-    moved on by one and synced: the engine must then give token i + 1 what the trainer gives token i. A head that stays
-    behind its embeddings does not. Afterwards the engine is given the trainer's weights again.
+    rotated by one and synced: the engine must then give token i + 1 what the trainer gives token i, which an outdated
+    head or embedding does not. Afterwards the engine gets the trainer's weights again.
     """
     weights = generator.readable_weights()
     read, differ = differing_weights(trainer, generator)
@@ -91,7 +91,7 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
 
 
 def probe_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
-    """The tokens of `PROBE_TEXT`, none of them the vocabulary's last; random ones where a tokenizer makes fewer."""
+    """The tokens of `PROBE_TEXT`, without the vocabulary's last; random ones where a tokenizer gives too few."""
     known = [token for token in tokenizer(PROBE_TEXT).input_ids if token < vocab_size - 1][:PROBE_TOKENS]
     generator = torch.Generator().manual_seed(0)
     others = torch.randint(0, vocab_size - 1, (PROBE_TOKENS - len(known),), generator=generator)
@@ -99,9 +99,19 @@ def probe_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
 
 
 def differing_weights(trainer: TrainerWeights, generator: GenerationEngine) -> tuple[int, tuple[str, ...]]:
-    """How many weights could be read in the engine, and the names of those with other bits than the trainer's. Every
-    rank calls it."""
-    return _differing(trainer.named_weights(), generator.readable_weights(), trainer.aliases)
+    """How many weights could be read in the engine, and the names of those whose bits are not the trainer's. Every rank
+    calls it."""
+    held, names = generator.readable_weights(), trainer.aliases
+    read, differ = 0, list[str]()
+    for name, weight in trainer.named_weights():
+        for alias in names.get(name, [name]):
+            mine = held.get(alias)
+            if mine is None or mine.shape[1:] != weight.shape[1:] or len(mine) < len(weight):
+                continue
+            read += 1
+            if not torch.equal(mine[: len(weight)], weight.to(mine.device, mine.dtype)):
+                differ.append(alias)
+    return read, tuple(differ)
 
 
 def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device) -> Tensor:
@@ -113,19 +123,3 @@ def trainer_log_probs(trainer: TrainingEngine, ids: Tensor, device: torch.device
             input_ids=ids, lengths=(len(ids),), positions=positions, targets=ids[1:], temperature=1.0
         )
     return trainer.everywhere(log_probs).cpu()
-
-
-def _differing(
-    trained: Iterator[tuple[str, Tensor]], held: Any, names: Mapping[str, list[str]]
-) -> tuple[int, tuple[str, ...]]:
-    """How many weights could be compared, and the names of those that differ."""
-    read, differ = 0, []
-    for name, weight in trained:  # to the end: every rank takes part where they are gathered
-        for alias in names.get(name, [name]):
-            mine = held.get(alias)
-            if mine is None or mine.shape[1:] != weight.shape[1:] or len(mine) < len(weight):
-                continue
-            read += 1
-            if not torch.equal(mine[: len(weight)], weight.to(mine.device, mine.dtype)):
-                differ.append(alias)
-    return read, tuple(differ)

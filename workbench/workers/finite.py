@@ -1,4 +1,4 @@
-"""Numbers that are none: where a stage's output first holds NaN or infinity, and where that came from."""
+"""NaN and infinity: where a stage's output first holds one, and where it came from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from workbench.workers.worker import Worker
 
 
 def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> None:
-    """Raise `StageError` where a column of numbers that stages of ours know holds NaN or infinity. Names the first row
-    of the batch, and what is not finite before it: a column that was read, a weight, or the output of a module.
+    """Raise `StageError` where a column of numbers of a stage of ours holds NaN or infinity. It names the first such
+    row of the batch, and what is not finite before it: a column that was read, a weight, or the output of a module.
 
-    Columns of a user's own stages may hold what they like.
+    Columns of a user's own stages may hold any number.
     """
     for name, column in output.columns.items():
         found = first_not_finite(column) if name in NUMBER_COLUMNS else None
@@ -57,7 +57,7 @@ def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None
 
 
 def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:
-    """Which columns of a table hold NaN or infinity in a row, in words; empty where none does."""
+    """The columns of a table that hold NaN or infinity in a row, in words; empty where none does."""
     named = [name for name, column in table.items() if first_not_finite(_row(column, row)) is not None]
     return ", ".join(map(repr, named))
 
@@ -101,8 +101,8 @@ def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[s
 
 
 def _first_module(call: Call, shard: Shard, worker: Worker, row: int) -> str:
-    """The first module whose output is not finite when the stage is run on that row alone. Only a rank that is alone
-    can tell: others would have to compute with it."""
+    """The first module whose output is not finite when the stage runs on that row alone; empty where other ranks would
+    have to compute with this one."""
     operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)
     if worker.context.communicator.world_size > 1 or operation is None or operation.updates or operation.generates:
         return ""
@@ -122,7 +122,7 @@ def _first_module(call: Call, shard: Shard, worker: Worker, row: int) -> str:
 
 @contextmanager
 def _watched() -> Iterator[list[nn.Module]]:
-    """Inside, the modules whose output is not finite are noted, in the order in which they finish."""
+    """Inside, the modules whose output is not finite are collected, in the order in which they finish."""
     found: list[nn.Module] = []
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:

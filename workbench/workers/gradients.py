@@ -53,7 +53,6 @@ class Minibatch:
 
     @property
     def norm(self) -> float:
-        """The norm of the whole gradient."""
         return float(sum(sketch.norm**2 for sketch in self.sketches.values()) ** 0.5)
 
 

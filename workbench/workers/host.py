@@ -1,21 +1,17 @@
-"""One process on one device: runs the workers of the roles placed there, one call at a time, and keeps batches."""
+"""One process on one device: runs the workers of its roles, one call at a time, and keeps rows of batches."""
 
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from workbench.errors import BadInput, StageError
+from workbench.errors import StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.replies import Failure, Output, Reply, column_summary
@@ -24,25 +20,23 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
 from workbench.placement.state import Part
-from workbench.support.machine import available_bytes, own_gpu_bytes, total_bytes
 from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
+from workbench.workers.host_description import describe_process, describe_roles
 from workbench.workers.model_worker import set_random_state
+from workbench.workers.process_groups import join_pool, open_store
 from workbench.workers.reload.patching import Models, Patch, Patched
 from workbench.workers.reload.sources import SourceFile, loaded
 from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
-from workbench.workers.role_state import RankState, RoleMove, Taken, publish_state, take_state
+from workbench.workers.role_state import RankState, Received, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.stopping import StageStopped, Stopping, StopPoint
 from workbench.workers.transfer_probe import probe
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.worker import Context, Worker
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-LOOPBACK = "127.0.0.1"
 
 
 class Host(Shards):
@@ -52,34 +46,34 @@ class Host(Shards):
         super().__init__(info, Recorder(), peers)
         self._exchange = WeightExchange(info.name, self.recorder, peers.call)
         self.workers: dict[str, Worker] = {}
-        self._incoming: dict[str, Worker] = {}  # built, and not yet in their places
+        self._incoming: dict[str, Worker] = {}  # built, to replace those in `workers` at `replace_roles`
         self._device = SharedDevice(info, self.recorder, self.workers)
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
         self._stopping = Stopping(info.world_size)
         self._last: tuple[int, Reply] | None = None
-        self.on_progress: Callable[[int, int, int], None] | None = None  # for who cannot ask while a stage runs
+        # set where nobody can ask for the status while a stage runs
+        self.on_progress: Callable[[int, int, int], None] | None = None
         self._patch = Patch()
         self._began_s = time.time()  # where the process is this host's alone: when that was created
         self._start_s, self._load_s = 0.0, dict[str, float]()
         loaded.note()
         torch.set_num_threads(info.threads)
 
-    # --- opening -------------------------------------------------------------------------------------------------
+    # --- opening ------------------------------------------------------------------------------------------------------
 
-    def _opening(self, role: str = "") -> AbstractContextManager[None]:
-        """The labels of what is recorded while the workbench opens."""
+    def _labels(self, stage: str = "open", run: int = 0, role: str = "") -> AbstractContextManager[None]:
         info = self.info
-        return self.recorder.bind(stage="open", run=0, role=role, pool=info.pool, rank=info.rank, device=info.device)
+        return self.recorder.bind(stage=stage, run=run, role=role, pool=info.pool, rank=info.rank, device=info.device)
 
     def note_start(self, asked_s: float) -> None:
-        """Record how this process came up. asked_s: when it was asked for, unix time."""
+        """Record how long this process took to start. asked_s: when it was asked for, unix time."""
         import psutil
 
         now_s = time.time()
         self._began_s = created_s = min(max(asked_s, psutil.Process().create_time()), now_s)
-        with self._opening():
+        with self._labels():
             self.recorder.add("start", asked_s, created_s, note="the host's process")
             self.recorder.add("import", created_s, now_s, note="the host's packages")
 
@@ -87,52 +81,19 @@ class Host(Shards):
         """The spans recorded since the last stage, or the last call of this."""
         return self.recorder.drain()[0]
 
-    # --- the pool's process group ------------------------------------------------------------------------------------
-
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: open the rendezvous of the pool, and return its address.
-
-        It listens on this machine's loopback or on its address in the cluster; not at all where there is one rank.
-        """
-        if self.info.world_size == 1:
-            self._store = dist.HashStore()
-            return LOOPBACK, 0
-        import ray
-
-        several = sum(node["Alive"] for node in ray.nodes()) > 1
-        address = ray.util.get_node_ip_address() if several else LOOPBACK
-        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        port = listening.getsockname()[1]
-        self._store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT,
-            master_listen_fd=listening.detach(),
-        )  # fmt: skip
+        """Rank 0: open the rendezvous of the pool; its address and port."""
+        self._store, address, port = open_store(several=self.info.world_size > 1)
         return address, port
 
     def join(self, address: str, port: int) -> None:
-        """Every rank: join the pool's process group (NCCL on GPUs, gloo on CPUs).
-
-        Inline, the kernel may have a default group already, of another workbench or of the user's: that one is used.
-        """
-        rank, size = self.info.rank, self.info.world_size
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port)
-        )
-        if dist.is_initialized():
-            if dist.get_world_size() != size:
-                raise BadInput(
-                    f"a pool of {size} rank(s) in a process whose default process group has {dist.get_world_size()}",
-                    "torch has one default group a process",
-                    "open the workbench in a process of its own, or with backend='ray'",
-                )
-            return
-        backend = "cpu:gloo,cuda:nccl" if self.info.device.startswith("cuda") else "gloo"
-        with self._opening(), self.recorder.span("join", note="joining the pool's process group"):
-            store = self._store if rank == 0 else dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        """Every rank: join the pool's process group, see `join_pool`."""
+        store = self._store if self.info.rank == 0 else None
+        with self._labels(), self.recorder.span("join", note="joining the pool's process group"):
+            join_pool(self.info, address, port, store)
         self._start_s = time.time() - self._began_s
 
-    # --- roles ---------------------------------------------------------------------------------------------------
+    # --- roles --------------------------------------------------------------------------------------------------------
 
     def build(
         self,
@@ -147,7 +108,7 @@ class Host(Shards):
         waits: bool = False,
         room: Room | None = None,
     ) -> None:
-        """Load a role's model and engines. waits: beside what is here, to take its place at `replace_roles`. room: see
+        """Load a role's model and engines. waits: beside the live roles, to replace one at `replace_roles`. room: see
         `Context`."""
         context = Context(
             host=self.info,
@@ -166,10 +127,10 @@ class Host(Shards):
         self._busy, began = f"loading {role}", time.monotonic()
         loaded.note()
         try:
-            with self._opening():
+            with self._labels():
                 self._device.clear_for(role)
-            # the process goes on drawing where it stood, whatever is loaded beside what it has
-            with torch.random.fork_rng(enabled=waits), self._opening(role), self.recorder.span("build"):
+            # loading beside live roles leaves the random generators as they were
+            with torch.random.fork_rng(enabled=waits), self._labels(role=role), self.recorder.span("build"):
                 (self._incoming if waits else self.workers)[role] = worker_class(spec, context)
             self._load_s[role] = time.monotonic() - began
         finally:
@@ -177,23 +138,22 @@ class Host(Shards):
             loaded.note()
 
     def execute(self, call: Call) -> Reply:
-        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply; where the stage was to
-        stop, the reply says how far it came."""
-        recorder, info = self.recorder, self.info
+        """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply; the reply of a stage
+        that was stopped says how far it came."""
+        recorder = self.recorder
         recorder.drain()
         loaded.note()
         self._progress, self._busy = (0, 0, 0), call.stage
         output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
-        labels = {"stage": call.stage, "run": call.run, "role": call.role}
         self._stopping.begin(call.run, call.resume_from, updates=call.updates)
         try:
-            with recorder.bind(**labels, pool=info.pool, rank=info.rank, device=info.device):
+            with self._labels(call.stage, call.run, call.role):
                 recorder.add("queue", call.submitted_s, time.time())
                 output = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
                 columns = self._keep(output.columns, call)
-        except StageStopped as left:
-            stopped = left.part
+        except StageStopped as stop:
+            stopped = stop.part
         except Exception as error:
             failure = Failure.of(error, remedy_for(error, self, call))
         finally:
@@ -202,7 +162,7 @@ class Host(Shards):
             loaded.note()
         spans, transfers, syncs = recorder.drain()
         reply = Reply(
-            rank=info.rank,
+            rank=self.info.rank,
             columns={name: column_summary(column) for name, column in columns.items()},
             metrics=metrics,
             meta=output.meta,
@@ -218,21 +178,16 @@ class Host(Shards):
         return reply
 
     def reply_of(self, run: int) -> Reply | None:
-        """The reply of the last stage, if it was that run: for a kernel that comes after the one that called it."""
+        """The reply of the last stage, if it was that run: for a kernel that reattaches."""
         return self._last[1] if self._last is not None and self._last[0] == run else None
 
     def _carry_out(self, call: Call) -> Output:
         recorder, arguments, shard = self.recorder, call.args, None
         if call.rows is not None:
             with recorder.span("transfer") as counted:
-                columns_in = self._pull(call, counted)
-            shard = Shard(
-                columns=columns_in,
-                rows=call.rows,
-                minibatch_sizes=call.minibatch_sizes,
-                sample=call.sample,
-                meta=call.meta,
-            )
+                columns = self._pull(call, counted)
+            sizes, sample = call.minibatch_sizes, call.sample
+            shard = Shard(columns=columns, rows=call.rows, minibatch_sizes=sizes, sample=sample, meta=call.meta)
             arguments = (shard, *arguments)
         with recorder.span("compute"):
             self._device.turn_to(call.role, call.method)
@@ -245,18 +200,15 @@ class Host(Shards):
 
     def replay(self, call: Call) -> Output:
         """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""
-        info, heard = self.info, self.on_progress
-        self.on_progress = None
+        listener, self.on_progress = self.on_progress, None
         try:
-            with self.recorder.bind(
-                stage=call.stage, run=call.run, role=call.role, pool=info.pool, rank=info.rank, device=info.device
-            ):
+            with self._labels(call.stage, call.run, call.role):
                 output = self._carry_out(call)
                 as_metrics(output.metrics)
                 self._keep(output.columns, replace(call, keep=False))
             return output
         finally:
-            self.on_progress = heard
+            self.on_progress = listener
             self.recorder.drain()
 
     def _note_progress(self, done: int, total: int, tokens: int) -> None:
@@ -264,17 +216,14 @@ class Host(Shards):
         if self.on_progress is not None:
             self.on_progress(done, total, tokens)
 
-    # --- what it keeps for others -----------------------------------------------------------------------------------
+    # --- for other hosts ----------------------------------------------------------------------------------------------
 
     def release(self, keys: Collection[str]) -> None:
         """Forget shards that no handle refers to any more, and published weights that have been taken."""
         self._exchange.release(keys)
         super().release(keys)
 
-    # --- published weights -------------------------------------------------------------------------------------------
-
     def published_contents(self, key: str) -> Contents:
-        """What a role of this host has published under a key."""
         contents = self._exchange.snapshot(key).contents
         assert contents is not None
         return contents
@@ -284,78 +233,71 @@ class Host(Shards):
         return self._exchange.served(key, wanted, checksums)
 
     def publish_probe(self, key: str) -> None:
-        """Publish something, so that taking it can be timed."""
         self._exchange.publish(key, probe()[0])
 
-    # --- a change of placement ---------------------------------------------------------------------------------------
+    # --- moves and checkpoints ----------------------------------------------------------------------------------------
 
     def publish_role(self, move: RoleMove, rank: int) -> RankState:
-        """Let others take the state of a role; rank: this host's in its layout."""
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    def take_role(self, move: RoleMove, rank: int, carried: RankState, run: int, *, beside: bool) -> Taken:
-        """Take the state of a role that was built here for it, beside others or not; what that moved."""
+    def take_role(self, move: RoleMove, rank: int, state: RankState, run: int, *, beside: bool) -> Received:
+        """Take the state of a role that was built here for it; beside: among those that wait for `replace_roles`."""
         built = self._incoming if beside else self.workers
-        if move.role not in built:  # and one that goes on living may have its name
+        if move.role not in built:  # a worker of the same name that stays may be in the other dict
             raise StageError(f"{move.role} was not built", "loading it failed before")
 
         def take() -> None:
-            take_state(built[move.role], move, rank, self._exchange, carried)
+            take_state(built[move.role], move, rank, self._exchange, state)
 
-        return self._taken(take, f"taking {move.role}", run, move.role)
+        return self._received(take, f"taking {move.role}", run, move.role)
 
-    def take_shards(self, host: str, run: int) -> Taken:
-        """Take over the shards of a host that is about to end; what that moved."""
-        return self._taken(lambda: self.inherit(host), f"taking the batches of {host}", run, "")
+    def take_shards(self, host: str, run: int) -> Received:
+        """Take over the shards of a host that is about to end."""
+        return self._received(lambda: self.inherit(host), f"taking the batches of {host}", run, "")
 
-    def _taken(self, take: Callable[[], None], what: str, run: int, role: str) -> Taken:
-        info, start_s = self.info, time.time()
+    def _received(self, take: Callable[[], None], what: str, run: int, role: str) -> Received:
+        start_s = time.time()
         self.recorder.drain()
         self._busy, self._progress = what, (0, 0, 0)
         try:
-            with self.recorder.bind(stage="move", run=run, role=role, pool=info.pool, rank=info.rank,
-                                    device=info.device):  # fmt: skip
+            with self._labels("move", run, role):
                 take()
         finally:
             self._busy = ""
-        return Taken(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+        return Received(transfers=self.recorder.drain()[1], start_s=start_s, end_s=time.time())
 
     def save_role(self, files: RoleFiles, rank: int) -> RankState:
-        """Write this rank's part of a role's state; rank: this host's in its layout."""
+        """Write this rank's part of a role's state. rank: this host's in the role's layout."""
         self._device.turn_to(files.role)
         return write_role(self.workers[files.role], files, rank)
 
     def save_model(self, files: RoleFiles, rank: int) -> None:
-        """Write a role's model for others; all ranks of the role do it together."""
+        """Write a role's model as transformers loads it; all ranks of the role call it."""
         self._device.turn_to(files.role)
         self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
 
-    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, carried: RankState) -> None:
+    def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
         """Take a role's state from files; see `role_files.read_role`."""
         self._device.turn_to(files.role)
         with torch.random.fork_rng():
-            read_role(self.workers[files.role], files, parts, rank, carried)
+            read_role(self.workers[files.role], files, parts, rank, state)
 
     def continue_random(self, state: dict[str, Any]) -> None:
-        """Let this process's generators of random numbers go on where those of another stand."""
         set_random_state(state)
 
     def set_threads(self, threads: int) -> None:
-        """Compute with as many threads, now that there are more or fewer hosts."""
         self.info = replace(self.info, threads=threads)
         torch.set_num_threads(threads)
 
     def replace_roles(self, closed: Collection[str], opened: Collection[str], engines: Mapping[str, Model]) -> None:
-        """Close roles, let others begin or cease to generate (`engines`: what they are then), and put those that were
-        built beside in their places. All ranks of the pool do it."""
+        """Close roles, change whether others generate (engines: their new models), and put those that were built beside
+        in their places. All ranks of the pool call it."""
         for role in closed:
             worker = self.workers.pop(role)
             worker.close()
             worker.context.leave_groups()
-        gc.collect()  # engines hold on to themselves in circles
+        gc.collect()  # engines have reference cycles
         for role, spec in dict(engines).items():
             with torch.random.fork_rng():
                 self.workers[role].change(spec)
@@ -366,15 +308,12 @@ class Host(Shards):
             self.workers[role] = worker
 
     def abandon_move(self, hosts: Sequence[str]) -> None:
-        """Forget what was built beside, and the shards that came from hosts which do not end after all."""
+        """Forget what was built beside, and the shards of hosts that stay after all."""
         self._incoming.clear()
         gc.collect()
         self.disinherit(hosts)
 
-    # --- going back --------------------------------------------------------------------------------------------------
-
     def snapshot(self, key: str, roles: Iterable[str]) -> int:
-        """Keep the state of roles under a key; its bytes."""
         self._snapshots[key] = {}
         for role in roles:
             self._device.turn_to(role)
@@ -383,102 +322,64 @@ class Host(Shards):
         return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
 
     def restore(self, key: str) -> None:
-        """Put roles back as they were at `snapshot`."""
         for role, state in self._snapshots[key].items():
             self._device.turn_to(role)
             self.workers[role].load_state(state)
 
     def drop_snapshot(self, key: str) -> None:
-        """Forget a snapshot."""
         self._snapshots.pop(key, None)
 
-    # --- edited code -------------------------------------------------------------------------------------------------
+    # --- edited code --------------------------------------------------------------------------------------------------
 
     def stale_sources(self) -> dict[str, SourceFile]:
-        """What the files of this process's modules say, where that is not what it runs."""
+        """The files of this process's modules whose text is not what it runs."""
         loaded.note()
         return loaded.stale()
 
     def source_files(self) -> list[str]:
-        """The files of this process's modules that somebody may edit."""
         return [source.path for source in loaded.texts.values()]
 
     def patch(self, texts: Mapping[str, SourceFile], models: bytes | Models) -> Patched:
-        """Take edited code, see `Patch.apply`; `settle_patch` then keeps it or goes back."""
         self._patch = Patch()
         return self._patch.apply(texts, self.workers, models)
 
     def settle_patch(self, keep: bool) -> None:
-        """Keep what was patched last, or put everything back."""
-        if keep:
-            self._patch.keep()
-        else:
-            self._patch.undo()
+        """Keep the last patch, or undo it."""
+        (self._patch.keep if keep else self._patch.undo)()
 
-    # --- a stage that is to stop -------------------------------------------------------------------------------------
+    # --- stopping a stage ---------------------------------------------------------------------------------------------
 
     def stop_point(self, run: int, round: int) -> StopPoint:
-        """Where a run that is to stop can be left; see `Stopping`."""
         return self._stopping.stop_point(run, round)
 
-    def leave_alone(self, run: int) -> None:
-        """Leave a run at its next stopping point: the only rank of its pool."""
-        self._stopping.leave_alone(run)
+    def stop_alone(self, run: int) -> None:
+        """Stop a run at its next stopping point: for the only rank of a pool."""
+        self._stopping.stop_alone(run)
 
-    def leave(self, run: int, round: int, point: int) -> None:
-        """Let a run be left at this stopping point, or the first one behind it."""
-        self._stopping.leave(run, round, point)
+    def stop_at(self, run: int, round: int, point: int) -> None:
+        """Stop a run at this stopping point, or the first one behind it."""
+        self._stopping.stop_at(run, round, point)
 
-    # --- what it is doing, what it holds ---------------------------------------------------------------------------
+    # --- status -------------------------------------------------------------------------------------------------------
 
     def status(self) -> tuple[str, int, int, int]:
-        """(what is running, done, total, tokens): answered while a stage computes."""
+        """(what is running, done, total, tokens); answered while a stage computes."""
         return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
-        """Process, device, roles and bytes, read from the live objects."""
-        import psutil
-
-        on_gpu = self.info.device.startswith("cuda")
         return {
-            "host": self.info.name,
-            "pool": self.info.pool,
-            "rank": self.info.rank,
-            "device": self.info.device,
-            "process": os.getpid(),
-            "machine": socket.gethostname(),
-            "available_bytes": available_bytes(),
-            "machine_bytes": total_bytes(),
-            "device_bytes": own_gpu_bytes() if on_gpu else None,
-            "device_used_bytes": _used_on_gpu() if on_gpu else None,
-            "threads": self.info.threads,
+            **describe_process(self.info),
             "start_s": self._start_s,
             "load_s": self._load_s,
-            "resident_bytes": psutil.Process().memory_info().rss,
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),
             "published_bytes": self._exchange.held_bytes,
-            "moments": [role for role, worker in self.workers.items() if _has_moments(worker)],
-            "layouts": {role: worker.layout for role, worker in self.workers.items()},
-            "roles": {role: {**w.describe(), **w.memory_bytes()} for role, w in self.workers.items()},
+            **describe_roles(self.workers),
         }
 
     def close(self) -> None:
-        """Free the workers and batches. The process group belongs to the process: it ends with it, or inline with the
-        last workbench."""
+        """Free the workers and batches. The process group ends with the process, or inline with the last workbench."""
         for worker in self.workers.values():
             worker.close()
         self.workers.clear()
         self._shards.clear()
-
-
-def _used_on_gpu() -> int:
-    """What all processes together hold of this one's GPU, contexts and caches included."""
-    free, total = torch.cuda.mem_get_info(0)
-    return int(total - free)
-
-
-def _has_moments(worker: Worker) -> bool:
-    """Whether a role's optimizer has taken a step."""
-    engine = getattr(worker, "engine", None)
-    return engine is not None and engine.has_moments

@@ -1,4 +1,4 @@
-"""One forward pass over a shard, micro-batch by micro-batch: a number a response token, or a number a row."""
+"""A forward pass over a shard, micro-batch by micro-batch: a number a response token, or a number a row."""
 
 from __future__ import annotations
 
@@ -16,55 +16,44 @@ from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch,
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
-# The batch's meta key of the temperature that `old_log_prob` was taken at; "temperature" is the rollout's.
+# The batch's meta key of the temperature of `old_log_prob`; "temperature" is the rollout's.
 LOG_PROB_TEMPERATURE = "log_prob_temperature"
 
 
 def each_response_token(
-    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget | int, context: Context, *,
-    padded: bool = False,
-) -> Ragged:  # fmt: skip
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context
+) -> Ragged:
     """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order.
 
-    budget: most tokens of a micro-batch; a `TokenBudget` may become smaller on the way. padded: see `cut`.
+    budget: of tokens of a micro-batch; it may shrink during the pass.
     """
     scatter = Scatter(shard.ragged("response_ids"))
-    for micro, values_N in _passes(shard, forward, budget, context, padded=padded):
+    for micro, values_N in _passes(shard, forward, budget, context):
         scatter.put(micro, values_N)
     return scatter.column()
 
 
 def each_row(
-    shard: Shard,
-    forward: Callable[[MicroBatch], Tensor],
-    budget: TokenBudget | int,
-    context: Context,
-    *,
-    padded: bool = False,
-    together: int = 1,
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context, *, together: int = 1
 ) -> Tensor:
     """`forward(micro_batch)` -> [B], without gradients, as one fp32 tensor [rows] in the shard's row order.
 
-    budget: as in `each_response_token`. padded: see `cut`. together: as in `micro_batches`.
+    budget: as in `each_response_token`. together: as in `micro_batches`.
     """
     out = torch.zeros(len(shard))
-    for micro, values_B in _passes(shard, forward, budget, context, padded=padded, together=together):
+    for micro, values_B in _passes(shard, forward, budget, context, together):
         if micro.weight:
             out[micro.index] = values_B.float().cpu()
     return out
 
 
 def _passes(
-    shard: Shard,
-    forward: Callable[[MicroBatch], Tensor],
-    budget: TokenBudget | int,
-    context: Context,
-    *,
-    padded: bool,
-    together: int = 1,
+    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context, together: int = 1
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
-    groups, most = context.groups, budget if isinstance(budget, int) else budget.tokens
-    minibatches = each_minibatch(shard, most, groups.data, context.device, padded=padded, together=together)
+    groups = context.groups
+    minibatches = each_minibatch(
+        shard, budget.tokens, groups.data, context.device, padded=budget.padded, together=together
+    )
     micros = [micro for minibatch in minibatches for micro in minibatch]
     done_tokens = 0
     for done, micro in enumerate(micros):
@@ -77,16 +66,14 @@ def _passes(
                 values = forward(micro)
                 counted.bytes = groups.moved_bytes - before
         except torch.OutOfMemoryError as error:
-            if isinstance(budget, int):
-                raise
             budget.halve(error)
             break
         yield micro, values
         done_tokens += tokens
     else:
         return
-    # all over again: what is here already is the same within rounding, and one cut for all rows is what an update sees
-    yield from _passes(shard, forward, budget, context, padded=padded, together=together)
+    # from the start, so that all rows are cut alike, as in an update
+    yield from _passes(shard, forward, budget, context, together)
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:
@@ -97,7 +84,6 @@ def chosen(column: Ragged, shard: Shard) -> Tensor:
 
 
 def mean_of(column: Ragged, shard: Shard) -> Mean:
-    """The mean over the tokens that the policy chose, as a metric."""
     values = chosen(column, shard)
     return Mean(total=float(values.double().sum()), count=len(values))
 
@@ -116,5 +102,5 @@ def sampling_temperature(shard: Shard, given: float | None) -> float:
 
 def old_log_prob_temperature(shard: Shard, given: float | None) -> float:
     """The temperature of log-probabilities that are compared with `old_log_prob`: as given, else that of the column,
-    which is the rollout's unless `compute_log_prob` was given another. For who reads the column."""
+    which is the rollout's unless `compute_log_prob` was given another. For operations that read the column."""
     return sampling_temperature(shard, shard.meta.get(LOG_PROB_TEMPERATURE) if given is None else given)

@@ -26,7 +26,6 @@ def send_output_to(path: str) -> None:
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last lines of a log file."""
     if not path.exists():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

@@ -1,4 +1,4 @@
-"""Rows of varying length into micro-batches without padding, the same way wherever a stage runs.
+"""Rows of varying length into micro-batches without padding, the same way for every stage.
 
 Shape legend: B rows, T tokens of their prompts (each once) and responses end to end, R response tokens of the longest
 row, N response tokens in all.
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heapify, heappush, heapreplace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,13 +32,13 @@ def cut(
     padded: bool = False,
     prompts: Sequence[tuple[int, int]] = (),
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer single row goes alone).
+    """Row numbers of each micro-batch, of at most `budget_tokens` tokens (a longer row is alone).
 
     The longest rows first, each into the first micro-batch that has room for it. padded: for a model that cannot run
-    packed sequences; rows x longest counts, and a row joins only those next in length.
-    prompts: of each row the number of its prompt, and its tokens: rows of one prompt go in one after the other, and a
-    micro-batch that has the prompt needs room for the rest of a row only. Empty: each row has a prompt of its own.
-    At least `least` micro-batches where there are rows enough, so that ranks that step together take equally many.
+    packed sequences; a micro-batch counts as rows x longest, and its rows are next to each other in length. prompts: of
+    each row the number of its prompt, and its tokens: rows of one prompt go in one after another, and a micro-batch
+    that has the prompt needs room only for the rest of a row. Empty: each row has a prompt of its own. At least `least`
+    micro-batches where there are rows enough, so that ranks that step together have equally many.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -51,68 +51,39 @@ def cut(
     of_prompt: dict[int, list[int]] = {}
     for i in order:
         of_prompt.setdefault(prompts[i][0] if prompts else i, []).append(i)
-    rooms = _Rooms(len(order), budget_tokens)
+    rooms = np.full(len(order), budget_tokens)
     for rows in of_prompt.values():
         here = None
         for i in rows:
             rest = lengths[i] - (prompts[i][1] if prompts else 0)
-            if here is None or not rooms.has(here, rest):
-                here, rest = rooms.first(min(lengths[i], budget_tokens)), lengths[i]
+            if here is None or rooms[here] < rest:
+                here, rest = int(np.argmax(rooms[: len(groups) + 1] >= min(lengths[i], budget_tokens))), lengths[i]
                 if here == len(groups):
                     groups.append([])
             groups[here].append(i)
-            rooms.take(here, rest)
+            rooms[here] -= rest
     return _split(groups, least)
 
 
-class _Rooms:
-    """The room left in each of `count` bins: a tree of maxima over them, so that first fit takes n log n steps."""
-
-    def __init__(self, count: int, room: int) -> None:
-        self._leaves = 1 << max(0, count - 1).bit_length()
-        self._most = [room] * (2 * self._leaves)
-
-    def first(self, size: int) -> int:
-        """The first bin that has room for `size`; one does."""
-        node = 1
-        while node < self._leaves:
-            node = 2 * node + (self._most[2 * node] < size)
-        return node - self._leaves
-
-    def has(self, i: int, size: int) -> bool:
-        """Whether bin i has room for `size`."""
-        return self._most[i + self._leaves] >= size
-
-    def take(self, i: int, size: int) -> None:
-        """Take `size` of bin i."""
-        node = i + self._leaves
-        self._most[node] -= size
-        while node > 1:
-            node //= 2
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
-
-
 def _split(groups: list[list[int]], least: int) -> list[list[int]]:
-    """The groups, of which the largest is halved in its place until there are `least`, or none has two rows."""
-    # A group's place is its number, then 0 or 1 for each halving: these sort as the groups stand.
-    heap: list[tuple[int, tuple[int, ...], list[int]]] = [(-len(rows), (i,), rows) for i, rows in enumerate(groups)]
-    heapify(heap)
-    while heap and len(heap) < least and len(heap[0][2]) > 1:
-        _, place, rows = heap[0]
-        left, right = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        heapreplace(heap, (-len(left), (*place, 0), left))
-        heappush(heap, (-len(right), (*place, 1), right))
-    return [rows for _, _, rows in sorted(heap, key=lambda entry: entry[1])]
+    """The groups; the largest is halved in its place until there are `least`, or none has two rows."""
+    while groups and len(groups) < least:
+        i = max(range(len(groups)), key=lambda i: len(groups[i]))
+        rows = groups[i]
+        if len(rows) == 1:
+            break
+        groups[i : i + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """One forward pass: `inputs` of the modules in `workbench.models.heads`, one target a response token.
 
-    Rows of the same prompt share it: the prompt is a sequence, and each response goes on from it.
-    index: its rows in the shard. weight: 0.0 for a pass that only keeps step with the other ranks.
-    last: [B], the number of each row's last token among the T. tokens: of its rows, each with its prompt.
-    response_rows, response_times [N]: where token n stands in a [B, R] picture of the responses.
+    Rows of the same prompt share it: the prompt is a sequence, and each response continues it. index: its rows in the
+    shard. weight: 0.0 for a pass that only keeps in step with other ranks. last: [B], the position of each row's last
+    token among the T. tokens: of its rows, each with its prompt. response_rows, response_times [N]: the place of token
+    n in a [B, R] tensor of the responses.
     """
 
     index: list[int]
@@ -126,7 +97,7 @@ class MicroBatch:
     weight: float
 
     def scored(self, temperature: float, with_entropy: bool = False) -> dict[str, Any]:
-        """The inputs that ask for the log-probabilities of its targets."""
+        """Its inputs, asking for the log-probabilities of its targets."""
         return {**self.inputs, "targets": self.targets, "temperature": temperature, "with_entropy": with_entropy}
 
     def to_BR(self, values_N: Tensor) -> Tensor:
@@ -139,7 +110,7 @@ class MicroBatch:
         return self.to_BR(to_device(column.take(self.index).values, self.targets.device))
 
     def mask_BR(self, mask: Ragged) -> Tensor:
-        """The response mask, [B, R], all zero in a pass that only keeps step."""
+        """The response mask, [B, R]; all zero in a pass that only keeps in step."""
         return self.column_BR(mask).float() * self.weight
 
     def mean_over(self, mask_BR: Tensor) -> Callable[[Tensor], OnDevice]:
@@ -149,7 +120,6 @@ class MicroBatch:
 
 
 def largest(x: Tensor) -> OnDevice:
-    """The largest number of a tensor, as a metric."""
     return OnDevice(Max, {"value": x.max()})
 
 
@@ -167,8 +137,7 @@ def micro_batches(
     """The micro-batches of some rows of a shard (at least one), equally many on every data-parallel rank.
 
     skip: rows to leave out. together: consecutive rows that stay side by side in one micro-batch, such as the 2 answers
-    of a pair. A rank that cannot cut its rows into as many goes through its shortest, again, whose tokens count for
-    nothing.
+    of a pair. A rank with too few micro-batches repeats its shortest rows, whose tokens count for nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
     numbers: dict[bytes, int] = {}  # of prompts; rows that run padded share none
@@ -206,7 +175,6 @@ def _build(
     device: torch.device,
     weight: float,
 ) -> MicroBatch:
-    """prompt_of: the number of each row's prompt."""
     sequences, after, ends, starts = _sequences(index, prompts, responses, prompt_of)
     counts = torch.tensor([len(responses[i]) for i in index])
     rows_N = torch.repeat_interleave(torch.arange(len(index)), counts)
@@ -235,8 +203,8 @@ def _build(
 def _sequences(
     index: list[int], prompts: list[Tensor], responses: list[Tensor], prompt_of: Mapping[int, int]
 ) -> tuple[list[Tensor], tuple[int, ...], Tensor, Tensor]:
-    """(sequences, which of them go on from which, for each row the number of its prompt's last token, and that of its
-    response's first): a prompt of several rows stands before the first of their responses."""
+    """(sequences; for each the sequence that it continues, or -1; for each row the position of its prompt's last token,
+    and that of its response's first): the prompt of several rows stands before the first of their responses."""
     rows_of = Counter(prompt_of[i] for i in index)
     sequences: list[Tensor] = []
     after, ends, starts, tokens = [], [], [], 0
@@ -267,26 +235,21 @@ def _sequences(
 class Scatter:
     """Collects the numbers of micro-batches back into one ragged column in the shard's row order."""
 
-    def __init__(self, like: Ragged, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, like: Ragged) -> None:
         self._like = like
-        self._values = torch.zeros(len(like.values), dtype=dtype)
+        self._values = torch.zeros(len(like.values))
         self._starts = torch.cumsum(like.lengths, 0) - like.lengths
 
     def put(self, batch: MicroBatch, values_N: Tensor) -> None:
-        """Take the numbers of one micro-batch."""
         if batch.weight:
             rows = torch.tensor(batch.index)[batch.response_rows.cpu()]
-            self._values[self._starts[rows] + batch.response_times.cpu()] = (
-                values_N.detach().cpu().to(self._values.dtype)
-            )
+            self._values[self._starts[rows] + batch.response_times.cpu()] = values_N.detach().cpu().float()
 
     def column(self) -> Ragged:
-        """The finished column."""
         return self._like.like(self._values)
 
 
 def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Row numbers within the shard of each minibatch."""
     start = 0
     for size in sizes:
         yield list(range(start, start + size))
@@ -303,7 +266,6 @@ def each_minibatch(
     skip: Collection[int] = (),
     together: int = 1,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each minibatch of a shard, see `micro_batches`."""
     return [
         micro_batches(shard, rows, budget_tokens, data, device, padded=padded, skip=skip, together=together)
         for rows in minibatch_indices(shard.minibatch_sizes)
@@ -311,5 +273,5 @@ def each_minibatch(
 
 
 def tokens_of(micro: MicroBatch) -> int:
-    """Tokens of a micro-batch; 0 of one that only keeps step."""
+    """Tokens of a micro-batch; 0 of one that only keeps in step."""
     return micro.tokens if micro.weight else 0

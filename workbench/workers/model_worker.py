@@ -3,25 +3,74 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.engines.training.base import TrainingEngine, transformers_names
+from workbench.engines.training import TrainingEngine, make_training_engine
+from workbench.engines.training.base import transformers_names
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
+from workbench.messages.replies import Output
+from workbench.models.compiling import compile_layers
+from workbench.models.heads import PackedModule
 from workbench.workers.token_budget import TokenBudget
+from workbench.workers.update import Term, Update
 from workbench.workers.worker import Worker
 
 
 class ModelWorker(Worker):
-    """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it."""
+    """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it.
 
-    engine: TrainingEngine | None
+    budget: of tokens of its micro-batches.
+    """
+
+    engine: TrainingEngine | None = None
     budget: TokenBudget
+
+    def hold(self, module: PackedModule, *, trained: bool) -> None:
+        """Put a model into an engine of its own, with an optimizer where it is trained."""
+        spec, context = self.spec, self.context
+        assert spec.training is not None and spec.dtype is not None
+        self._sequences = module.describe()
+        if spec.training.compile:
+            compile_layers(module)
+        settings, dtype = spec.training if trained else None, getattr(torch, spec.dtype)
+        self.engine = make_training_engine(module, settings, context.groups, device=context.device, dtype=dtype)
+        self.budget = TokenBudget(spec.training.micro_batch_tokens, context, self.engine, module, trained=trained)
+
+    def describe(self) -> dict[str, Any]:
+        if self.engine is None:
+            return super().describe()
+        return {**super().describe(), "sequences": self._sequences, "micro_batch_tokens": self.budget.known}
+
+    def update(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
+        """One optimizer step a minibatch and epoch, on the sum of the terms, see `Update`."""
+        assert self.engine is not None
+        update = Update(
+            engine=self.engine,
+            budget=self.budget,
+            context=self.context,
+            terms=terms,
+            epochs=epochs,
+            rate_scales=rate_scales,
+        )
+        return update.run()
+
+    def trained_state(self) -> dict[str, Any]:
+        """The state of a trained engine, and of the process's random generators."""
+        assert self.engine is not None
+        return {"engine": self.engine.state_dict(), "random": random_state()}
+
+    def load_trained_state(self, state: dict[str, Any]) -> None:
+        assert self.engine is not None
+        self.engine.load_state_dict(state["engine"])
+        set_random_state(state["random"])
 
     def take_notes(self) -> tuple[str, ...]:
         if self.engine is None:
@@ -30,19 +79,15 @@ class ModelWorker(Worker):
         return notes
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """The upper bound of the tokens in a micro-batch, see `Training`. All ranks ask first at the same time."""
-        return self.budget.tokens
-
-    @property
     def uses_device(self) -> bool:
         return self.engine is not None
 
     def memory_bytes(self) -> dict[str, int]:
+        others = super().memory_bytes()
         if self.engine is None:
-            return {}
+            return others
         offloaded = {"offloaded": self.engine.offloaded_bytes} if self.context.host.share_memory else {}
-        return {**self.engine.memory_bytes(), **offloaded}
+        return {**self.engine.memory_bytes(), **offloaded, **others}
 
     def offload(self) -> None:
         if self.engine is not None:
@@ -88,20 +133,30 @@ def digest(tensor: Tensor) -> str:
     return hashlib.blake2b(bits.numpy().data, digest_size=8).hexdigest()
 
 
-def random_state() -> dict[str, Any]:
-    """Where the global generators of this process stand: those of Python, numpy and torch."""
+def random_state() -> dict[str, Tensor]:
+    """The states of the global random generators of this process: those of Python, numpy and torch."""
+    _, python, python_gauss = random.getstate()
+    legacy: Any = np.random.get_state()  # noqa: NPY002 (which users call)
+    _, numpy, position, has_gauss, numpy_gauss = legacy
+    gauss = [torch.nan if python_gauss is None else python_gauss, numpy_gauss]
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (the state of the old generator, which users call)
+        "python": torch.tensor(python),
+        "numpy": torch.tensor([*numpy.tolist(), position, has_gauss]),
+        "gauss": torch.tensor(gauss, dtype=torch.float64),
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        **{f"cuda:{n}": state for n, state in enumerate(gpus)},
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to what `random_state` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """Go back to what `random_state` gave; the generators of GPUs where this process has as many."""
+    python_gauss, numpy_gauss = state["gauss"].tolist()
+    *numpy, position, has_gauss = state["numpy"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
+    legacy: Any = ("MT19937", numpy, position, has_gauss, numpy_gauss)
+    np.random.set_state(legacy)  # noqa: NPY002
     torch.set_rng_state(state["cpu"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    gpus = [tensor for name, tensor in state.items() if name.startswith("cuda")]
+    if gpus and len(gpus) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(gpus)

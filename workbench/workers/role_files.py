@@ -1,11 +1,11 @@
-"""A role's state in files: what each of its ranks writes, and what a rank of any layout reads of it.
+"""A role's state in files: what each of its ranks writes, and what a rank of any layout reads.
 
-A checkpoint is a move to disk: the same parts as in `role_state`, cut alike, but each element once. Replicas write a
-stretch of rows each, so that all of them write at the same time.
+Files have the same parts as a move (`role_state`), cut alike, but each element once: replicas write a stretch of rows
+each, all at the same time.
 
-    <folder>/parameters-00000.safetensors     fp32 weights that the rank keeps, by transformers' names
+    <folder>/parameters-00000.safetensors     fp32 weights that the rank holds, by transformers' names
     <folder>/exp_avg-00000.safetensors        moments of Adam
-    <folder>/state-00000.pt                   of a worker of another kind: what its `state()` gives
+    <folder>/state-00000.pt                   of a user's own worker: what its `state()` gives, pickled
     <folder>/model/                           the model, as transformers and vLLM load it
 """
 
@@ -31,18 +31,15 @@ from workbench.resharding.checksums import checksums_of
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
-from workbench.workers.role_state import KINDS, RankState, carried_of, engine_of, held_slices, take_kind
+from workbench.workers.role_state import KINDS, RankState, engine_of, held_slices, rank_state, take_kind
 from workbench.workers.weight_exchange import Published, Pulled, Slice
 from workbench.workers.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFiles:
-    """Where a role's state is, and how it lies there.
-
-    folder: absolute, one that all hosts see. parts: of it, empty for a worker of another kind. layout: of the ranks
-    that wrote it. model: whether the model is written for others as well.
-    """
+    """Where a role's state is, and how it is laid out. folder: absolute, visible to all hosts. parts: empty for a
+    user's own worker. layout: of the ranks that wrote it. model: whether the model is written too."""
 
     role: str
     folder: str
@@ -52,37 +49,33 @@ class RoleFiles:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of who wrote it, in a plan."""
         return tuple(range(self.layout.size))
 
     def distribution(self, part: Part) -> Distribution:
-        """Which elements are in which rank's file."""
         once = replace(part, sharding="fsdp") if part.sharding == "replicas" else part
         return once.distribution(self.layout, self.ranks)
 
     def part(self, what: str) -> Part | None:
-        """The part of that name, if it was saved."""
         return next((part for part in self.parts if part.what == what), None)
 
     def plan(self, saved: Part, part: Part, layout: Layout) -> Reshard:
-        """What each rank of a layout, numbered after those who wrote, reads from which file."""
+        """Which rank of a layout reads which elements from which file. Readers are numbered after the writers."""
         readers = tuple(range(self.layout.size, self.layout.size + layout.size))
         kind = FlatReshard if "flat" in (saved.sharding, part.sharding) else Reshard
         return kind(self.distribution(saved), part.distribution(layout, readers))
 
     def expected(self, *, moments: bool) -> list[Path]:
-        """The files that its ranks write. moments: whether there are any."""
         kinds = [kind for part in self.parts for kind in KINDS[part.what] if moments or kind not in MOMENTS]
         found = [self.file(kind, rank) for kind in kinds for rank in self.ranks]
         return [*found, *([Path(self.folder, "model", "config.json")] if self.model else [])]
 
     def file(self, what: str, rank: int) -> Path:
-        """What a rank wrote of one kind."""
+        """The file of one kind of state of a rank."""
         return Path(self.folder, f"{what}-{rank:05d}.{'pt' if what == 'state' else 'safetensors'}")
 
 
 def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
-    """Write what this rank is to write of its role's state. All ranks of the role do it."""
+    """Write this rank's part of its role's state. All ranks of the role call it."""
     engine, state = engine_of(worker), {} if files.parts else worker.state()
     if files.parts or state:
         Path(files.folder).mkdir(parents=True, exist_ok=True)
@@ -90,7 +83,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
         if state:
             with files.file("state", rank).open("wb") as file:
                 torch.save(state, file)
-                _to_disk(file.fileno())
+                os.fsync(file.fileno())
     elif engine is not None:
         engine.load()
         for part in files.parts:
@@ -108,18 +101,18 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
                 path = files.file(kind, rank)
                 save_file(tensors, path)
                 with path.open("rb") as written:
-                    _to_disk(written.fileno())
-    return carried_of(worker, moving=bool(files.parts))
+                    os.fsync(written.fileno())  # before the checkpoint is renamed to its place
+    return rank_state(worker, moving=bool(files.parts))
 
 
-def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, carried: RankState) -> None:
-    """Take over what `rank` of the role is to hold, in the layout that its worker has. All ranks of the role do it.
+def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
+    """Read what `rank` of the role is to hold in its worker's layout. All ranks of the role call it.
 
-    parts: how it holds its state. Raises `StageError` where what it holds in the end is not what the files have.
+    parts: of its state. Raises `StageError` where what it holds in the end differs from the files.
     """
     engine = engine_of(worker)
-    if files.role == ROLLOUT:  # it holds the weights that the model began with, and is to be sent the actor's
-        worker.carry_on({})
+    if files.role == ROLLOUT:  # the next sync sends it the actor's weights
+        worker.load_extra_state({})
         return
     if not files.parts:
         path = files.file("state", rank)
@@ -128,20 +121,20 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
         return
     if engine is not None:
         engine.load()
-        engine.begin_state(carried.moments)
+        engine.begin_state(state.moments)
         for part in parts:
             saved = files.part(part.what)
             if saved is None:
                 continue
             plan = files.plan(saved, part, worker.layout)
             for kind in KINDS[part.what]:
-                if carried.moments or kind not in MOMENTS:
+                if state.moments or kind not in MOMENTS:
                     source = Published(key=kind, hosts=tuple(map(str, files.ranks)), layout=files.layout, kind="move")
                     take_kind(
                         engine, files.role, plan, rank, _Files(files, files.distribution(saved), kind), source, kind
                     )
-        engine.end_state(carried.steps)
-    worker.carry_on(carried.more)
+        engine.end_state(state.steps)
+    worker.load_extra_state(state.extra)
 
 
 @torch.no_grad()
@@ -153,14 +146,9 @@ def _cut(tensor: Tensor, held: WeightShard, kept: WeightShard) -> Tensor:
     return part
 
 
-def _to_disk(file: int) -> None:
-    """A rename is to be seen only after what it makes visible."""
-    os.fsync(file)
-
-
 @dataclass
 class _Files:
-    """The files of one kind, in the place of the hosts that would send it."""
+    """The files of one kind of state, as a source of slices."""
 
     files: RoleFiles
     distribution: Distribution
@@ -183,4 +171,4 @@ class _Files:
         return Pulled([view.reshape(-1) for view in views], sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        return pulled.nbytes  # no host sent it
+        return pulled.nbytes

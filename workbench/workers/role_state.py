@@ -1,7 +1,7 @@
-"""A role's state on its way to other processes: what its ranks publish of it, and what each new rank takes.
+"""A role's state on its way to other processes: what its ranks publish, and what each new rank takes.
 
-Weights and moments go from host to host, each rank receives what its process lacks; step counts and the like, a few
-bytes, go by the controller.
+Weights and moments go from host to host, each rank receives what its process lacks; step counts and random states, a
+few kilobytes, go by the controller.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.telemetry import Transfer
 from workbench.workers.model_worker import random_state
-from workbench.workers.weight_exchange import (
-    Published,
-    Snapshot,
-    WeightExchange,
-    WeightIntake,
-    WeightSource,
-)
+from workbench.workers.weight_exchange import Published, Snapshot, WeightExchange, WeightSource
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {
@@ -41,9 +36,9 @@ LayoutOnHosts = tuple[Layout, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMove:
-    """One role's way. key: of what is published, in part. parts: what travels, see `state_of`.
+    """The move of one role. key: part of the keys of what is published. parts: of its state, see `state_of`.
 
-    source, destination: its layout before and after, and by rank the numbers of its places among `hosts`.
+    source, destination: its layout before and after, and for each rank the number of its process among `hosts`.
     """
 
     role: str
@@ -55,14 +50,14 @@ class RoleMove:
 
     @property
     def published(self) -> list[str]:
-        """The keys under which its ranks publish."""
+        """All keys under which its ranks publish."""
         return [self._key(kind) for part in self.parts for kind in KINDS[part.what]]
 
     def _key(self, kind: StateKind) -> str:
         return f"{self.key}-{self.role}-{kind}"
 
     def of_kinds(self, *, moments: bool) -> Iterator[tuple[Part, StateKind, Published]]:
-        """What is published, one after the other. moments: whether there are any."""
+        """What is published, in order. moments: whether the role has moments."""
         for part in self.parts:
             for kind in KINDS[part.what]:
                 if moments or kind not in MOMENTS:
@@ -72,18 +67,18 @@ class RoleMove:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What of one rank goes by the controller: optimizer steps, whether there are moments, where the generators of
-    random numbers of its process stand, and what its worker adds."""
+    """The part of a rank's state that goes by the controller: optimizer steps, whether there are moments, the random
+    generators of its process, and `Worker.extra_state`."""
 
     steps: int
     moments: bool
     random: dict[str, Any] = field(repr=False)
-    more: dict[str, Any]
+    extra: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What a host took over, and from when to when: unix times, until it was verified."""
+class Received:
+    """What a host took over, and when: unix times, until it was verified."""
 
     transfers: list[Transfer]
     start_s: float
@@ -91,33 +86,34 @@ class Taken:
 
 
 def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange) -> RankState:
-    """Let others take what this rank holds, without a copy: until it is released, it must not change."""
+    """Publish what this rank holds, without a copy: it must not change until it is released."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
-    carried = carried_of(worker)
-    if carried.moments and "moments" not in {part.what for part in move.parts}:
+    state = rank_state(worker)
+    if state.moments and "moments" not in {part.what for part in move.parts}:
         raise StageError(
-            f"{move.role} has moments after {carried.steps} optimizer steps",
+            f"{move.role} has moments after {state.steps} optimizer steps",
             "none were expected: the update that made them did not end as it should have",
             "run an update of the role to its end, then move",
         )
-    for part, kind, published in move.of_kinds(moments=carried.moments):
+    for part, kind, published in move.of_kinds(moments=state.moments):
         assert engine is not None
         held = part.distribution(*move.source)
         slices = dict(held_slices(engine, move.role, held, held.ranks[rank], kind))
         exchange.publish(published.key, Snapshot(contents=None, slices=slices))
-    return carried
+    return state
 
 
-def carried_of(worker: Worker, *, moving: bool = True) -> RankState:
-    """What of a rank goes by the controller. moving: whether the worker is asked for what it adds."""
+def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
+    """The part of a rank's state that goes by the controller. moving: whether the worker is asked for its
+    `extra_state`."""
     engine = engine_of(worker)
     return RankState(
         steps=0 if engine is None else getattr(engine, "steps", 0),
         moments=engine is not None and engine.has_moments,
         random=random_state(),
-        more=worker.carried() if moving else {},
+        extra=worker.extra_state() if moving else {},
     )
 
 
@@ -125,7 +121,7 @@ def held_slices(
     engine: TrainingEngine, role: str, distribution: Distribution, rank: int, kind: StateKind
 ) -> Iterator[tuple[str, tuple[Tensor, WeightShard]]]:
     """What a rank of a distribution holds of a kind of state, live: by name a tensor, and which elements of the weight
-    it is. `StageError` where the engine holds something else than the distribution says."""
+    it is. `StageError` where the engine holds other elements than the distribution says."""
     shards = {w.name: distribution.shard(w, rank) for w in distribution.weights}
     for name, tensor in engine.held_state(kind):
         shard = shards.get(name)
@@ -137,24 +133,24 @@ def held_slices(
         yield name, (tensor.view(shard.shape), shard)
 
 
-def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, carried: RankState) -> None:
-    """Take over what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
+def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchange, state: RankState) -> None:
+    """Take what this rank of the role is to hold. Raises `StageError` where what arrived is not what was sent."""
     engine = engine_of(worker)
     if engine is not None:
         engine.load()
-        engine.begin_state(carried.moments)
-        for part, kind, published in move.of_kinds(moments=carried.moments):
+        engine.begin_state(state.moments)
+        for part, kind, published in move.of_kinds(moments=state.moments):
             plan = part.reshard(move.source, move.destination)
             take_kind(engine, move.role, plan, rank, exchange, published, kind)
-        engine.end_state(carried.steps)
-    worker.carry_on(carried.more)
+        engine.end_state(state.steps)
+    worker.load_extra_state(state.extra)
 
 
 def take_kind(
     engine: TrainingEngine, role: str, plan: Reshard, rank: int, source: WeightSource, published: Published,
     kind: StateKind,
 ) -> None:  # fmt: skip
-    """Put in place what `rank` of the plan's destination is to hold of one kind of state, and verify it."""
+    """Fill what `rank` of the plan's destination holds of one kind of state, and verify it."""
     held = dict(held_slices(engine, role, plan.destination, plan.destination.ranks[rank], kind))
     intake = WeightIntake(plan, rank, source, checksums=True)
     intake.place(published, held)
@@ -166,5 +162,4 @@ def take_kind(
 
 
 def engine_of(worker: Worker) -> TrainingEngine | None:
-    """Of a worker that has a model of its own."""
     return cast("TrainingEngine | None", getattr(worker, "engine", None))

@@ -27,7 +27,6 @@ def single_turn(rollout: Rollout, rows: slice) -> Table:
 
 
 def several_turns(conversations: Sequence[Conversation]) -> Table:
-    """The columns of `generate_sequences` in an environment."""
     return {
         "response_ids": Ragged.of([c.response_ids for c in conversations], torch.int64),
         "response_mask": Ragged.of([c.mask for c in conversations], torch.bool),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
@@ -13,7 +13,10 @@ from workbench.errors import BadInput, StageError
 from workbench.models.heads import TokenValues
 from workbench.models.lora import write_adapter
 from workbench.models.saving import write_model
+from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
+
+Result = TypeVar("Result")
 
 
 def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, context: Context) -> str:
@@ -21,7 +24,7 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
 
     Raises `BadInput`, on all ranks, where the folder holds something, and `StageError` where writing fails.
     """
-    folder, weights = _free_folder(path, context), _on_first_rank(engine.named_weights(), context)
+    folder, weights = _free_folder(path, context), _copies(engine.named_weights(), context)
 
     def write() -> None:
         scalar = isinstance(engine.module, TokenValues)
@@ -30,50 +33,48 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
             weights["score.bias"] = (bias.float() - engine.module.shift).to(bias.dtype)
         write_model(folder, weights, name, scalar_head=scalar)
 
-    _first_rank_does(write, folder, context)
+    _on_first_rank(write, folder, context)
     return str(folder)
 
 
 def save_adapter(engine: TrainingEngine, path: str | Path, context: Context) -> str:
     """Write the adapter of the engine's module to a folder, as peft does. Its absolute path; raises as `save_model`."""
-    folder, weights = _free_folder(path, context), _on_first_rank(engine.named_adapter(), context)
-    _first_rank_does(lambda: write_adapter(folder, weights, engine.module.model), folder, context)  # type: ignore[arg-type]
+    folder, weights = _free_folder(path, context), _copies(engine.named_adapter(), context)
+    _on_first_rank(lambda: write_adapter(folder, weights, engine.module.model), folder, context)  # type: ignore[arg-type]
     return str(folder)
 
 
 def _free_folder(path: str | Path, context: Context) -> Path:
     folder = Path(context.folder, path).expanduser().resolve()
-    found: list[bool] = []
-    _first_rank_does(
-        lambda: found.append(folder.exists() and (not folder.is_dir() or any(folder.iterdir()))), folder, context
-    )
-    # every rank raises, or none: one that went on would wait for the others
-    if context.communicator.all_reduce_max(torch.tensor([int(any(found))])).item():
+
+    def occupied() -> bool:
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+    if _on_first_rank(occupied, folder, context):
         raise BadInput(
             f"{str(folder)!r} holds something", "a model is saved to an empty or new folder", "choose another"
         )
     return folder
 
 
-def _first_rank_does(action: Callable[[], None], folder: Path, context: Context) -> None:
+def _on_first_rank(action: Callable[[], Result], folder: Path, context: Context) -> Result:
     """`action()` on the first rank, for which the others wait; where it raises, all raise the same `StageError`."""
-    communicator, cause, text = context.communicator, None, b"-"  # never empty: it goes through a collective
-    if communicator.rank == 0:
-        try:
-            action()
-        except Exception as error:
-            cause, text = error, f"{type(error).__name__}: {error}".encode()
-    told = bytes(communicator.all_gather(torch.tensor(list(text), dtype=torch.uint8))[0].tolist()).decode()
-    if told != "-":
+    communicator = context.communicator
+    first = communicator.rank == 0
+    try:
+        (result,) = shared_by_group(communicator, communicator.world_size, lambda: [action()] if first else [])
+    except Exception as error:
         raise StageError(
             f"nothing was saved to {str(folder)!r}",
-            told,
+            f"{type(error).__name__}: {error}",
             "give a folder that rank 0 can write, with room for the model",
-        ) from cause
+        ) from error
+    found: Result = result
+    return found
 
 
-def _on_first_rank(tensors: Iterator[tuple[str, Tensor]], context: Context) -> dict[str, Tensor]:
-    """Copies on the CPU; empty on the other ranks, which go through all of them too: they are gathered."""
+def _copies(tensors: Iterator[tuple[str, Tensor]], context: Context) -> dict[str, Tensor]:
+    """Copies on the CPU of the first rank; the other ranks iterate to the end too, as weights are gathered."""
     first, copies = context.communicator.rank == 0, {}
     for name, tensor in tensors:
         if first:

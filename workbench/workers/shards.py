@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """Other hosts, as seen from one: they answer while they compute, and cut what they keep on request."""
+    """Other hosts, as seen from one: they answer while they compute."""
 
     def call(self, host: str, method: str, *args: Any) -> Any: ...
 
@@ -64,7 +64,7 @@ class Shards:
             order = np.argsort(np.concatenate([pull.destinations for pull in pulls]))
             columns = columns_of(rows_at(end_to_end(parts), order))
             if len(pulls) == 1 and self._is_here(pulls[0]) and side_by_side(pulls[0].positions):
-                columns = own_copy(columns)  # a worker may write in what it is given, and a batch does not change
+                columns = own_copy(columns)  # a worker may write into its columns; a batch never changes
             pulled |= columns
         return pulled
 
@@ -93,11 +93,10 @@ class Shards:
         return shard.select(*names)
 
     def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
-        """Cut rows of a shard for another process."""
         return to_wire(rows_at(self._columns(key, columns), positions))
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
-        """Lengths of rows of a ragged column: what a controller needs to balance rows, without their tokens."""
+        """Lengths of rows of a ragged column, with which a controller balances rows without their tokens."""
         ragged = columns_of(self._columns(key, (column,)))[column]
         assert isinstance(ragged, Ragged), column
         lengths: np.ndarray = ragged.lengths.numpy()[positions]
@@ -109,7 +108,6 @@ class Shards:
             self._shards[key] = from_wire(wire)
 
     def release(self, keys: Collection[str]) -> None:
-        """Forget shards that no handle refers to any more."""
         with self._lock:
             for key in keys:
                 self._shards.pop(key, None)
@@ -117,7 +115,6 @@ class Shards:
     # --- of a host that is about to end ------------------------------------------------------------------------------
 
     def inherit(self, host: str) -> None:
-        """Take over all its shards."""
         for key in self._peers.call(host, "shard_keys"):
             with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
                 shard = from_wire(self._peers.call(host, "whole_shard", key))
@@ -126,31 +123,28 @@ class Shards:
                 self._shards[inherited(host, key)] = shard
 
     def disinherit(self, hosts: Collection[str]) -> None:
-        """Forget what came from hosts that do not end after all."""
-        beginnings = tuple(inherited(host, "") for host in hosts)
+        """Forget the shards of hosts that stay after all."""
+        prefixes = tuple(inherited(host, "") for host in hosts)
         with self._lock:
-            for key in [key for key in self._shards if key.startswith(beginnings)]:
+            for key in [key for key in self._shards if key.startswith(prefixes)]:
                 del self._shards[key]
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of all shards."""
         with self._lock:
             return sum(map(carried_bytes, self._shards.values()))
 
     def shard_keys(self) -> list[str]:
-        """The keys of all shards."""
         with self._lock:
             return list(self._shards)
 
     def whole_shard(self, key: str) -> dict[str, Any]:
-        """A shard, for another process."""
         with self._lock:
             return to_wire(self._shards[key])
 
 
 def _check_column(name: str, column: Any, call: Call) -> None:
-    # operation and rank are named where the failures of all ranks are put together
+    # the controller adds operation and rank
     if isinstance(column, torch.Tensor) and column.ndim == 0:
         raise StageError(
             f"column {name!r} is a tensor without axes",

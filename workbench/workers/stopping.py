@@ -1,14 +1,14 @@
-"""How ranks leave a stage that is to stop: all at the same place, where nothing is half done, and at no cost till then.
+"""How ranks stop a stage together: all at the same point, between two complete units of work.
 
 A stage passes stopping points: between micro-batches of a pass, between tokens of a generation, between optimizer
-steps. Ranks that compute together pass the same points in the same order. When a stage is to stop,
+steps. Ranks that compute together pass the same points in the same order. To stop a stage,
 
-    controller                            each rank
-    standing(run)  ──────────────────>    will wait at the next point that it comes to, till it has heard more
-                   <──────────────────    says at once which one that is, and with which ranks it passes them
-    leave(run, the furthest of them) ─>   goes on to that point, and leaves there
+    controller                                   each rank
+    stop_point(run)  ───────────────────────>    will wait at its next point for further word
+                     <───────────────────────    answers at once: that point, and the ranks in step with it
+    stop_at(run, the furthest point)  ───────>   continues to that point, and stops there
 
-so that no rank leaves while another still needs it: what comes before that point, all ranks do.
+so no rank stops while another still needs it: all ranks do the work before that point.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from workbench.messages.metrics import Metric
 from workbench.messages.replies import UpdatePart
 
-# A rank that waits for a word that never comes, of a controller that is gone, goes on with its stage.
+# A rank that waits this long without an answer, as after the controller's death, continues with its stage.
 PATIENCE_S = 20.0
 
 
 class StageStopped(BaseException):
-    """Raised at a stopping point of a stage that is to stop. No error: workers' own handlers let it through."""
+    """Raised at a stopping point. A `BaseException`, which workers' own handlers of errors let through."""
 
     def __init__(self, part: UpdatePart) -> None:
         super().__init__(f"after optimizer step {part.steps} of {part.of}" if part.of else "as before the stage")
@@ -35,18 +35,15 @@ class StageStopped(BaseException):
 
 @dataclass(frozen=True)
 class StopPoint:
-    """Where a rank can leave a stage that is to stop. point: the first one. together: the ranks that pass the same
-    points in step with it."""
+    """point: the first one at which a rank can stop. together: the ranks that pass the same points in step with it."""
 
     point: int
     together: tuple[int, ...]
 
 
 class Stopping:
-    """The stopping points of the stage that a host runs.
-
-    ranks: of the pool; a stage's ranks are all in step, unless `with only(ranks)` says otherwise.
-    """
+    """The stopping points of the stage that a host runs. ranks: of the pool; they are in step, unless `with only(...)`
+    says otherwise."""
 
     def __init__(self, ranks: int) -> None:
         self._everyone = self._together = tuple(range(ranks))
@@ -55,7 +52,7 @@ class Stopping:
         self._updates = False
         self._asked_of, self._round = 0, 0
         self._waits_at = 0
-        self._leave_at: int | None = None
+        self._stop_at: int | None = None
         self.resume_from: UpdatePart | None = None
 
     # --- for the stage ------------------------------------------------------------------------------------------------
@@ -68,13 +65,12 @@ class Stopping:
             self.resume_from, self._updates = resume_from, updates
 
     def end(self) -> None:
-        """It is over."""
         with self._changed:
             self._run, self.resume_from = 0, None
 
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
-        """A place where nothing is half done: leaves the stage, if it is to stop. All ranks that compute together call
-        it at the same place. steps, of, metrics: of an update, what it has done so far."""
+        """A point at which the stage can be stopped: all ranks that compute together call it at the same place. steps,
+        of, metrics: what an update has done so far."""
         if not self._run or (self._updates and not of):
             return
         with self._changed:
@@ -82,11 +78,11 @@ class Stopping:
             if self._asked_of != self._run:
                 return
             if self._passed >= self._waits_at:
-                self._changed.wait_for(lambda: self._leave_at is not None, PATIENCE_S)
-                if self._leave_at is None:  # nobody says anything any more
+                self._changed.wait_for(lambda: self._stop_at is not None, PATIENCE_S)
+                if self._stop_at is None:  # no answer
                     self._asked_of = 0
                     return
-            if self._leave_at is not None and self._passed >= self._leave_at:
+            if self._stop_at is not None and self._passed >= self._stop_at:
                 raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
 
     @contextmanager
@@ -101,25 +97,25 @@ class Stopping:
     # --- for the controller, while the stage computes -----------------------------------------------------------------
 
     def stop_point(self, run: int, round: int) -> StopPoint:
-        """Wait at the next point of a run for word where to leave it. round: counts how often the controller asks anew;
-        a word that belongs to an earlier one, or that nobody waits for any more, is passed by."""
+        """Wait at the next point of a run, and name it. round: how often the controller has asked; what belongs to an
+        earlier round is ignored."""
         with self._changed:
             if (self._asked_of, self._round) != (run, round):
                 passed = self._passed if self._run == run else 0
-                waiting = self._asked_of == self._run == run and self._leave_at is None and passed >= self._waits_at
-                self._asked_of, self._round, self._leave_at = run, round, None
+                waiting = self._asked_of == self._run == run and self._stop_at is None and passed >= self._waits_at
+                self._asked_of, self._round, self._stop_at = run, round, None
                 self._waits_at = passed if waiting else passed + 1
             return StopPoint(self._waits_at, self._together)
 
-    def leave_alone(self, run: int) -> None:
-        """Leave a run at its next point: of a rank that no other one is in step with."""
+    def stop_alone(self, run: int) -> None:
+        """Stop a run at its next point: for a rank that no other one is in step with."""
         with self._changed:
-            self._asked_of, self._waits_at, self._leave_at = run, 0, 0
+            self._asked_of, self._waits_at, self._stop_at = run, 0, 0
             self._changed.notify_all()
 
-    def leave(self, run: int, round: int, point: int) -> None:
-        """Let a run be left at this point, or the first one behind it."""
+    def stop_at(self, run: int, round: int, point: int) -> None:
+        """Stop a run at this point, or the first one behind it."""
         with self._changed:
             if (self._asked_of, self._round) == (run, round):
-                self._leave_at = point
+                self._stop_at = point
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch of a role has: as it was set, a fixed number on a CPU, on a GPU as many as fit."""
+"""The number of tokens in a micro-batch of a role: as set, a fixed number on a CPU, or as many as fit on a GPU."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
 from workbench.workers.worker import Context
 
-# Tokens of the two trial passes, in rows of so many, and what is left free of what they promise: for rows of other
-# lengths, and holes in the allocator's memory.
+# Tokens of the two trial passes, and of their rows; the share of memory that stays free for rows of other lengths and
+# fragmentation.
 TRIAL_TOKENS, TRIAL_ROW_TOKENS = (1024, 2048), 512
 MARGIN = 0.1
 
 Measure = Callable[[Callable[[], None]], int]
-"""Runs something, and gives the bytes that were held at its peak beside those that were held before."""
+"""Runs a function, and gives its peak of bytes beside those that were allocated before."""
 
 
 class TokenBudget:
-    """The upper bound of the tokens in a micro-batch, for all operations of a role alike.
+    """The upper bound of the tokens in a micro-batch, for all operations of a role.
 
-    given: `Training.micro_batch_tokens`. Where that is None, on a GPU two small passes (forward and backward where the
-    role is trained) say what a token needs, and the rest is divided by it: what the placement leaves, not what happens
-    to be free, so that the same placement on the same device gives the same numbers on every run. All ranks of the pool
-    ask first at the same time, and take the smallest answer.
+    given: `Training.micro_batch_tokens`. Where that is None, on a GPU two small passes (forward, and backward where the
+    role is trained) measure the bytes of a token, by which the memory that the placement leaves is divided: so the same
+    placement on the same device gives the same numbers on every run. All ranks of the pool ask first at the same time,
+    and take the smallest answer.
 
-    measure, device_bytes: of the GPU; None: its allocator says.
+    measure, device_bytes: of the GPU; None: asked of its allocator. padded: whether micro-batches are padded.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class TokenBudget:
     ) -> None:
         self._context, self._engine, self._module, self._trained = context, engine, module, trained
         self._measure, self._device_bytes = measure or _measured_on_gpu(context.recorder), device_bytes
+        self.padded = module.padded_because is not None
         self.notes: list[str] = []
         self.automatic = given is None and context.room is not None
         self.known = None if self.automatic else given or AUTOMATIC_TOKENS["cpu"]
@@ -56,7 +57,7 @@ class TokenBudget:
 
     @property
     def tokens(self) -> int:
-        """The bound; the first to ask has it found out."""
+        """The bound; measured when it is first asked for."""
         if self.known is None:
             here = torch.tensor([-self._fitting()])
             self.known = -int(self._context.communicator.all_reduce_max(here).item())
@@ -64,8 +65,8 @@ class TokenBudget:
         return self.known
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
-        """Go on with half as many after a pass that had no memory, and note it. Raises the error where the number was
-        set, is as small as it gets, or other ranks wait for this one in the middle of what they compute together."""
+        """Halve the bound after a pass ran out of memory, and add a note. Raises the error where the number was set, is
+        at its minimum, or where other ranks wait for this one inside a collective."""
         if not self.automatic or self.known is None or self.known <= TOKENS_STEP:
             raise error
         if self._context.communicator.world_size > 1:
@@ -125,7 +126,7 @@ class TokenBudget:
 
 
 def _measured_on_gpu(recorder: Recorder) -> Measure:
-    """By torch's allocator, with the marks of the recorder's spans left whole."""
+    """By torch's allocator; peaks of the recorder's spans stay correct."""
 
     def measure(work: Callable[[], None]) -> int:
         torch.cuda.synchronize()

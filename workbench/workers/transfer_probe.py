@@ -11,7 +11,8 @@ from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.weights import ModelWeights, Weight
 from workbench.telemetry import Recorder
-from workbench.workers.weight_exchange import Ask, Published, Snapshot, WeightExchange, WeightIntake
+from workbench.workers.weight_exchange import Ask, Published, Snapshot, WeightExchange
+from workbench.workers.weight_intake import WeightIntake
 
 ROWS, COLUMNS = 16_384, 1024
 PROBE_BYTES = 4 * ROWS * COLUMNS

@@ -1,26 +1,21 @@
-"""Weights that one role publishes on its hosts, and of which others take the slices that they need, host to host; so
-too its moments of Adam, where the role itself goes to other hosts.
+"""Weights that one role publishes on its hosts, and of which others take slices, host to host; also its moments of
+Adam, when the role moves.
 
-Slices travel as rows of batches do: a host cuts them on request, and whoever asked notes the transfer. So the two roles
-need no process group in common, the pools may be on different machines, one that dies leaves the other's collectives
-alone, and publisher and taker need not step together: an update may run while what it replaces is still being taken.
-vLLM's own engines for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
+Slices travel as rows of batches do: a host cuts them on request, and the taker records the transfer. So the two roles
+need no process group in common, their pools may be on different machines and fail independently, and publisher and
+taker need not step together: an update may run while weights from before it are still being taken. vLLM's own engines
+for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
 
     publisher's memory ──one copy──> bucket in shared memory ──one copy──> taker's memory
                                      (on another machine: a copy of the bucket there)
-
-A bucket has at most BUCKET_BYTES. A taker has one in use and asks for AHEAD more, which publishers fill meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -29,22 +24,17 @@ from torch import Tensor
 from workbench.batches.carrier import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.placement import Layout
-from workbench.placement.change import BUFFER_BYTES
-from workbench.resharding import boxes
-from workbench.resharding.boxes import Box, Boxes
-from workbench.resharding.checksums import Arrival, checksums_of
+from workbench.resharding.boxes import Box
+from workbench.resharding.checksums import checksums_of
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
-from workbench.resharding.weights import ModelWeights, Weight, model_weights
+from workbench.resharding.weights import ModelWeights, model_weights
 from workbench.telemetry import Recorder
 from workbench.telemetry.spans import TransferKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-AHEAD = 3
-BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
 
 Slice = tuple[str, Box]
 Ask = Callable[..., Any]
@@ -52,10 +42,8 @@ Ask = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Where weights are published: under which key, and on which hosts, by the numbers that a plan gives its ranks.
-
-    layout: of who publishes. kind: as what its transfers are recorded.
-    """
+    """Where weights are published: the key, and the hosts by their numbers in a plan. layout: of the publisher. kind:
+    of the recorded transfers."""
 
     key: str
     hosts: tuple[str, ...]
@@ -65,11 +53,12 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is published, beside the weights. version: optimizer steps that they have seen. restored: how often they
-    were put back to an earlier state, after which equal versions are not equal weights.
+    """What is published, beside the weights. version: optimizer steps of the weights. restored: how often they were put
+    back to an earlier state, after which equal versions are not equal weights.
 
-    shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and what the
-    publisher gives ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see `PackedModule`.
+    shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and the
+    publisher's log-probabilities of ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see
+    `PackedModule`.
     """
 
     version: int
@@ -83,10 +72,10 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of published weights: by name its tensor, and which elements that holds. A copy in host memory;
-    or, where nothing is trained while they are taken, what the rank holds itself.
+    """One rank's part of published weights: by name a tensor, and which elements it holds. A copy in host memory; or
+    the live tensors, where nothing is trained while they are taken.
 
-    contents: None for a part of a role's state, of which the controller knows all there is to say.
+    contents: None for a part of a role's state.
     """
 
     contents: Contents | None
@@ -94,13 +83,12 @@ class Snapshot:
 
     @torch.no_grad()
     def cut(self, wanted: Iterable[Slice]) -> list[Tensor]:
-        """Each of these boxes of weights, row by row [elements], in host memory. What lies there in one piece is not
-        copied: it is only to be read."""
+        """Each of these boxes of weights, row by row [elements], in host memory, for reading only: a box that is one
+        piece of host memory already is not copied."""
         return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
 
     @torch.no_grad()
     def checksums(self, wanted: Sequence[Slice]) -> list[int]:
-        """The checksum of each of these boxes, as it lies here."""
         return checksums_of([view_of(*self.slices[name], box) for name, box in wanted], wanted)
 
 
@@ -116,23 +104,23 @@ def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
 
 
 def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelWeights:
-    """The weights of a model for these layouts; how its layers are cut must be known only where one of them does."""
+    """The weights of a model for these layouts; only a layout that cuts layers needs to know how."""
     is_cut = any(layout.p * layout.t > 1 for layout in layouts)
     return model_weights(config, dtype=dtype, unknown="refuse" if is_cut else "whole")
 
 
 def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
-    """Which rank publishes what: the d holders of a slice a stretch of its rows each. So together they keep one copy,
-    and all of them serve it."""
+    """Which rank publishes what: the d holders of a slice publish a stretch of its rows each, so that together they
+    keep one copy, and all of them serve it."""
     return Distribution(weights, layout, tuple(range(layout.size)), "fsdp")
 
 
 def plan_of_taking(
     config: PreTrainedConfig, dtype: str, publisher: Layout, taker: Layout, *, vocabulary_multiple: int = 1
 ) -> Reshard:
-    """Who sends which slice to whom. The publisher's ranks come first, then the taker's.
+    """Who sends which slice to whom. Publishing ranks come first, then taking ones.
 
-    dtype: that of the published weights. vocabulary_multiple: of the taker, see `Distribution`.
+    dtype: of the published weights. vocabulary_multiple: of the taker, see `Distribution`.
     """
     weights = weights_of(config, dtype, publisher, taker)
     ranks = tuple(range(publisher.size, publisher.size + taker.size))
@@ -151,7 +139,7 @@ def take_snapshot(
 ) -> Snapshot:
     """What a rank publishes of the weights that it holds: copies, in `dtype`.
 
-    held: what the rank holds in the layout, to the end: where they are gathered, every rank takes part.
+    held: all that the rank holds in the layout; every rank iterates to the end, as ZeRO gathers them.
     """
     by_name = {weight.name: weight for weight in weights}
     whole, parts = Distribution(weights, layout, tuple(range(layout.size))), published_parts(weights, layout)
@@ -167,9 +155,9 @@ def take_snapshot(
 
 
 class Pulled(NamedTuple):
-    """Slices as they came, each row by row [elements] and only to be read: they may lie in memory of their publisher,
-    or of all processes of the machine. sums: the checksum of each where it was cut; none where they were not asked
-    for. start_s, end_s: by `perf_counter`."""
+    """Slices that arrived, each row by row [elements] and for reading only: they may be memory of the publisher, or
+    shared memory. sums: the checksum of each, taken where it was cut; empty where not asked for. start_s, end_s: by
+    `perf_counter`."""
 
     parts: list[Tensor]
     sums: list[int]
@@ -185,16 +173,16 @@ class WeightSource(Protocol):
     """Where slices come from: other hosts, or files."""
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
-        """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
+        """Slices of rank `rank` of the publisher. Any thread may call it."""
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        """Note what came, under a name; its bytes."""
+        """Record what arrived, under a name; its bytes."""
 
 
 class WeightExchange:
-    """One host's side: what its roles have published, and the way to what others have.
+    """One host's part: what its roles have published, and access to that of others.
 
-    ask: calls a method of another host by its name: `ask(host, method, *arguments)`.
+    ask: `ask(host, method, *arguments)` calls a method of another host.
     """
 
     def __init__(self, host: str, recorder: Recorder, ask: Ask) -> None:
@@ -203,7 +191,6 @@ class WeightExchange:
         self._lock = threading.Lock()
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
-        """Keep a snapshot for others until it is released."""
         with self._lock:
             self._snapshots[key] = snapshot
 
@@ -215,12 +202,10 @@ class WeightExchange:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all snapshots."""
         with self._lock:
             return sum(tensor.nbytes for kept in self._snapshots.values() for tensor, _ in kept.slices.values())
 
     def snapshot(self, key: str) -> Snapshot:
-        """One of this host's own."""
         with self._lock:
             found = self._snapshots.get(key)
         if found is None:
@@ -228,12 +213,12 @@ class WeightExchange:
         return found
 
     def served(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
-        """Slices of a snapshot, as arrays for another process, and the checksum of each where they are asked for."""
+        """Slices of a snapshot as arrays for another process, and their checksums where asked for."""
         snapshot = self.snapshot(key)
         return [array_of(part) for part in snapshot.cut(wanted)], snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
-        """What is published, as its first rank says it."""
+        """What is published, as its first rank describes it."""
         host = published.hosts[0]
         here = host == self._host
         found = self.snapshot(published.key).contents if here else self._ask(host, "published_contents", published.key)
@@ -241,11 +226,10 @@ class WeightExchange:
         return found
 
     def is_here(self, published: Published, rank: int) -> bool:
-        """Whether what rank `rank` of the publisher keeps is on this host."""
         return published.hosts[rank] == self._host
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
-        """Slices that rank `rank` of the publisher keeps. Any thread may ask for them."""
+        """See `WeightSource`."""
         began = time.perf_counter()
         if self.is_here(published, rank):
             snapshot = self.snapshot(published.key)
@@ -255,7 +239,7 @@ class WeightExchange:
         return Pulled([tensor_over(array) for array in arrays], sums, began, time.perf_counter())
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        """Note what came from another host, under a name; its bytes."""
+        """See `WeightSource`; nothing is recorded of what is on this host already."""
         if self.is_here(published, rank):
             return 0
         shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder
@@ -264,138 +248,3 @@ class WeightExchange:
             bytes=pulled.nbytes, columns=what, kind=published.kind,
         )  # fmt: skip
         return pulled.nbytes
-
-
-class WeightIntake:
-    """One rank's part of a plan of taking, again and again, a layer at a time.
-
-    rank: in the taker's layout. received_bytes: that it received from other hosts so far. checksums: compare those of
-    slices as they were sent and as they arrived. arrival: what that said of the last time. Beside what the taker makes
-    of a layer, memory is needed for `AHEAD` + 1 buckets.
-    """
-
-    def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
-        self._exchange, self._rank, self.received_bytes = exchange, rank, 0
-        self._checksums, self.arrival = checksums, Arrival()
-        self._layers: list[_Layer] = []
-        me = plan.destination.ranks[rank]
-        for group, weights in groupby(plan.weights, key=lambda weight: weight.group):
-            layer = _Layer(group, [w for w in weights if plan.destination.shard(w, me) is not None])
-            for weight in layer.weights:
-                for movement in plan.movements(weight):
-                    if me in movement.destinations:
-                        layer.take(movement.source, weight, movement.boxes)
-                # what a rank of the publisher has itself moves nowhere
-                layer.take(
-                    me, weight, boxes.intersect(plan.destination.boxes(weight, me), plan.source.boxes(weight, me))
-                )
-            self._layers.append(layer)
-
-    def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
-        this rank's slices written."""
-        for layer, buckets in self._pulled(published):
-            matrices: dict[str, Tensor] = {}
-            by_name = {weight.name: weight for weight in layer.weights}
-            for bucket in buckets:
-                for name, (r0, r1, c0, c1), part in self._as_sent(bucket):
-                    if name not in matrices:
-                        matrices[name] = torch.empty(by_name[name].matrix, dtype=part.dtype, device=device)
-                    matrices[name][r0:r1, c0:c1].copy_(part)
-            for weight in layer.weights:
-                yield weight.name, matrices.pop(weight.name).view(weight.shape)
-
-    def slices(self, published: Published) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank needs, as it comes: a weight's name, a box of it, and that box's elements [rows, columns],
-        which are only to be read."""
-        for _, buckets in self._pulled(published):
-            for bucket in buckets:
-                yield from self._as_sent(bucket)
-
-    @torch.no_grad()
-    def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
-        """Write what this rank needs where it holds it: by name a tensor, and which elements of the weight that is.
-        Checksums are of what lies there in the end."""
-        for _, buckets in self._pulled(published):
-            for bucket in buckets:
-                views = [view_of(*held[name], box) for name, box in bucket.wanted]
-                for view, part in zip(views, bucket.pulled.parts, strict=True):
-                    source = part.pin_memory() if view.is_cuda else part
-                    view.copy_(source.view(view.shape), non_blocking=True)
-                self._compare(bucket, views)
-
-    def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
-        """Layer by layer what this rank needs of it. What comes next is on its way while the last is used."""
-        self.arrival = Arrival()
-        asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
-        with ThreadPoolExecutor(AHEAD, thread_name_prefix="pull") as ahead:
-            coming = deque[Future[Pulled]]()
-
-            def ask() -> None:
-                if (request := next(asked, None)) is not None:
-                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums))
-
-            def buckets(layer: _Layer) -> Iterator[_Bucket]:
-                for rank, wanted in layer.in_turn(self._rank):
-                    pulled = coming.popleft().result()
-                    ask()
-                    self.received_bytes += self._exchange.record(published, rank, pulled, layer.group)
-                    yield _Bucket(rank, wanted, pulled)
-
-            for _ in range(AHEAD):
-                ask()
-            for layer in self._layers:
-                yield layer, buckets(layer)
-
-    def _as_sent(self, bucket: _Bucket) -> Iterator[tuple[str, Box, Tensor]]:
-        """The boxes of a bucket, compared with what was sent."""
-        pairs = zip(bucket.wanted, bucket.pulled.parts, strict=True)
-        parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in pairs]
-        self._compare(bucket, parts)
-        for (name, box), part in zip(bucket.wanted, parts, strict=True):
-            yield name, box, part
-
-    def _compare(self, bucket: _Bucket, views: Sequence[Tensor]) -> None:
-        """Note whether slices, as they are here, have the checksums that they had where they were cut."""
-        sent = bucket.pulled.sums
-        if sent:
-            names = [name for name, _ in bucket.wanted]
-            self.arrival = self.arrival.with_slices(bucket.rank, names, sent, checksums_of(views, bucket.wanted))
-
-
-class _Bucket(NamedTuple):
-    rank: int  # of the publisher
-    wanted: Sequence[Slice]
-    pulled: Pulled
-
-
-@dataclass(eq=False)
-class _Layer:
-    """What moves together: the weights of a layer that a rank needs, and which slices of them come from which rank."""
-
-    group: str
-    weights: list[Weight]
-    sources: dict[int, list[list[Slice]]] = field(default_factory=dict)
-    _room: dict[int, int] = field(default_factory=dict)
-
-    def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
-        """Its buckets by source, in the order in which a taker asks for them: each begins at another source."""
-        found = list(self.sources.items())
-        first = taker % max(1, len(found))
-        return [(source, bucket) for source, buckets in found[first:] + found[:first] for bucket in buckets]
-
-    def take(self, source: int, weight: Weight, found: Boxes) -> None:
-        """Note that boxes of a weight come from a rank, in buckets of at most `BUCKET_BYTES`; a row stays whole."""
-        for r0, r1, c0, c1 in found:
-            row_bytes = (c1 - c0) * weight.item_bytes
-            rows = max(1, BUCKET_BYTES // row_bytes)
-            for start in range(r0, r1, rows):
-                self._add(source, (weight.name, (start, min(start + rows, r1), c0, c1)), row_bytes)
-
-    def _add(self, source: int, wanted: Slice, row_bytes: int) -> None:
-        nbytes = (wanted[1][1] - wanted[1][0]) * row_bytes
-        if nbytes > self._room.get(source, 0):
-            self.sources.setdefault(source, []).append([])
-            self._room[source] = BUCKET_BYTES
-        self.sources[source][-1].append(wanted)
-        self._room[source] -= nbytes

@@ -1,7 +1,7 @@
-"""From the slices that an actor is trained in to what its generation engine needs of them: the transition of a sync.
+"""From the slices in which an actor is trained to those of its generation engine: the transition of a weight sync.
 
-Trained in a layout (p, t, d) with p*t > 1 or sharded by ZeRO-3, generated with on the same ranks in groups of t_g
-(HybridFlow's 3D-HybridEngine, arXiv:2409.19256, section 5).
+The actor is trained in a layout (p, t, d) with p*t > 1, or sharded by ZeRO-3, and generates on the same ranks in groups
+of t_g (HybridFlow's 3D-HybridEngine, arXiv:2409.19256, section 5).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ Slices = Literal["layout", "zero"]
 
 
 def trained_slices(spec: Model, layout: Layout) -> Slices | None:
-    """How the ranks hold the actor that they train: in slices of a layout with p*t > 1, in ZeRO-3's flat shards; None:
-    whole. An adapter under ZeRO-3 counts as whole: to be added to the model both are gathered, a layer at a time."""
+    """How the ranks of a trained actor hold its weights: "layout", slices of a layout with p*t > 1; "zero", ZeRO-3's
+    flat shards; None: whole. An adapter under ZeRO-3 counts as whole: it is gathered together with the model, a layer
+    at a time, to be added to it."""
     if layout.p * layout.t > 1:
         return "layout"
     training = spec.training
@@ -53,9 +54,9 @@ def plan_of(
     strategy: str | None = None,
     slices: Slices = "layout",
 ) -> Transition | ZeroSync:
-    """The plan of a sync of a model by a strategy (None: the settings' own), counted in `dtype`, the engine's.
+    """The plan of a sync by a strategy (None: that of the settings). dtype: of the engine.
 
-    From ZeRO-3's shards "v" is "full": there is no replica smaller than all ranks.
+    For ZeRO-3's shards "v" is "full": no replica is smaller than all ranks.
     """
     t_g, multiple = generation.tensor_parallel_size, VOCABULARY_MULTIPLE[generation.engine]
     chosen = strategy or generation.strategy
@@ -68,7 +69,8 @@ def plan_of(
 
 
 def not_as_sent(version: int, said: Sequence[str]) -> SyncError:
-    """What to raise where weights arrived with other checksums than they were sent with; said: which, and where."""
+    """The error for weights that arrived with other checksums than they were sent with; said: which, and on which
+    ranks."""
     return SyncError(
         f"weights version {version} did not arrive as it was sent: {'; '.join(said[:3])}"
         + (f"; {len(said) - 3} more" if len(said) > 3 else ""),
@@ -78,13 +80,12 @@ def not_as_sent(version: int, said: Sequence[str]) -> SyncError:
 
 
 class WeightTransitions:
-    """The syncs of an actor whose ranks hold slices of it, each by the strategy that is asked for.
+    """The syncs of an actor whose ranks hold slices of it, by any strategy. slices: see `trained_slices`; None: there
+    are no transitions.
 
-    slices: see `trained_slices`; None: there is nothing to do here.
-
-    There is no way back to go: slices are trained where they always were, and what was gathered of a layer is dropped
-    once the engine has taken it. The engine's own copy and its key-value cache stay until the next sync, or until its
-    `sleep`, where roles share memory; cached prefixes are dropped with the weights that they were computed with.
+    There is nothing to undo after a rollout: trained slices stay in place, and what was gathered of a layer is dropped
+    when the engine has taken it. The engine's own copy and its key-value cache stay until the next sync, or its `sleep`
+    where roles share memory; cached prefixes are dropped with the weights that they were computed with.
     """
 
     def __init__(self, trainer: TrainingEngine, generator: GenerationEngine, spec: Model, context: Context) -> None:
@@ -93,9 +94,10 @@ class WeightTransitions:
         self._made: dict[str, WeightTransition] = {}
 
     def sync(self, strategy: str, noted: OpenSync) -> Metrics:
-        """Give the engine the trainer's weights; what that moved on all ranks. noted: this rank's line of the ledger.
+        """Give the engine the trainer's weights; the bytes that this moved on all ranks. noted: this rank's line of the
+        ledger.
 
-        Raises `SyncError`, on all ranks, where a weight is not what was sent.
+        Raises `SyncError`, on all ranks, where a weight differs from what was sent.
         """
         assert self.slices is not None
         assert self._spec.generation is not None
@@ -140,10 +142,10 @@ class WeightTransitions:
 
 
 class WeightTransition:
-    """One rank's part of a transition, again and again. Weights go over as the engine's dtype: what is trained in fp32
-    for an engine in bfloat16 is cast before, and half the bytes move.
+    """One rank's part of a transition, again and again. Weights are cast to the engine's dtype before they move, which
+    halves the bytes of fp32 weights for an engine in bfloat16.
 
-    received_bytes: that this rank received so far. handed_bytes: of generation shards, handed on to the engine.
+    received_bytes: that this rank received so far. handed_bytes: of generation shards, given to the engine so far.
     kept_twice_bytes: that all ranks together keep beside their generation shards, by the plan.
     """
 
@@ -159,10 +161,10 @@ class WeightTransition:
 
     @torch.no_grad()
     def weights(self, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """What this rank generates with, for `GenerationEngine.update_weights`: each weight in its whole shape, with
-        this rank's slices written. A layer moves when it is asked for; every rank iterates to the end.
+        """This rank's generation weights, for `GenerationEngine.update_weights`: each in its whole shape, with this
+        rank's slices written. A layer moves when it is asked for; every rank iterates to the end.
 
-        trained: this rank's slices (`plan.trained`), by transformers' names; they stay as they are.
+        trained: this rank's slices (`plan.trained`), by transformers' names; they do not change.
         """
         held = {name: self._source_shard(self._by_name[name], tensor).to(dtype) for name, tensor in trained.items()}
         for layer in self._engine.layers(held):
@@ -175,7 +177,7 @@ class WeightTransition:
         return self._engine.arrival()
 
     def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
-        """What the plan starts from: the slice that is trained, or a flat part of it."""
+        """The part of the trained slice that this rank has in the plan: all of it, or a flat part."""
         mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
         assert mine is not None
         assert source is not None

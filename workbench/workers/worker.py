@@ -27,16 +27,14 @@ from workbench.workers.weight_exchange import WeightExchange
 class Context:
     """What a host offers its workers.
 
-    layout: of the role: where this rank, `host.rank`, stands in it says `layout.coordinates`.
-    communicator: over all ranks of the pool.
-    progress(done, total, tokens): said between micro-batches; the controller's progress line shows it.
-    stopping: `stopping.point()` is called where nothing is half done and all ranks are at the same line, such as
-        between micro-batches: there an interrupt leaves the stage.
-    seed: the workbench's seed. tokenizer_name: the model whose tokenizer made the tokens.
-    folder: where relative paths start from: the working folder of who opened the workbench.
-    exchange: where weights are published for other roles, and taken from theirs.
-    waits: whether the worker is built beside the one that it is to replace: see `Worker.begin`.
-    room: what the placement holds on the role's GPUs, which decides its automatic sizes; None: on a CPU.
+    layout: of the role; `layout.coordinates(host.rank)` is this rank's place in it. communicator: over all ranks of the
+    pool. progress(done, total, tokens): called between micro-batches, for the controller's progress line. stopping:
+    `stopping.point()` is called where all ranks are at the same line between two units of work, such as micro-batches:
+    there an interrupt stops the stage. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
+    tokens. folder: where relative paths start: the working folder of the kernel that opened the workbench. exchange:
+    for weights that roles publish, and take from each other. waits: whether the worker is built beside the one that it
+    replaces: see `Worker.begin`. room: the memory of the role's GPUs that the placement leaves, which decides automatic
+    sizes; None: on a CPU.
     """
 
     host: HostInfo
@@ -54,31 +52,31 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The host's device. A slot of a CPU is the CPU; of its GPUs a host sees only its own."""
+        """The device of the host. A slot of a CPU is the CPU; a host sees only its own GPU."""
         return torch.device("cuda:0" if self.host.device.startswith("cuda") else "cpu")
 
     @property
     def loading_device(self) -> torch.device:
-        """Where a model is loaded: at its place, or in the machine's memory where it is cut afterwards."""
+        """Where a model is loaded: on the device, or in host memory where it is sharded afterwards."""
         return self.device if self.layout.p * self.layout.t == 1 else torch.device("cpu")
 
     @cached_property
     def groups(self) -> ParallelGroups:
-        """The layout's groups of ranks. What is summed over the rows of a batch is summed over `groups.data`, whose
-        ranks see other rows. All ranks of the pool ask for it first at the same time, while the role is built."""
+        """The groups of ranks of the layout. Sums over the rows of a batch are sums over `groups.data`, whose ranks
+        have different rows. All ranks of the pool ask for it first at the same time, while the role is built."""
         return parallel_groups(self.layout, self.communicator, self.recorder, self.device.type)
 
     @cached_property
     def cache_bytes(self) -> int | None:
-        """Of vLLM's key-value cache on each GPU of the pool; None: on a CPU, or not known. All ranks of the pool ask
-        first at the same time."""
+        """Bytes of vLLM's key-value cache on each GPU of the pool; None: on a CPU, or unknown. All ranks of the pool
+        ask first at the same time."""
         if self.room is None:
             return None
         here = torch.tensor([-self.room.cache_bytes(own_gpu_bytes())])
         return -int(self.communicator.all_reduce_max(here).item())
 
     def leave_groups(self) -> None:
-        """End the groups that were made for this layout; the pool's own stays."""
+        """Destroy the groups that were made for this layout; the pool's own stays."""
         if "groups" in self.__dict__:
             for communicator in {self.groups.data, self.groups.tensor, self.groups.pipeline}:
                 communicator.end_group()  # type: ignore[attr-defined]
@@ -92,61 +90,61 @@ class Worker:
 
     @property
     def layout(self) -> Layout:
-        """How its weights lie on the ranks."""
+        """The layout of its weights on the ranks."""
         return self.context.layout
 
     @property
     def uses_device(self) -> bool:
-        """Whether it holds memory on the device, which it leaves and comes back to where roles share it."""
+        """Whether it holds memory on the device, which it offloads while other roles of the device work."""
         return False
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that this worker holds on its device, by what they are for; "offloaded": in host memory."""
+        """Bytes on its device, by use; "offloaded": in host memory."""
         return {}
 
     def take_notes(self) -> tuple[str, ...]:
-        """What the user should know of the last operation, beside `Output.notes`; each once."""
+        """Notes for the user about the last operation, beside `Output.notes`; each once."""
         return ()
 
     def offload(self) -> None:
-        """Leave the device's memory to other roles; called before their stages, see `wb.open(share_memory=...)`."""
+        """Free the device's memory for other roles; called before their stages, see `wb.open(share_memory=...)`."""
 
     def load(self, *, generates: bool = False) -> None:
-        """Come back for an operation of its own; generates: as it was registered."""
+        """Bring back what an operation needs; generates: as it was registered."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that training changes in it, as copies; `load_state` goes back to it. Empty: nothing changes."""
+        """Copies of everything that training changes, for `load_state`. Empty: nothing changes."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to what `state` gave."""
 
-    def carried(self) -> dict[str, Any]:
-        """What goes along, beside weights, moments and step count, when the role moves to other processes: small. Of
-        ranks that become more or fewer, each new one is given some old one's."""
+    def extra_state(self) -> dict[str, Any]:
+        """The small part of its state that moves with the role beside weights, moments and step count. Where the number
+        of ranks changes, each new rank gets that of an old one."""
         if not type(self).state.__module__.startswith("workbench."):
             raise BadInput(
-                f"moving {type(self).__name__}", "it keeps a state of its own kind",
-                "give it `carried` and `carry_on`, beside `state` and `load_state`",
+                f"moving {type(self).__name__}", "it keeps a state of its own",
+                "give it `extra_state` and `load_extra_state`, beside `state` and `load_state`",
             )  # fmt: skip
         return {}
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        """Take what `carried` gave, once weights and moments are there."""
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take what `extra_state` gave, after weights and moments."""
 
     def begin(self) -> None:
-        """Start what a process can have only once, such as a generation engine: while the worker is made, or, where it
-        replaces another, when that one is closed."""
+        """Start what a process can have only once, such as a generation engine: when the worker is made, or, where it
+        replaces another worker, after that one is closed."""
 
     def change(self, spec: Model) -> None:
-        """Go on as another model of the same weights: of an actor, whether it generates."""
+        """Go on as another model of the same weights: of an actor, one that generates or does not."""
         self.spec = spec
 
     def close(self) -> None:
-        """Free what the worker holds."""
+        """Free its memory."""
 
     def describe(self) -> dict[str, Any]:
-        """What `repr` shows of this worker."""
+        """Its settings and state, for `repr` and reports."""
         return {
             "role": type(self).__name__,
             "model": str(self.spec),

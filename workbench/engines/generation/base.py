@@ -5,26 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from workbench.engines.generation.endings import Ending, Endings, check_sequence, response_room
 from workbench.errors import BadInput
-from workbench.settings.engines import Sampling
+from workbench.settings.engines import Generation, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens made so far
-
-
-# What ended a response: the end-of-sequence token; a stop string or stop token; no room for more tokens.
-Ending = Literal["eos", "stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Responses in the order of the prompts; `log_probs[i][t]` belongs to `response_ids[i][t]` (see `Sampling`).
 
-    What ended a response, the end-of-sequence token or a stop, is its last part. `endings[i]` is "length" for a
-    response cut at max_new_tokens (or at the model's longest sequence).
+    The end-of-sequence token or stop that ended a response is its last part. `endings[i]` is "length" for a response
+    cut at max_new_tokens (or at the model's longest sequence).
     """
 
     response_ids: list[list[int]]
@@ -33,20 +33,21 @@ class Rollout:
 
     @property
     def finished(self) -> list[bool]:
-        """Whether each response came to its own end."""
         return [ending != "length" for ending in self.endings]
 
 
 class GenerationEngine(ABC):
     """Draws responses from the newest weights it was given.
 
-    weights_version: what `update_weights` said last; -1 after one that failed, and after `sleep`, until the next
-    succeeds.
+    weights_version: of the last `update_weights`; -1 after one that failed, and after `sleep`, until the next succeeds.
     """
 
     weights_version: int
+    _settings: Generation
+    _tokenizer: PreTrainedTokenizerBase
+    _end_ids: frozenset[int]
+    _vocab_size: int
 
-    @abstractmethod
     def generate(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -59,39 +60,63 @@ class GenerationEngine(ABC):
     ) -> Rollout:
         """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
 
-        room: most tokens of each response, where `sampling.max_new_tokens` is too many.
-        continued: the prompts go on from prompts and responses of the call before, whose computation may be used again.
+        room: most tokens of each response, where `sampling.max_new_tokens` is too many. continued: the prompts continue
+        prompts and responses of the call before, whose computation may be used again.
         """
+        self._require_weights()
+        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
+        ends = Endings(self._tokenizer, sampling, self._end_ids)
+        return self._generate(prompt_ids, sampling, seeds, progress, most, ends, continued=continued)
 
-    @abstractmethod
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
+        self._require_weights()
+        check_sequence(token_ids, self._settings, self._vocab_size)
+        return self._log_probs(token_ids)
+
+    @abstractmethod
+    def _generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None,
+        room: Sequence[int],
+        ends: Endings,
+        *,
+        continued: bool,
+    ) -> Rollout:
+        """`generate` with arguments that are checked. room: of each response."""
+
+    @abstractmethod
+    def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        """`log_probs` of tokens that are checked."""
 
     @abstractmethod
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Take new weights (transformers' names) in place, drop stale caches, return bytes taken.
 
-        Each in the shape of the whole weight. A rank of a tensor group reads its own slices of it and nothing else: the
-        rest may be memory that was never written.
-        After an error, that of the iterator included, weights are mixed; a whole update mends them.
+        Each in the shape of the whole weight. A rank of a tensor group reads only its own slices of it: the rest may be
+        uninitialised memory. After an error, that of the iterator included, weights are mixed; a complete update
+        repairs them.
         """
 
     def readable_weights(self) -> Mapping[str, Tensor]:
-        """Those weights that can be read where they lie, live, by transformers' names: not what an engine has fused,
+        """The weights that can be read in place, live, by transformers' names: not those that an engine has fused,
         packed or cut. A vocabulary matrix may have rows of padding at its end."""
         return {}
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether its weights were freed by `sleep`, and no `update_weights` came since."""
+        """Whether `sleep` freed its weights, and no `update_weights` came since."""
         return False
 
     def sleep(self) -> int:
-        """Lend the device's memory to others: free weights and key-value cache, without a copy of either; bytes freed.
+        """Free weights and key-value cache on the device, without a copy of either; bytes freed.
 
-        A sync brings every weight anew, and what was cached for other weights is of no use: so nothing is kept.
-        `update_weights` makes room for the weights again, what generates or scores for the cache. An engine that has
-        nothing of its own to free, or cannot, goes on as before: 0.
+        The next sync brings every weight, and a cache of other weights is useless. `update_weights` allocates the
+        weights again, generating or scoring the cache. An engine that has nothing of its own to free, or cannot,
+        returns 0.
         """
         return 0
 
@@ -99,7 +124,7 @@ class GenerationEngine(ABC):
         if self.lacks_weights:
             raise BadInput(
                 "a generation engine that sleeps",
-                "its weights were freed, to lend the memory of its device to a trainer",
+                "its weights were freed, for the trainer to use the memory of the device",
                 "give it weights first; an operation of your own that generates is registered with generates=True",
             )
 
@@ -109,4 +134,4 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine; the process's own process groups live on."""
+        """Free the engine; the process groups of the process stay."""

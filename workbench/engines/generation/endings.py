@@ -1,16 +1,18 @@
-"""Where responses end: how much room each has, which tokens and which strings close it. The same for every engine."""
+"""Where responses end: how much room each has, which tokens and strings end it. The same for every engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.engines.generation.base import Ending
 from workbench.errors import BadInput
 from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What ended a response: the end-of-sequence token; a stop string or stop token; no room for more tokens.
+Ending = Literal["eos", "stop", "length"]
 
 
 def response_room(
@@ -21,7 +23,7 @@ def response_room(
     vocab_size: int,
     room: Sequence[int] | None = None,
 ) -> list[int]:
-    """Most tokens that each response may have. Raises `BadInput`, naming the row, before any work is done."""
+    """Most tokens of each response. Raises `BadInput`, naming the row, before any work is done."""
     if len(seeds) != len(prompt_ids):
         raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
     for row, ids in enumerate(prompt_ids):
@@ -73,18 +75,18 @@ def check_model_length(config: Any, settings: Generation) -> None:
 
 
 def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that close a response: the tokenizer's EOS token and those that the model's generation config adds."""
+    """Ids that end a response: the tokenizer's EOS token and those of the model's generation config."""
     ids = generation_config.eos_token_id
     listed = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     return frozenset([*listed, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])])
 
 
 class Endings:
-    """Says what, if anything, has just ended a growing response.
+    """Says what, if anything, has ended a growing response.
 
     token_ids: all tokens at which a response ends. strings: whether strings end it, too. tail: how many of a response's
-    newest tokens are looked at. Every token carries a byte or more, so as many tokens as the longest stop string has
-    bytes must hold it; a few more cover decoders that treat their first token in a special way.
+    newest tokens are searched. A token has at least one byte, so as many tokens as the longest stop string has bytes
+    hold it; a few more are for decoders that treat their first token in a special way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
@@ -95,8 +97,8 @@ class Endings:
         self.tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
 
     def of(self, newest_ids: Sequence[int], length: int) -> Ending | None:
-        """What its newest token has ended a response of `length` tokens with; a stop string may be of special tokens,
-        too. newest_ids: at least the last `tail` of them, or all."""
+        """What the newest token has ended a response of `length` tokens with; a stop string may contain special tokens.
+        newest_ids: at least the last `tail` of them, or all."""
         if length <= self._least:
             return None
         if newest_ids[-1] in self.token_ids:
@@ -104,12 +106,12 @@ class Endings:
         if not self.strings or not self._may_close(newest_ids[-1]):
             return None
         before, text = (self._text(ids) for ids in (newest_ids[-self.tail : -1], newest_ids[-self.tail :]))
-        # characters that were there before the newest token: an incomplete one at their end is decoded anew with it
+        # characters from before the newest token; an incomplete one at their end is decoded again with it
         old = next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
         return "stop" if any(text.find(stop, max(0, old + 1 - len(stop))) >= 0 for stop in self._stop) else None
 
     def _may_close(self, token: int) -> bool:
-        """Whether a stop string can end in this token's text. It is looked at behind another token, as some decoders
+        """Whether a stop string can end in this token's text. The token is decoded behind another one, as some decoders
         treat the first one in a special way; a part of a character may end any string."""
         known = self._closes.get(token)
         if known is None:

@@ -1,14 +1,13 @@
-"""Changes of logits that depend on the tokens so far, as vLLM makes them, for transformers.
+"""Penalties on logits that depend on the tokens so far, as vLLM computes them, for transformers.
 
-transformers' own repetition penalty also counts the padding to the left of a prompt, so that a response would depend
-on the other rows of its batch; penalties for presence and frequency it does not have.
+transformers' own repetition penalty also counts the padding to the left of a prompt, so that a response would depend on
+the other rows of its batch; it has no penalties for presence and frequency.
 
 Shapes: B rows, T positions so far, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -16,17 +15,6 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from workbench.settings.engines import Sampling
-
-
-class LogitBias(LogitsProcessor):
-    """Adds a number to the logits of some tokens."""
-
-    def __init__(self, bias: Mapping[int, float]) -> None:
-        self._tokens, self._values = torch.tensor(list(bias)), torch.tensor(list(bias.values()), dtype=torch.float32)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        biased = scores.index_add(1, self._tokens.to(scores.device), self._values.to(scores).expand(len(scores), -1))
-        return cast(torch.FloatTensor, biased)
 
 
 class Penalties(LogitsProcessor):

@@ -13,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    SequenceBiasLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -20,15 +21,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from workbench.engines.generation.base import Ending, GenerationEngine, Progress, Rollout
-from workbench.engines.generation.endings import (
-    Endings,
-    check_model_length,
-    check_sequence,
-    end_token_ids,
-    response_room,
-)
-from workbench.engines.generation.penalties import LogitBias, Penalties
+from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.endings import Ending, Endings, check_model_length, end_token_ids
+from workbench.engines.generation.penalties import Penalties
 from workbench.engines.generation.row_sampler import RowSampler
 from workbench.engines.host_memory import HostMemory
 from workbench.errors import SyncError
@@ -43,10 +38,10 @@ WEIGHTS = "generation weights"
 class TransformersEngine(GenerationEngine):
     """Decodes up to `settings.rows_at_once()` rows at a time with a dynamic key-value cache.
 
-    model: in evaluation mode. With `owns_model=False` it is the trainer's live module: every new weight is there
-        already, and `update_weights` moves nothing: the trainer's parameters must be on the device. With
-        `owns_model=True` it is a copy, and weights are copied in.
-    autocast_dtype: compute in this type under autocast, for a module whose parameters are fp32.
+    model: in evaluation mode. With `owns_model=False` it is the trainer's live module, which has every new weight
+    already: `update_weights` moves nothing, and the trainer's parameters must be on the device. With `owns_model=True`
+    it is a copy, and weights are copied in. autocast_dtype: compute in this type under autocast, for a module whose
+    parameters are fp32.
     """
 
     def __init__(
@@ -68,27 +63,25 @@ class TransformersEngine(GenerationEngine):
         self._memory = HostMemory()
 
     @torch.no_grad()
-    def generate(
+    def _generate(
         self,
         prompt_ids: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
-        progress: Progress | None = None,
-        room: Sequence[int] | None = None,
+        progress: Progress | None,
+        room: Sequence[int],
+        ends: Endings,
         *,
-        continued: bool = False,
+        continued: bool,
     ) -> Rollout:
-        self._require_weights()
-        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
         by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
-        ends = Endings(self._tokenizer, sampling, self._end_ids)
         responses: dict[int, tuple[list[int], list[float], Ending]] = {}
         together = self._settings.rows_at_once(on_gpu=self._model.device.type == "cuda")
         for start in range(0, len(by_length), together):
             rows = by_length[start : start + together]
             watch = _RowEnds(
                 prompt_length=len(prompt_ids[rows[-1]]),
-                room=[most[row] for row in rows],
+                room=[room[row] for row in rows],
                 ends=ends,
                 progress=progress,
                 rows_before=start,
@@ -148,9 +141,7 @@ class TransformersEngine(GenerationEngine):
         ]
 
     @torch.no_grad()
-    def log_probs(self, token_ids: Sequence[int]) -> Tensor:
-        self._require_weights()
-        check_sequence(token_ids, self._settings, self._vocab_size)
+    def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         with self._autocast():
             logits = self._model(ids, use_cache=False).logits[0, :-1]
@@ -163,7 +154,7 @@ class TransformersEngine(GenerationEngine):
         self.weights_version = -1  # until every weight is there
         if self._owns_model:
             self._memory.give_back([WEIGHTS])
-            # One entry a tensor: tied weights answer to every name they have, and need only one of them.
+            # One entry a tensor: tied weights have several names, and need only one of them.
             mine = dict(self._model.named_parameters(remove_duplicate=False))
             missing = {id(parameter): name for name, parameter in mine.items()}
             for name, weight in named_weights:
@@ -214,10 +205,11 @@ class TransformersEngine(GenerationEngine):
 
 
 def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[int]) -> LogitsProcessorList:
-    """What makes the distribution that `Sampling` describes of the logits, in its order, which is vLLM's."""
+    """Processors that turn logits into the distribution of `Sampling`, in vLLM's order."""
     processors, width = LogitsProcessorList(), prompt_mask_BT.shape[1]
     if sampling.logit_bias:
-        processors.append(LogitBias(sampling.logit_bias))
+        biases: Any = [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if sampling.min_new_tokens and end_ids:
         processors.append(
             MinNewTokensLengthLogitsProcessor(
@@ -240,7 +232,7 @@ def _processors(sampling: Sampling, prompt_mask_BT: Tensor, end_ids: frozenset[i
 
 
 class _RowEnds(StoppingCriteria):
-    """Notes where each row ends, lets the batch stop once all have, and reports progress between steps."""
+    """Finds where each row ends, stops the batch when all have, and reports progress between steps."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Rows decoded by the core of a vLLM engine, without the layers above it.
 
-`LLMEngine.step` makes a request output, a completion output and a dictionary with a `Logprob` object of each token of
+`LLMEngine.step` makes a request output, a completion output and a dictionary with a `Logprob` object for each token of
 each row. At 512 rows that takes as long as vLLM's scheduler, in the thread that launches the next step. The core's own
-outputs have the ids as lists and the log-probabilities as arrays: those are read here.
+outputs have ids as lists and log-probabilities as arrays, which are read here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def decode(
 ) -> Rollout:
     """A response to each prompt by an `LLMEngine`; params: vLLM's `SamplingParams` of each row.
 
-    `progress` is called after each step, on all ranks of a tensor group after the same ones. Where it raises, no row
-    goes on. On a GPU vLLM launches a step before it hands out the tokens of the one before, so that what is done here
-    costs time only where it takes longer than a step.
+    `progress` is called after each step, on all ranks of a tensor group after the same ones. Where it raises, all rows
+    are aborted. On a GPU vLLM launches a step before it returns the tokens of the one before, so this code costs time
+    only where it takes longer than a step.
     """
     client, total, made = engine.engine_core, len(prompt_ids), 0
     responses: list[list[int]] = [[] for _ in range(total)]
@@ -82,15 +82,14 @@ def _add(engine: Any, token_ids: Sequence[int], params: Any) -> str:
 
 
 def _drain(client: Any) -> None:
-    """Wait for the step that was launched ahead for rows that have ended: its tokens belong to nobody, and weights or
-    prefix cache may change behind this."""
+    """Wait for the step that was launched ahead for rows that have ended, before weights or prefix cache change."""
     core = client.engine_core
     while core.batch_queue:  # None where steps are not launched ahead
         core.step_fn()
 
 
 def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int) -> Any:
-    """What vLLM is told of a row that may have `room` tokens."""
+    """vLLM's parameters of a row that may have `room` tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -118,10 +117,10 @@ def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room
 
 @contextmanager
 def _live_objects_uncollected() -> Iterator[None]:
-    """Garbage collection leaves alone what is alive now.
+    """Exclude the objects that are alive now from garbage collection.
 
-    Tokens and requests are many small objects that live on. They make Python collect its oldest generation again and
-    again, and walk through all that a process with a trainer holds. What becomes garbage meanwhile is still collected.
+    Tokens and requests are many small objects that stay alive. They make Python collect its oldest generation again and
+    again, and walk through all that a process with a trainer holds. New garbage is still collected.
     """
     if gc.get_freeze_count():  # the process has set objects aside for good
         yield

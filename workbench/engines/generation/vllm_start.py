@@ -1,17 +1,27 @@
-"""How vLLM starts: what is left out so that it starts sooner, and spans that say where its seconds go."""
+"""How vLLM starts: its arguments, chosen so that it starts soon, and spans that show where its seconds go."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
+
+from workbench.engines.generation.vllm_process import default_group_spared, private_shared_memory, replaced
+from workbench.errors import BadInput
+from workbench.placement.generation_memory import STEP_TOKENS
+from workbench.settings.engines import Generation
 from workbench.support.home import home
 from workbench.telemetry import span
 
+GIB = 2**30
+# Of a GPU, for a model whose weights cannot be told from its configuration, so that what it leaves is not known.
+UNKNOWN_MODEL_SHARE = 0.4
 # What vLLM's worker does while the engine starts: method -> kind and note of its span.
 PHASES = {
     "load_model": ("read", "vLLM reads the weights"),
@@ -68,12 +78,86 @@ def phases_timed(on_cpu: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while."""
-    before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def start_engine(
+    model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *,
+    sleeps: bool, cache_bytes: int | None,
+) -> Any:  # fmt: skip
+    """Build the engine (a collective call of the default group)."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size()
+    if world % settings.tensor_parallel_size:
+        raise BadInput(
+            f"Generation.tensor_parallel_size={settings.tensor_parallel_size} on a pool of {world} device(s)",
+            "tensor groups of equal size make up the actor's pool",
+            "give a size that divides the pool's devices, or the pool more devices",
+        )
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine's core in this process, not in a child
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # several processes share the cores
+        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # max_model_len below is one more than the model may have
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # it gives no log-probabilities of what it samples from
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
+    )
+    keep_compiled()
+    with span("import", note="importing vLLM"):
+        from vllm import EngineArgs, LLMEngine
+        from vllm.distributed import parallel_state
+        from vllm.usage.usage_lib import UsageContext
+
+    if parallel_state.model_parallel_is_initialized():
+        raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
+    on_cpu = device.type == "cpu"
+    arguments = EngineArgs(
+        model=str(model_path),
+        dtype=cast(Any, str(dtype).removeprefix("torch.")),
+        tensor_parallel_size=settings.tensor_parallel_size,
+        distributed_executor_backend="external_launcher",
+        # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
+        max_model_len=settings.max_model_tokens + 1,
+        max_num_seqs=settings.rows_at_once(on_gpu=not on_cpu),
+        # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(2048 if on_cpu else STEP_TOKENS, settings.max_model_tokens + 1),
+        # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
+        # most prompts; its kernels want multiples of 32.
+        block_size=32 if on_cpu else None,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
+        gpu_memory_utilization=_gpu_share(settings, cache_bytes),
+        logprobs_mode="processed_logprobs",
+        enforce_eager=on_cpu,
+        enable_sleep_mode=sleeps,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # nothing from the checkpoint's generation_config.json
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        seed=0,
+        **({} if on_cpu else graph_arguments(settings.rows_at_once(on_gpu=True))),
+    )
+    with private_shared_memory(on_cpu), phases_timed(on_cpu):
+        try:
+            engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
+        except Exception as error:
+            with default_group_spared():
+                parallel_state.cleanup_dist_env_and_memory()
+            if isinstance(error, ValueError):
+                raise BadInput(
+                    f"vLLM refuses {model_path.name!r} with {settings}",
+                    str(error).strip(),
+                    "change the model or the setting it names, or use Generation(engine='transformers')",
+                ) from error
+            raise
+    # vLLM shuts itself down, and the default group with it, once it is garbage; only `close` may do that, carefully.
+    cast(Any, engine.engine_core)._finalizer.detach()
+    return engine
+
+
+def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
+    """The share of the whole GPU that vLLM insists on finding free; where the cache is not given, what it fills."""
+    if cache_bytes is None:
+        return settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE
+    return max(0.01, cache_bytes / torch.cuda.get_device_properties(0).total_memory)

@@ -1,9 +1,9 @@
-"""New weights straight into the live parameters of a vLLM model.
+"""New weights directly into the live parameters of a vLLM model.
 
 Where vLLM multiplies by its parameters as they were loaded, as on a GPU, a sync need not load the model again: it
-copies each weight into its own parameter, or into its slice of a fused one such as qkv_proj. Which slice, vLLM's own
-loaders say once: they run on weights without data, and the copies that they ask for are recorded instead of made.
-Nothing is allocated and no parameter is moved, so that CUDA graphs, which keep addresses, stay valid.
+copies each weight into its own parameter, or into its slice of a fused one such as qkv_proj. vLLM's own loaders show
+which slice: they run once on weights without data, and their copies are recorded instead of made. Nothing is allocated
+and no parameter is moved, so CUDA graphs, which keep addresses, stay valid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class _Slice:
-    """A part of a parameter, and which part of a weight belongs there: size, stride and offset; None: all of it."""
+    """A part of a parameter, and its source in a weight: size, stride and offset; None: all of the weight."""
 
     target: Tensor
     region: tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -44,7 +44,7 @@ class WeightCopies:
 
     @classmethod
     def recorded(cls, model: nn.Module, shapes: Mapping[str, torch.Size]) -> WeightCopies | None:
-        """What `model.load_weights` does with weights of these shapes; None where that is more than copies."""
+        """The copies that `model.load_weights` makes of weights of these shapes; None where it does more than copy."""
         stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         names = {_storage(tensor): name for name, tensor in stand_ins.items()}
         recorder = _Recorder(names)
@@ -60,7 +60,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def run(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy, casting on the way. Raises `SyncError` unless exactly the weights come that are known."""
+        """Copy, and cast. Raises `SyncError` unless exactly the known weights arrive."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         waiting, missing = 0, set(self._shapes)
@@ -97,14 +97,14 @@ class WeightCopies:
         return torch.equal(mine, torch.stack([bit_sums[name] for name in placed]).to(mine.device))
 
     def places(self) -> dict[str, Tensor]:
-        """Where each weight lies that lies in one piece, live, by transformers' names."""
+        """The weights that are one whole tensor in the model, live, by transformers' names."""
         alone = {name: parts[0] for name, parts in self._slices.items() if len(parts) == 1}
         return {name: part.target for name, part in alone.items() if part.region is None}
 
 
 class _Recorder(TorchDispatchMode):
-    """Takes down the copies of stand-ins into real tensors, and makes no change to these. asks_for_more: whether
-    something else was to be written than copies, and zeros, which pad."""
+    """Records copies from weights without data into real tensors, and leaves these unchanged. asks_for_more: whether
+    anything else was written but zeros, which pad."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class _Recorder(TorchDispatchMode):
 def keeps_weights_as_loaded(model: nn.Module) -> bool:
     """Whether vLLM computes with a model's parameters as they were loaded: plain linear layers, embeddings and norms.
 
-    On a CPU it packs a copy of them; quantized layers, experts, and attention with compressed keys are made ready
-    after loading, which a plain copy would leave stale.
+    On a CPU it packs a copy of them; quantized layers, experts, and attention with compressed keys are prepared after
+    loading, which a plain copy would leave outdated.
     """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -146,13 +146,13 @@ def keeps_weights_as_loaded(model: nn.Module) -> bool:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, their bits read as integers: that of a whole is the sum of its parts'."""
+    """The sum of a tensor's elements, their bits read as integers: the sum of a whole is the sum of its parts'."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
 def _covers(model: nn.Module, slices: Mapping[str, list[_Slice]]) -> bool:
-    """Whether copies fill every parameter; of a vocabulary, all but the rows that pad it."""
+    """Whether copies fill every parameter; of a vocabulary, all rows but padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     filled: dict[int, int] = {}
@@ -168,7 +168,7 @@ def _covers(model: nn.Module, slices: Mapping[str, list[_Slice]]) -> bool:
 
 
 def _region(source: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Which part of its whole storage a view is; None: all of it, in order."""
+    """The part of its whole storage that a view is; None: all of it, in order."""
     whole = source.is_contiguous() and source.numel() * source.element_size() == source.untyped_storage().nbytes()
     return None if whole else (tuple(source.shape), source.stride(), int(source.storage_offset()))
 

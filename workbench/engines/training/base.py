@@ -1,9 +1,9 @@
-"""What a role asks of a training engine, and what both engines share."""
+"""What a role asks of a training engine, and what the engines share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +28,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 class StepReport:
     """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far.
 
-    skipped: the norm was not finite; weights, optimizer and step count are as before the step. culprit: then the first
-    weight whose gradient is not finite, by transformers' names; empty where the engine does not know.
+    skipped: the norm was not finite; weights, optimizer and step count did not change. culprit: then the first weight
+    whose gradient is not finite, by transformers' names; empty where the engine does not know.
     """
 
     grad_norm: float
@@ -40,15 +40,15 @@ class StepReport:
 
 
 StateKind = Literal["weights", "parameters", "exp_avg", "exp_avg_sq"]
-"""What an engine holds of its module: weights that are not trained, those that are, and the two moments of Adam."""
+"""Kinds of state: weights that are not trained, those that are (parameters), and the two moments of Adam."""
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class TrainingEngine(ABC):
-    """Holds one module, or this rank's part of it, with its gradients, optimizer and schedule.
+    """Holds one module, or this rank's shard of it, with its gradients, optimizer and schedule.
 
-    `module` stays in eval mode (dropout off) always: in RL dropout makes ratios lie. Of its parameters those that
-    require a gradient are trained: all, or those of an adapter.
+    `module` is always in eval mode: dropout would make probability ratios wrong. Parameters that require a gradient are
+    trained: all, or those of an adapter.
     """
 
     module: nn.Module
@@ -64,12 +64,12 @@ class TrainingEngine(ABC):
         """
 
     def everywhere(self, output: Tensor) -> Tensor:
-        """An output of `forward`, in place, on all pipeline stages; every rank must call it."""
+        """Broadcast an output of `forward`, in place, to all pipeline stages; every rank must call it."""
         return output
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes handed over inside layers, to ranks that compute them together with this one, since the start."""
+        """Bytes sent so far inside layers, to ranks that compute them together with this one."""
         return 0
 
     @abstractmethod
@@ -84,20 +84,18 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        """What `step` would do with these micro-batches, short of the step: the full gradient of each weight,
-        unclipped, by transformers' names, one at a time (every rank must iterate to the end). Afterwards, and when a
-        loss raises, everything is as before.
-        """
+        """The full gradient of each weight that `step` would apply for these micro-batches, unclipped, by transformers'
+        names, one at a time (every rank must iterate to the end). Afterwards, and when a loss raises, nothing has
+        changed."""
 
     def _loss_of(self, micro: Pass) -> Tensor:
-        """The loss of one micro-batch, by `forward`."""
         micro.begin()
         with self._pass_span("forward", micro.tokens):
             return micro.loss(self.forward(**micro.inputs))
 
     @contextmanager
     def _pass_span(self, kind: str, tokens: int = 0) -> Iterator[None]:
-        """A span of a forward or backward pass, with the bytes that went over inside layers."""
+        """A span of a forward or backward pass, with the bytes that were sent inside layers."""
         before = self.moved_bytes
         with span(kind, tokens=tokens) as counted:
             yield
@@ -108,7 +106,7 @@ class TrainingEngine(ABC):
         """Inside, these parameters are whole on every rank; every rank must enter it."""
 
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, in the dtype in which they are held, those of an adapter apart: what has to be equal on
+        """As `named_weights`, in the dtype in which they are held, and without adding an adapter: equal on
         data-parallel ranks."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
@@ -131,9 +129,9 @@ class TrainingEngine(ABC):
                 yield names[name], weight.to(self._dtype)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of the weights, live, by transformers' names, in the dtype in which it is held; without
-        any communication. With a layout (p, t, d) those are slices of the weights of its stage, cut as
-        `workbench.resharding.weights` says; with ZeRO-3 flat shards without their padding."""
+        """This rank's part of the weights, live, by transformers' names, in the dtype in which it is held; without any
+        communication. With a layout (p, t, d) those are slices of the weights of its stage, cut as
+        `workbench.resharding.weights` defines; with ZeRO-3 flat shards without their padding."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
             yield names.get(name, name), parameter.detach()
@@ -143,37 +141,49 @@ class TrainingEngine(ABC):
         return {name: tuple(weight.shape) for name, weight in self.local_weights()}
 
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the module's adapter by peft's names, as `named_weights` gives those of the model; in the
-        dtype that they are kept in."""
+        """The weights of the module's adapter by peft's names, as they are stored; else as `named_weights`."""
         for name, file_name in adapter_names(self.module).items():
             parameter = self.module.get_parameter(name)
             with self.gathered([parameter]):
                 yield file_name, parameter.detach()
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Trained weights, optimizer, schedule and step count of this rank, as CPU copies."""
+        """Step count, trained weights and their moments on this rank, as CPU copies."""
+        self.load()
+        kinds: tuple[StateKind, ...] = ("parameters", *MOMENTS) if self.has_moments else ("parameters",)
+        held = {kind: {name: tensor.to("cpu", copy=True) for name, tensor in self.held_state(kind)} for kind in kinds}
+        return {"steps": self.steps, "held": held}
 
-    @abstractmethod
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, on the same rank of the same layout; `state` stays as it is."""
+        """Restore what `state_dict` gave, on the same rank of the same layout; `state` does not change."""
+        self.load()
+        self.begin_state(len(state["held"]) > 1)
+        for kind, saved in state["held"].items():
+            held = dict(self.held_state(kind))
+            if held.keys() != saved.keys():
+                raise BadInput(
+                    f"a state of {len(saved)} tensors", f"{type(self.module).__name__} trains others: {len(held)}"
+                )
+            for name, tensor in held.items():
+                tensor.copy_(saved[name])
+        self.end_state(state["steps"])
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of the weights, or of their moments, live, by `state_names`; without communication. Cut
-        as `workbench.placement.state` says: fp32, and weights that are not trained in their dtype. Before the first
-        optimizer step there are no moments.
-        """
+        """This rank's part of the weights, or of their moments, live, by `state_names`; without communication. Cut as
+        `workbench.placement.state` defines: fp32, and weights that are not trained in their dtype. Before the first
+        optimizer step there are no moments."""
 
     @abstractmethod
     def begin_state(self, moments: bool) -> None:
-        """Before other state is written into what `held_state` gives, of a new engine. moments: whether there are any,
-        for which to make room."""
+        """Call it before writing state into what `held_state` gives. moments: whether there are any; then room is made
+        for them, else those of the optimizer are dropped."""
 
     @abstractmethod
     def end_state(self, steps: int) -> None:
-        """When all of it is written: from here on as the engine that was left after `steps` optimizer steps. Every
-        rank calls it."""
+        """Call it after writing state: from here on the engine is as after `steps` optimizer steps. Every rank calls
+        it."""
 
     @property
     @abstractmethod
@@ -182,29 +192,28 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, list[Tensor]]:
-        """All that this rank holds, by part. Memory that two parts share belongs to the first of them."""
+        """All tensors of this rank, by part. Memory that two parts share belongs to the first of them."""
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes that live on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
+        """Bytes on this rank's device: {"parameters": .., "gradients": .., "optimizer": ..}."""
         held = distinct_storages(self.tensors())
         return {part: sum(storage.nbytes() for storage in storages) for part, storages in held.items()}
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that wait in host memory."""
         return self._host_memory.nbytes
 
     def offload(self, *parts: Part) -> int:
-        """Move parts (none named: all) to host memory, to lend their device's to others; bytes moved. What is there
-        already stays, so that it costs nothing to ask again.
+        """Move parts (none named: all) to host memory, and free the device's for others; bytes moved. A part that is
+        there already costs nothing.
 
-        On a CPU this moves them to other memory of the same kind, which is good for nothing but tests.
+        On a CPU this moves them to other memory of the same kind, which only tests need.
         """
         return self._host_memory.take(self.tensors(), parts or PARTS)
 
     def load(self, *parts: Part) -> int:
-        """Bring parts (none named: all) back to the device, bit for bit; bytes moved. What computes (`forward`, `step`,
-        `gradients`, the state dicts) brings back what it needs; who reads weights loads the parameters first."""
+        """Bring parts (none named: all) back to the device, bit for bit; bytes moved. `forward`, `step`, `gradients`
+        and the state dicts bring back what they need; code that reads weights loads the parameters first."""
         return self._host_memory.give_back(parts or PARTS)
 
     @cached_property
@@ -214,7 +223,6 @@ class TrainingEngine(ABC):
 
 @torch.no_grad()
 def release_gradients(module: nn.Module) -> None:
-    """Drop gradient buffers between updates."""
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -225,24 +233,6 @@ def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, froz
     for parameter in module.to(device).parameters():
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     return module.eval()
-
-
-def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """CPU copies of a module's trained parameters and of its buffers."""
-    state = module.state_dict(keep_vars=True)
-    return {name: cpu_copy(value) for name, value in state.items() if _changes(value)}
-
-
-def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `trained_state` gave."""
-    wrong = module.load_state_dict(state, strict=False)
-    expected = module.state_dict(keep_vars=True)
-    if wrong.unexpected_keys or any(_changes(expected[name]) for name in wrong.missing_keys):
-        raise BadInput(f"a state of {len(state)} tensors", f"{type(module).__name__} trains others: {wrong}")
-
-
-def _changes(value: Tensor) -> bool:
-    return not isinstance(value, nn.Parameter) or value.requires_grad
 
 
 def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
@@ -264,15 +254,15 @@ def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
 def make_moments(
     optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], make: Callable[..., Tensor] = torch.zeros_like
 ) -> None:
-    """What AdamW makes at its first step, made before it: moments of zero. make: `torch.empty_like` where all of them
-    are about to be written, so that their memory is touched once."""
+    """Make AdamW's moments before its first step, as zeros. make: `torch.empty_like` where all of them are about to be
+    written, so that their memory is touched once."""
     for parameter in parameters:
         moments = {name: make(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let AdamW, where it has moments, count its steps on from here."""
+    """Set the step count of AdamW, where it has moments."""
     for entry in optimizer.state.values():
         entry["step"].fill_(steps)
 
@@ -284,7 +274,7 @@ def transformers_names(module: nn.Module) -> dict[str, str]:
 
 
 def state_names(module: nn.Module) -> dict[str, str]:
-    """Parameter name in `module` -> transformers' name, or of an adapter that of its layer with ".lora_A.weight" and
+    """Parameter name in `module` -> transformers' name; for an adapter that of its layer with ".lora_A.weight" or
     ".lora_B.weight"."""
     names = transformers_names(module)
     own = (name for name, _ in module.named_parameters())
@@ -315,7 +305,7 @@ def recompute_activations(module: nn.Module) -> None:
 
 @torch.no_grad()
 def require_equal_parameters(module: nn.Module, communicator: Collectives) -> None:
-    """Raise `BadInput` unless every rank holds the same bits: data-parallel ranks that start apart stay apart."""
+    """Raise `BadInput` unless every rank holds the same bits: data-parallel ranks must start equal."""
     if communicator.world_size == 1:
         return
     total = 0
@@ -336,14 +326,3 @@ def require_passes(passes: Sequence[Pass]) -> None:
     """Raise `BadInput` for an optimizer step without a micro-batch."""
     if not passes:
         raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
-
-
-def cpu_copy(value: Any) -> Any:
-    """The same nested structure with every tensor copied to the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: cpu_copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(cpu_copy(item) for item in value)
-    return value

@@ -19,8 +19,6 @@ from workbench.engines.training.base import (
     StepReport,
     TrainingEngine,
     adamw,
-    cpu_copy,
-    load_trained_state,
     make_moments,
     place,
     recompute_activations,
@@ -29,7 +27,6 @@ from workbench.engines.training.base import (
     require_passes,
     set_optimizer_steps,
     state_names,
-    trained_state,
     transformers_names,
 )
 from workbench.engines.training.groups import Collectives
@@ -50,11 +47,12 @@ class DeepSpeedEngine(TrainingEngine):
     optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are
     accumulated and reduced in fp32.
 
-    `offload` moves storages and asks nothing of DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in
-    bfloat16, and at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
+    `offload` moves storages without DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in bfloat16, and
+    at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
 
-    torch.distributed's default process group must exist: DeepSpeed's collectives run on it.
-    Raises `MissingDependency` without deepspeed, `BadInput` without settings.
+    torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
+    that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole. Raises
+    `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
     _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once more than 1, for good
@@ -67,6 +65,7 @@ class DeepSpeedEngine(TrainingEngine):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        model_parallel: Any = None,
     ) -> None:
         if settings is None:
             raise BadInput("DeepSpeedEngine without settings", "DeepSpeed trains", "run it on TorchEngine")
@@ -80,23 +79,23 @@ class DeepSpeedEngine(TrainingEngine):
         deepspeed = _quiet_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
-        self.module = place(module, self._start_device, trained=stored, frozen=dtype)
+        self.module = place(module, device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        self._prepare_groups()
+        _forget_stale_groups()
+        self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
         if settings.activation_checkpointing:
             recompute_activations(module)
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=adamw(module, settings), config=self._config(), dist_init_required=False
+            model=module,
+            optimizer=adamw(module, settings),
+            config=self._config(),
+            mpu=model_parallel,
+            dist_init_required=False,
         )
-
-    def _prepare_groups(self) -> None:
-        """Before DeepSpeed takes the process groups that it computes in, one set a process for all of its engines."""
-        forget_ended_group()
-        self._require_tensor_ranks(1)
 
     @staticmethod
     def _require_tensor_ranks(t: int) -> None:
-        """Raise `BadInput` where engines of this process are cut over another number of tensor ranks."""
+        """Raise `BadInput` where engines of this process have another number of tensor ranks."""
         known = DeepSpeedEngine._tensor_ranks
         if known not in (1, t):
             raise BadInput(
@@ -105,11 +104,6 @@ class DeepSpeedEngine(TrainingEngine):
                 "use Training(engine='torch'), or a pool of another name: it gets new processes",
             )
         DeepSpeedEngine._tensor_ranks = t
-
-    @property
-    def _start_device(self) -> torch.device:
-        """Where DeepSpeed is given the module."""
-        return self._device
 
     def _trained_elements(self) -> int:
         return max(1, sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad))
@@ -195,7 +189,7 @@ class DeepSpeedEngine(TrainingEngine):
         return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def _drop_gradients(self) -> None:
-        """Forget what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
+        """Drop what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
         optimizer = self._engine.optimizer
         optimizer.zero_grad(set_to_none=True)
         release_gradients(self.module)
@@ -228,40 +222,15 @@ class DeepSpeedEngine(TrainingEngine):
             names.get(name, name): tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        self.load()
-        state: dict[str, Any] = {"steps": self.steps, "optimizer": cpu_copy(self._engine.optimizer.state_dict())}
-        if self._stage == 0:  # from stage 1 on the optimizer's state holds the fp32 weights of this rank
-            state["module"] = trained_state(self.module)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.load()
-        # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
-        saved, optimizer = cpu_copy(state["optimizer"]), self._engine.optimizer
-        if self._stage == 0:
-            load_trained_state(self.module, state["module"])
-            optimizer.load_state_dict(saved)
-        elif self._stage == 3:
-            optimizer.checkpoint_event_prologue()
-            optimizer.load_state_dict({self._rank: saved})
-            optimizer.checkpoint_event_epilogue()
-        else:
-            # DeepSpeed's own loading of optimizer state prints to the reader's cell.
-            optimizer.load_state_dict({self._rank: saved}, load_optimizer_states=False, load_from_fp32_weights=True)
-            optimizer.optimizer.load_state_dict(saved["base_optimizer_state"])
-            optimizer.update_lp_params()
-        self.steps = state["steps"]
-
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Under the sharded optimizer, if there is one."""
+        """The Adam inside the sharded optimizer, or the optimizer itself."""
         adam: torch.optim.Optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         return adam
 
     @property
     def _stretches(self) -> list[Tensor]:
-        """What Adam's state is kept for: parameters, or this rank's stretches of many of them end to end."""
+        """The tensors for which Adam keeps state: parameters, or this rank's stretches of many of them end to end."""
         if self._stage == 3:  # which gives them to Adam one at a time
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
@@ -279,7 +248,7 @@ class DeepSpeedEngine(TrainingEngine):
                     yield names[name], part.detach()
 
     def _part(self, kind: StateKind, parameter: Any) -> Tensor | None:
-        """What this rank holds of it, live; None: nothing."""
+        """This rank's part of a parameter's state, live; None: nothing."""
         if self._stage == 3:
             return self._part_of_stage_3(kind, parameter)
         if kind == "weights" or (kind == "parameters" and not self._sharded_bf16):
@@ -308,7 +277,9 @@ class DeepSpeedEngine(TrainingEngine):
         return part.narrow(0, 0, max(0, min(chunk, parameter.ds_numel - self._rank * chunk)))
 
     def begin_state(self, moments: bool) -> None:
-        if moments:
+        if not moments:
+            self._adam.state.clear()
+        elif not self.has_moments:
             make_moments(self._adam, self._stretches)
         if self._stage == 3:
             self._engine.optimizer.checkpoint_event_prologue()
@@ -363,9 +334,9 @@ def _quiet_deepspeed() -> Any:
     return deepspeed
 
 
-def forget_ended_group() -> None:
-    """DeepSpeed clones the default process group once a process, and would go on with the clone of one that has ended:
-    that of an inline workbench that was closed."""
+def _forget_stale_groups() -> None:
+    """Drop DeepSpeed's clone of the default process group, made once a process, where that group has ended with an
+    inline workbench that was closed."""
     from deepspeed.utils import groups
 
     if groups._WORLD_GROUP is not None:
@@ -376,7 +347,7 @@ def forget_ended_group() -> None:
 
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:
-    """All tensors in those attributes of `owner` that exist, which are tensors or nested lists and dicts of them."""
+    """All tensors in those of these attributes of `owner` that exist: tensors or nested lists and dicts of them."""
     waiting = [getattr(owner, name, None) for name in names]
     tensors = []
     while waiting:

@@ -8,33 +8,28 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from workbench.models.tensor_parallel import TensorGroup
 from workbench.settings.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Collectives(Protocol):
+class Collectives(TensorGroup, Protocol):
     """The collectives that an engine needs over data-parallel ranks; the hosts' `Communicator` has them."""
 
     rank: int
     world_size: int
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
-
 
 class ModelCollectives(Collectives, Protocol):
-    """What ranks need beside that to compute one model between them. moved_bytes: handed over so far."""
+    """Also what ranks need to compute one model together. moved_bytes: sent so far."""
 
     moved_bytes: int
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """torch's group of these ranks; None for a whole pool, and for a rank alone."""
+        """torch's group of these ranks; None for a whole pool, and for a single rank."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order; their first axis may differ."""
@@ -48,10 +43,10 @@ class ModelCollectives(Collectives, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The groups of a layout in which one rank stands, each along one axis; a rank's number in them is its coordinate.
+    """The groups of one rank in a layout, each along one axis; the rank's number in a group is its coordinate.
 
-    data: those that hold the same part of the model and see other rows: sums over the batch are theirs. tensor: those
-    that hold slices of the same layers. pipeline: those that hold the layers before and after.
+    data: ranks with the same part of the model and other rows: sums over the batch are theirs. tensor: ranks with
+    slices of the same layers. pipeline: ranks with the layers before and after.
     """
 
     layout: Layout
@@ -61,18 +56,17 @@ class ParallelGroups:
 
     @property
     def model_parallel(self) -> bool:
-        """Whether a model is cut over several ranks."""
         return self.layout.p * self.layout.t > 1
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes handed over inside layers, to the other tensor ranks, since the start."""
+        """Bytes sent so far inside layers, to the other tensor ranks."""
         return self.tensor.moved_bytes
 
     @property
     def counts(self) -> bool:
-        """Whether this is the rank of its replica whose outputs and metrics count: the last stage's first. The others
-        see the same rows."""
+        """Whether this rank's outputs and metrics count for its replica: it is the first tensor rank of the last stage.
+        The others see the same rows."""
         return self.tensor.rank == 0 and self.last
 
     @property

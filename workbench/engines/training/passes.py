@@ -15,11 +15,11 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What the module is given, and the loss of what it gives.
+    """A micro-batch of an optimizer step.
 
     inputs: keyword arguments of the module's `forward`. loss: from its output to a scalar already divided by the
-    minibatch's denominator; called where the output is, which on a pipeline is the last stage alone.
-    tokens: that it is said to process. begin: called on every rank before its forward pass.
+    minibatch's denominator; called where the output is, on a pipeline on the last stage. tokens: for the record. begin:
+    called on every rank before its forward pass.
     """
 
     inputs: Mapping[str, Any]

@@ -1,8 +1,8 @@
-"""A model whose layers lie on several ranks, one after the other: hidden states go along, their gradients back.
+"""A model whose layers are on several ranks, one after the other: hidden states go forward, their gradients back.
 
 The schedule of an optimizer step is 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2): stage
-i of p keeps at most p - i micro-batches in flight. torch.distributed.pipelining plans buffers of one shape for all
-micro-batches of all steps; packed micro-batches differ in length, and every rank of a replica knows the lengths.
+i of p has at most p - i micro-batches in flight. torch.distributed.pipelining plans buffers of one shape for all
+micro-batches of all steps; packed micro-batches differ in length, which every rank of a replica knows.
 
 Shapes: T tokens of a micro-batch end to end, H hidden size.
 """
@@ -27,8 +27,8 @@ OF_BACKBONE = ("input_ids", "lengths", "after")
 class Pipeline:
     """This rank's stage of a pipeline.
 
-    module: cut down to the stage. hidden_size, dtype: of hidden states on their way.
-    autocast, span: contexts for computing in the module, and for one forward or backward pass of so many tokens.
+    module: reduced to the stage. hidden_size, dtype: of the hidden states that are sent. autocast, span: contexts for
+    computing in the module, and for one forward or backward pass of so many tokens.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """The module's output on the last stage, zeros of its shape on the others, which are free for the next pass as
-        soon as theirs is on its way."""
+        soon as they have sent their hidden states."""
         hidden = self.hidden_states(inputs)
-        asked = {name: value for name, value in inputs.items() if name not in OF_BACKBONE}
+        read = {name: value for name, value in inputs.items() if name not in OF_BACKBONE}
         if hidden is None:
-            return self._module.unread(**asked)
+            return self._module.unread(**read)
         with self._autocast():
-            return self._module.read(hidden, **asked)
+            return self._module.read(hidden, **read)
 
     @torch.no_grad()
     def hidden_states(self, inputs: Mapping[str, Any]) -> Tensor | None:
@@ -64,13 +64,13 @@ class Pipeline:
         return output if self._last else None
 
     def step(self, passes: Sequence[Pass]) -> None:
-        """Forward and backward passes of all micro-batches; gradients are left in the parameters."""
+        """Forward and backward passes of all micro-batches; gradients stay in the parameters."""
         ahead = min(self._ranks.world_size - 1 - self._ranks.rank, len(passes))
-        flying: deque[tuple[Pass, Tensor | None, Tensor]] = deque()
+        in_flight: deque[tuple[Pass, Tensor | None, Tensor]] = deque()
 
         def forward(micro: Pass, received: Tensor | None) -> Tensor:
             output = self._forward(micro, received)
-            flying.append((micro, received, output))
+            in_flight.append((micro, received, output))
             return output.detach()
 
         for micro in passes[:ahead]:
@@ -78,11 +78,11 @@ class Pipeline:
         received = self._with_previous(None, passes[ahead].inputs) if ahead < len(passes) else None
         for n in range(ahead, len(passes)):
             output = forward(passes[n], received)
-            gradient = self._backward(*flying[0], self._with_next(output, flying[0][2]))
-            flying.popleft()
+            gradient = self._backward(*in_flight[0], self._with_next(output, in_flight[0][2]))
+            in_flight.popleft()
             received = self._with_previous(gradient, passes[n + 1].inputs if n + 1 < len(passes) else None)
-        for flown in flying:
-            self._with_previous(self._backward(*flown, self._with_next(None, flown[2])), None)
+        for sent in in_flight:
+            self._with_previous(self._backward(*sent, self._with_next(None, sent[2])), None)
 
     def _forward(self, micro: Pass, received: Tensor | None) -> Tensor:
         """This stage's hidden states [T, H], or on the last stage the loss."""
@@ -92,12 +92,12 @@ class Pipeline:
             if not self._last:
                 return hidden
             with self._autocast():
-                asked = {name: value for name, value in micro.inputs.items() if name not in OF_BACKBONE}
-                output = self._module.read(hidden, **asked)
+                read = {name: value for name, value in micro.inputs.items() if name not in OF_BACKBONE}
+                output = self._module.read(hidden, **read)
             return micro.loss(output)
 
     def _backward(self, micro: Pass, received: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """The gradient [T, H] of the hidden states that were received; None on the first stage."""
+        """The gradient [T, H] of the received hidden states; None on the first stage."""
         with self._span("backward", 0):
             torch.autograd.backward(output, gradient)
         if received is None:
@@ -112,8 +112,8 @@ class Pipeline:
         return hidden if self._last else hidden.to(self._dtype).contiguous()
 
     def _with_previous(self, gradient: Tensor | None, inputs: Mapping[str, Any] | None) -> Tensor | None:
-        """Send the stage before a gradient and receive the hidden states of a micro-batch from it, each where there is
-        one."""
+        """Send a gradient to the stage before, and receive the hidden states of a micro-batch from it, each where there
+        is one."""
         if self._first or (gradient is None and inputs is None):
             return None
         before, received = self._ranks.rank - 1, None
@@ -127,7 +127,8 @@ class Pipeline:
         return None if received is None else received.requires_grad_(torch.is_grad_enabled())
 
     def _with_next(self, output: Tensor | None, awaited: Tensor | None) -> Tensor | None:
-        """Send the stage after hidden states and receive the gradient of others from it, each where there is one."""
+        """Send hidden states to the stage after, and receive the gradient of others from it, each where there is
+        one."""
         if self._last:
             return None
         after = self._ranks.rank + 1

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.training.cut import cut_model
-from workbench.engines.training.cut_engine import CutEngine
 from workbench.engines.training.groups import ParallelGroups
+from workbench.engines.training.model_shard import shard_model
 from workbench.engines.training.passes import Pass
 from workbench.engines.training.pipeline import Pipeline
+from workbench.engines.training.sharded_engine import ShardedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.settings.engines import Training
 
 
-class Torch3DEngine(CutEngine, TorchEngine):
-    """Each replica's model is cut over p pipeline stages of t tensor ranks, see `cut_model`; all its ranks are given
+class Torch3DEngine(ShardedEngine, TorchEngine):
+    """Each replica's model is sharded over p pipeline stages of t tensor ranks, see `shard_model`; all its ranks get
     the same rows.
 
     `forward` gives the output on the last stage, and zeros in its shape on the others. Weights that all tensor ranks
@@ -38,7 +38,7 @@ class Torch3DEngine(CutEngine, TorchEngine):
         dtype: torch.dtype,
     ) -> None:
         self._groups = groups
-        self._cut = cut_model(module, groups)
+        self._shard = shard_model(module, groups)
         super().__init__(module, settings, groups.data, device=device, dtype=dtype)
         hidden_size = int(module.get_backbone().config.get_text_config().hidden_size)
         stored = dtype if settings is None else torch.float32
@@ -67,11 +67,11 @@ class Torch3DEngine(CutEngine, TorchEngine):
 
     @torch.no_grad()
     def _summed_gradients(self) -> list[Tensor]:
-        gradients, cut, groups = super()._summed_gradients(), self._cut, self._groups
-        for name in sorted(cut.partial & cut.held.keys()):
-            groups.tensor.all_reduce(_gradient(cut.held[name]))
+        gradients, shard, groups = super()._summed_gradients(), self._shard, self._groups
+        for name in sorted(shard.partial & shard.held.keys()):
+            groups.tensor.all_reduce(_gradient(shard.held[name]))
         for weight in self._on_two_stages():
-            mine = _gradient(cut.held[weight.name])
+            mine = _gradient(shard.held[weight.name])
             theirs, other = torch.empty_like(mine), groups.layout.p - 1 - groups.pipeline.rank
             groups.pipeline.exchange([(other, mine)], [(other, theirs)])
             mine += theirs
@@ -81,13 +81,13 @@ class Torch3DEngine(CutEngine, TorchEngine):
         return self._global_norm(_gradient)
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        held = self._cut.held
+        held = self._shard.held
         with self._whole_gradients(passes):
-            for weight in self._cut.weights:
+            for weight in self._shard.weights:
                 yield weight.name, self._whole(weight, held[weight.name].grad if weight.name in held else None)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return self._cut.held
+        return self._shard.held
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

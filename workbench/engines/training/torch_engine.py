@@ -15,8 +15,6 @@ from workbench.engines.training.base import (
     StepReport,
     TrainingEngine,
     adamw,
-    cpu_copy,
-    load_trained_state,
     make_moments,
     place,
     recompute_activations,
@@ -25,7 +23,6 @@ from workbench.engines.training.base import (
     require_passes,
     set_optimizer_steps,
     state_names,
-    trained_state,
     transformers_names,
 )
 from workbench.engines.training.groups import Collectives
@@ -100,7 +97,6 @@ class TorchEngine(TrainingEngine):
         return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit)
 
     def _not_finite(self) -> str:
-        """The first weight whose gradient is not finite."""
         names = transformers_names(self.module)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
@@ -133,7 +129,6 @@ class TorchEngine(TrainingEngine):
                 value.backward()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """The global norm of what `_summed_gradients` gave."""
         return torch.nn.utils.get_total_norm(gradients)
 
     @torch.no_grad()
@@ -156,19 +151,6 @@ class TorchEngine(TrainingEngine):
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def state_dict(self) -> dict[str, Any]:
-        self.load()
-        optimizer = None if self._optimizer is None else cpu_copy(self._optimizer.state_dict())
-        return {"module": trained_state(self.module), "optimizer": optimizer, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.load()
-        load_trained_state(self.module, state["module"])
-        if self._optimizer is not None:
-            # A copy, because the optimizer keeps the tensors that it is given and goes on writing to them.
-            self._optimizer.load_state_dict(cpu_copy(state["optimizer"]))
-        self.steps = state["steps"]
-
     def _parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by `state_names`."""
         names = state_names(self.module)
@@ -187,8 +169,11 @@ class TorchEngine(TrainingEngine):
                 yield name, parameter.detach()
 
     def begin_state(self, moments: bool) -> None:
-        if moments:
-            assert self._optimizer is not None
+        if self._optimizer is None:
+            return
+        if not moments:
+            self._optimizer.state.clear()
+        elif not self.has_moments:
             trained = (p for p in self.module.parameters() if p.requires_grad)
             make_moments(self._optimizer, trained, torch.empty_like)
 

@@ -2,7 +2,9 @@
 
     checkpoint.json     what it is: format, iteration, placement, counters, positions of prompts and algorithm; and of
                         each other file its bytes and SHA-256
-    controller.pkl      the description of the workbench, and what small things each rank has to add
+    random.safetensors  states of the random generators of each role's ranks
+    controller.pkl      the description of the workbench, with its functions and worker classes, and what workers add
+                        (`Worker.extra_state`): the only pickle, but for states of workers of the user's own
     roles/<role>/       see `workbench.workers.role_files`; model/ is loaded by transformers and vLLM
     made/               batches of an iteration that was under way
 
@@ -22,7 +24,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +35,13 @@ import cloudpickle
 from workbench.errors import BadInput, MissingDependency, NotFound
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from workbench.config.description import Description
     from workbench.workers.role_state import RankState
 
-FORMAT = 2
-MANIFEST, CONTROLLER = "checkpoint.json", "controller.pkl"
+FORMAT = 3
+MANIFEST, CONTROLLER, RANDOM = "checkpoint.json", "controller.pkl", "random.safetensors"
 AUTOMATIC = "checkpoints"  # in a run folder
 STALE_S = 3600.0
 
@@ -74,18 +78,33 @@ class Checkpoint:
                     )
 
     def controller(self) -> tuple[Description, dict[str, list[RankState]]]:
-        """The description of the workbench, and by role what each rank carries. `MissingDependency` where code that it
-        names cannot be imported."""
-        self.verify(CONTROLLER)
+        """The description of the workbench, and by role the small state of each rank. `MissingDependency` where code
+        that it names cannot be imported."""
+        from safetensors.torch import load_file
+
+        from workbench.workers.role_state import RankState
+
+        self.verify(CONTROLLER, RANDOM)
         try:
-            description, rank_states = pickle.loads((self.folder / CONTROLLER).read_bytes())
+            description, added = pickle.loads((self.folder / CONTROLLER).read_bytes())
         except (ImportError, AttributeError) as error:
             raise MissingDependency(
                 f"checkpoint {str(self.folder)!r} was made with code that this process cannot import: {error}",
                 "its functions and worker classes are found by the names of their modules",
                 "run from the folder of that module, or with PYTHONPATH=<folder>",
             ) from error
-        return description, rank_states
+        random: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for name, state in load_file(self.folder / RANDOM).items():
+            role, rank, generator = name.split("/")
+            random.setdefault((role, int(rank)), {})[generator] = state
+        states = {}
+        for role, said in self.values["roles"].items():
+            steps, moments = said["steps"], said["moments"]
+            states[role] = [
+                RankState(steps=steps, moments=moments, random=random[role, rank], extra=more)
+                for rank, more in enumerate(added[role])
+            ]
+        return description, states
 
     def __repr__(self) -> str:
         return f"<Checkpoint after {self.iteration} iterations of {self.values['name']!r}: {self.folder}>"
@@ -121,15 +140,30 @@ def _sweep(folder: Path) -> None:
         if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
             continue
         with contextlib.suppress(OSError):  # it became a checkpoint just now
-            ours = {inner.name for inner in left.iterdir()} <= {"roles", "made", CONTROLLER, MANIFEST}
+            ours = {inner.name for inner in left.iterdir()} <= {"roles", "made", CONTROLLER, RANDOM, MANIFEST}
             newest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
             if ours and time.time() - newest > STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def write_manifest(folder: Path, values: Mapping[str, Any], description: Description, rank_states: Any) -> Checkpoint:
-    """Add what the controller says, after all other files; what they are is part of it."""
-    (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, rank_states)))
+def write_manifest(
+    folder: Path, values: Mapping[str, Any], description: Description, states: Mapping[str, Sequence[RankState]]
+) -> Checkpoint:
+    """Write the files of the controller, after all others; the manifest names them all.
+
+    states: of each role's ranks.
+    """
+    from safetensors.torch import save_file
+
+    added = {role: [state.extra for state in of_ranks] for role, of_ranks in states.items()}
+    (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, added)))
+    random = {
+        f"{role}/{rank}/{generator}": tensor
+        for role, of_ranks in states.items()
+        for rank, state in enumerate(of_ranks)
+        for generator, tensor in state.random.items()
+    }
+    save_file(random, folder / RANDOM)
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     with ThreadPoolExecutor(4) as pool:
         files = dict(zip(names, pool.map(lambda name: _entry(folder / name, to_disk=True), names), strict=True))

@@ -33,7 +33,7 @@ class Restoring:
         `BadInput` and `MissingDependency`."""
         self.checkpoint, self._description = checkpoint, description
         checkpoint.verify()
-        before, self._rank_states = checkpoint.controller()
+        before, self._states = checkpoint.controller()
         models, now = before.role_models(), description.role_models()
         self._files: dict[str, RoleFiles] = {}
         for role, said in checkpoint.values["roles"].items():
@@ -86,7 +86,7 @@ class Restoring:
         models, steps = hosts.description.role_models(), []
         random: dict[str, Any] = {}
         for role, files in self._files.items():
-            states, model = self._rank_states[role], models[role]
+            states, model = self._states[role], models[role]
             parts = () if model is None else tuple(state_of(model))
             for rank, host in enumerate(groups[role].hosts):
                 mine: RankState = states[rank % len(states)]
@@ -94,7 +94,7 @@ class Restoring:
                 pending = hosts.backend.work(host, "load_role", files, parts, rank, mine)
                 steps.append(Step(f"restoring {role}", infos[host], pending))
         if ROLLOUT in groups:
-            layout, none = hosts.description.layout_of(ROLLOUT), RankState(steps=0, moments=False, random={}, more={})
+            layout, none = hosts.description.layout_of(ROLLOUT), RankState(steps=0, moments=False, random={}, extra={})
             nothing = RoleFiles(role=ROLLOUT, folder="", parts=(), layout=layout)
             for rank, host in enumerate(groups[ROLLOUT].hosts):
                 pending = hosts.backend.work(host, "load_role", nothing, (), rank, none)

@@ -151,6 +151,7 @@ def _write(
         role: {
             "layout": str(files.layout),
             "steps": rank_states[role][0].steps,
+            "moments": rank_states[role][0].moments,
             "parts": [part.what for part in files.parts],
         }
         for role, files in roles.items()

@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained by its rollouts."""
+"""The actor: the policy that is trained on its rollouts."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from workbench.workers.readings import token_log_probs_and_entropies
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
-from workbench.workers.roles.trained import Term, check_update
+from workbench.workers.roles.trained import check_update
 from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.saving import save_adapter
+from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 
@@ -97,11 +98,11 @@ def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
 
 
 class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
-    """A causal language model with an optimizer and, in the same process, a generation engine (but where the placement
-    has a pool for the role `rollout`, whose workers have it then).
+    """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
+    a pool for the role `rollout`, whose workers then have it).
 
-    With an adapter only that is trained: the engine gets the sum of model and adapter, and `compute_ref_log_prob` is
-    that of the model alone.
+    With an adapter only the adapter is trained: the engine gets the sum of model and adapter, and
+    `compute_ref_log_prob` is that of the model alone.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -143,7 +144,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
             entropies.put(micro, entropy_N)
             return log_probs_N
 
-        column = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
+        column = each_response_token(batch, forward, self.budget, self.context)
         metrics: Metrics = {
             "old_log_prob/mean": mean_of(column, batch),
             "entropy": mean_of(entropies.column(), batch),

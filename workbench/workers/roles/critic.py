@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from workbench.support.validation import at_least
 from workbench.workers.device_metrics import DeviceMetrics
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 
@@ -29,6 +31,12 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     if arguments["clip"] is not None:
         at_least("clip", arguments["clip"], 0, strictly=True)
+
+
+_estimates = partial(
+    register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask",), minibatched=True
+)
+_regresses = partial(register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update)
 
 
 class CriticWorker(TrainedWorker):
@@ -41,13 +49,7 @@ class CriticWorker(TrainedWorker):
         )
         super().__init__(spec, context, module)
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
-        optional=("response_mask",),
-        writes=lambda arguments: ("values", *(["final_values"] if arguments["final"] else [])),
-        minibatched=True,
-    )
+    @_estimates(writes=lambda arguments: ("values", *(["final_values"] if arguments["final"] else [])))
     def compute_values(self, batch: Shard, *, final: bool = False) -> Output:
         """Column `values` [rows, response tokens].
 
@@ -55,13 +57,7 @@ class CriticWorker(TrainedWorker):
         """
         return self._values(batch, "values", final)
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"),
-        minibatched=True,
-        updates=True,
-        check=_check_update,
-    )
+    @_regresses(reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"))
     def update_critic(
         self,
         batch: Shard,
@@ -91,7 +87,7 @@ class CriticWorker(TrainedWorker):
                 final_B[micro.index] = both[len(before_N) :].float().cpu()
             return both[: len(before_N)]
 
-        values = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
+        values = each_response_token(batch, forward, self.budget, self.context)
         columns: Table = {column: values}
         if final:
             columns[f"final_{column}"] = final_B
@@ -132,29 +128,17 @@ class CriticWorker(TrainedWorker):
 
 
 class CostCriticWorker(CriticWorker):
-    """The second critic of Safe-RLHF, of the cost to come: a model, an optimizer and a place of its own."""
+    """The second critic of Safe-RLHF, of future costs: a model, an optimizer and a place of its own."""
 
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
-        optional=("response_mask",),
-        writes=lambda arguments: ("cost_values", *(["final_cost_values"] if arguments["final"] else [])),
-        minibatched=True,
-    )
+    @_estimates(writes=lambda arguments: ("cost_values", *(["final_cost_values"] if arguments["final"] else [])))
     def compute_cost_values(self, batch: Shard, *, final: bool = False) -> Output:
         """Column `cost_values` [rows, response tokens]; final: also `final_cost_values`, as in `compute_values`."""
         return self._values(batch, "cost_values", final)
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"),
-        minibatched=True,
-        updates=True,
-        check=_check_update,
-    )
+    @_regresses(reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"))
     def update_cost_critic(
         self,
         batch: Shard,

@@ -1,6 +1,5 @@
 """The actor as trainer and generation engine: on the same ranks with syncs between them, or as the publisher of weights
-that rollout workers in another pool sample with.
-"""
+for rollout workers in another pool."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.engines.generation import make_generation_engine
 from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
@@ -42,24 +40,22 @@ if TYPE_CHECKING:
 
 
 def check_strategy(arguments: Mapping[str, Any]) -> None:
-    """Raise `BadInput` for a strategy that there is none of."""
     one_of("strategy", arguments["strategy"], (None, *SYNC_STRATEGIES))
 
 
 class HybridWorker(TrainedWorker, SamplingWorker):
     """A trained causal language model with, in the same process, a generation engine.
 
-    The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps
-    taken is the weights version stamped on every rollout.
-
-    Without `spec.generation` there is no engine: rollout workers generate, see `workbench.workers.roles.rollout`.
+    The engine takes the trainer's weights before the first rollout after an update; the number of optimizer steps is
+    the weights version of every rollout. Without `spec.generation` there is no engine: rollout workers generate, see
+    `workbench.workers.roles.rollout`.
     """
 
     def __init__(self, spec: Model, context: Context, model: PreTrainedModel) -> None:
         assert spec.name and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
-        self._restored, self._moved = 0, False
+        self._restored = 0
         if not context.waits:
             self.begin()
 
@@ -67,24 +63,14 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         spec, context = self.spec, self.context
         if spec.generation is None:
             return
-        assert spec.name and spec.dtype
         module: Any = self.engine.module
         # whether the engine samples from weights of its own, not from the trainer's
         self._own_weights = spec.generation.engine != "transformers" or not self._whole_weights()
         self._leave_to_generator()  # vLLM starts only where there is room for all that it will use
-        self.generator = make_generation_engine(
-            spec.name,
-            spec.generation,
-            tokenizer=self.tokenizer,
+        self.start_engine(
             trainer=module.model if self._whole_weights() else None,
-            dtype=getattr(torch, spec.dtype),
-            device=context.device,
-            threads=context.host.threads,
             sleeps=context.host.offloads and context.device.type == "cuda",
-            cache_bytes=context.cache_bytes,
         )
-        if self._moved:
-            self.generator.weights_version = -1
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
 
     def change(self, spec: Model) -> None:
@@ -99,21 +85,12 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def trained(self) -> tuple[int, int]:
         return self.engine.steps, self._restored
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        self._moved = True
-        if self.spec.generation is not None and not self.context.waits:
-            self.generator.weights_version = -1  # it has the weights that the model began with: the next call syncs
-
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
-        sharded = self.training.engine == "deepspeed" and self.training.zero_stage == 3
+        training = self.spec.training
+        assert training is not None
+        sharded = training.engine == "deepspeed" and training.zero_stage == 3
         return not sharded and not self.context.groups.model_parallel
-
-    def memory_bytes(self) -> dict[str, int]:
-        held = super().memory_bytes()
-        if self.spec.generation is not None:
-            held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
-        return held
 
     def offload(self) -> None:
         if self.spec.generation is not None:
@@ -121,9 +98,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         super().offload()
 
     def load(self, *, generates: bool = False) -> None:
-        """Trainer and engine take turns too: the engine sleeps unless the operation generates; if so, gradients and
-        optimizer leave, and of an engine with weights of its own a sync brings the trainer's parameters when one is
-        due."""
+        """Trainer and engine take turns too: the engine sleeps unless the operation generates; if it does, gradients
+        and optimizer are offloaded. The parameters of an engine with weights of its own are loaded when a sync is due.
+        """
         if self.spec.generation is None:
             self.engine.load("parameters")
             return
@@ -135,7 +112,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             self.engine.load("parameters")
 
     def _leave_to_generator(self) -> None:
-        """Make room for the engine: the trainer's part of generating, the sync, is over."""
+        """Offload the trainer for the engine, after the sync."""
         if self.context.host.offloads and self._own_weights:
             self.engine.offload()
 
@@ -145,10 +122,6 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         if self.spec.generation is not None:
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
-    def close(self) -> None:
-        if self.spec.generation is not None:
-            self.generator.close()
-
     def before_rollouts(self) -> Metrics:
         metrics = self._sync()
         self._leave_to_generator()
@@ -156,12 +129,12 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL, generates=True, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
-        """Give the generation engine the trainer's weights now, if it lacks them; what that took, by rank.
+        """Give the generation engine the trainer's weights now, if it lacks them; the sync's figures, by rank.
 
         strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose
         ranks hold slices of it: its layout has p*t > 1, or ZeRO-3 shards it. Gives `sync_gap/mean`, the gap on the
-        probe in nats; where slices moved also `sync/received_bytes` and, what ranks kept beside what they generate
-        with, `sync/kept_twice_bytes`, both of all ranks together.
+        probe in nats; where slices moved also `sync/received_bytes` and `sync/kept_twice_bytes`, what ranks kept beside
+        their generation weights, both of all ranks together.
         """
         if strategy is not None and self.transitions.slices is None:
             raise BadInput(
@@ -173,8 +146,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL, generates=True)
     def check_sync(self) -> float:
-        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens; of an
-        engine that sleeps, after a sync."""
+        """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens; an engine
+        that sleeps is synced first."""
         if self.generator.lacks_weights:
             self._sync()
         self.engine.load("parameters")
@@ -212,13 +185,13 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL, generates=True)
     def compare_weights(self) -> EngineWeights:
-        """The weights of the generation engine against the trainer's, after a sync if one is due."""
+        """Compare the weights of the generation engine with the trainer's, after a sync if one is due."""
         self._sync()
         self.engine.load("parameters")
         return compare_weights(self._trainer_weights(), self.generator)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights for an engine, which casts as it copies. What an adapter changes has to be made first."""
+        """The whole weights for an engine, which casts as it copies; an adapter is added first."""
         return self.engine.stored_weights() if self.spec.adapter is None else self.engine.named_weights()
 
     def _probe_ids(self) -> Tensor:
@@ -239,11 +212,11 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     @register(ONE_TO_ALL)
     def publish_weights(self, key: str, *, weights: bool = True, probe: bool = True) -> None:
-        """Keep a copy of the weights as they are now, in the role's dtype, for workers of other roles to take slices
-        of. Together the ranks keep one copy, in host memory, until it is released; what they train goes on.
+        """Keep a copy of the current weights, in the role's dtype, for workers of other roles. Together the ranks keep
+        one copy, in host memory, until it is released; training goes on.
 
         key: its name. weights, probe: whether to publish the weights, and the trainer's log-probabilities of the probe.
-        For `lab.actor.sync_weights`, `lab.refresh_reference` and their like, which also release it.
+        `lab.actor.sync_weights`, `lab.refresh_reference` and the like call and release it.
         """
         assert self.spec.dtype is not None
         module: Any = self.engine.module

@@ -1,4 +1,4 @@
-"""Stages that are arithmetic only: no model, but reductions over the whole batch."""
+"""Stages of arithmetic without a model: reductions over the whole batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """What is to be raised or lowered, by its columns: scores, a critic's values of them, scores of greedy responses.
+    """A signal to raise or lower, by its columns: scores, a critic's values of them, scores of greedy responses.
 
     sign: 1 for rewards; -1 for costs, to which the KL penalty is added.
     """
@@ -58,7 +58,6 @@ class Signal:
     sign: int
 
     def columns(self, estimator: Estimator) -> tuple[str, ...]:
-        """The columns that an estimator reads of it."""
         more = {"gae": (self.values,), "remax": (self.baseline,)}.get(estimator, ())
         return self.scores, *more
 
@@ -68,7 +67,6 @@ COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", s
 
 
 def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns that `compute_advantages` reads with these arguments."""
     signals = (REWARD,) if arguments["multiplier"] is None else (REWARD, COST)
     columns = [name for signal in signals for name in signal.columns(arguments["estimator"])]
     if arguments["bootstrap"]:
@@ -121,7 +119,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 
 class NumericWorker(Worker):
-    """Lives beside the actor."""
+    """Runs in the actor's pool."""
 
     @register(
         DP_PROTO,
@@ -293,8 +291,8 @@ class NumericWorker(Worker):
         correction: Correction | None,
         metrics: Metrics,
     ) -> Tensor:
-        """The advantage of each response over its prompt's others, [B], by penalised scores; that a prompt has nothing
-        to teach is told by the scores alone."""
+        """The advantage of each response over the others of its prompt, [B], by penalised scores; whether a prompt's
+        scores differ at all is decided without penalties."""
         # The samples of a prompt may lie on several ranks: every rank sees all scores, a number a row.
         groups_B = batch.numbers("prompt_uid")
         communicator = self.context.communicator

@@ -1,4 +1,4 @@
-"""Pairs on their way through a model: each becomes two rows, side by side. Suffix P: pairs of a micro-batch."""
+"""Pairs as rows: each pair becomes two rows, side by side. Suffix P: pairs of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.readings import Reading
-from workbench.workers.roles.trained import Term
 from workbench.workers.token_budget import TokenBudget
+from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -33,7 +33,7 @@ PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics]]
 def as_rows(batch: Shard, data: Collectives) -> Shard:
     """Pairs as rows: 2i is the chosen answer of pair i, 2i + 1 the rejected one.
 
-    `response_mask` is 1 on the last token of every answer: there a pair's loss stands, once for each of its answers.
+    `response_mask` is 1 on the last token of every answer: a pair's loss counts there, once for each of its answers.
     """
     both = [batch.ragged(name) for name in ("chosen_ids", "rejected_ids")]
     # every rank raises, or none: one that went on would wait for the others
@@ -58,11 +58,8 @@ def as_rows(batch: Shard, data: Collectives) -> Shard:
 
 
 def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) -> Term:
-    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of what is read of the rows, -> [P] and
-    metrics.
-
-    pairs: their numbers in the shard.
-    """
+    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of the rows' values, -> [P] and metrics.
+    pairs: their numbers in the shard."""
 
     def each(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
         values_B = reading.values(micro, output)
@@ -73,20 +70,17 @@ def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) 
     return Term(shard=as_rows(batch, context.groups.data), inputs=reading.inputs, loss=each, together=2)
 
 
-def pair_values(
-    batch: Shard, values: RowValues, budget: TokenBudget | int, context: Context, *, padded: bool
-) -> tuple[Tensor, Tensor]:
+def pair_values(batch: Shard, values: RowValues, budget: TokenBudget, context: Context) -> tuple[Tensor, Tensor]:
     """The values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
 
-    In the micro-batches of `pair_term`, so that an update starts from these values to the last bit. padded: see `cut`.
+    In the micro-batches of `pair_term`, so that an update starts from these values to the last bit.
     """
     rows = as_rows(batch, context.groups.data)
-    values_B = each_row(rows, values, budget, context, padded=padded, together=2)
+    values_B = each_row(rows, values, budget, context, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
 
 
 def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
-    """The reference's log-probabilities of both answers, [rows] each."""
     chosen, rejected = (batch.columns[name] for name in REFERENCE_COLUMNS)
     assert isinstance(chosen, Tensor) and isinstance(rejected, Tensor)
     return chosen, rejected
@@ -95,8 +89,8 @@ def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
 def pair_metrics(
     loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, *, names: tuple[str, str], sign: int = 1
 ) -> DeviceMetrics:
-    """What is said of pairs and their two scores: loss, share in which the chosen answer has the better one (a tie is
-    none), by how much it is better, and the mean of each. sign: -1 where lower is better."""
+    """Metrics of pairs and their two scores: loss, share in which the chosen answer has the better one (a tie does not
+    count), by how much it is better, and the mean of each. sign: -1 where lower is better."""
     chosen_P, rejected_P = chosen_P.detach().double(), rejected_P.detach().double()
     gap_P = sign * (chosen_P - rejected_P)
     told = {

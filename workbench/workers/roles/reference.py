@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that the actor is kept near."""
+"""The reference: the frozen policy near which the actor is kept."""
 
 from __future__ import annotations
 
@@ -8,51 +8,29 @@ from typing import Any
 
 import torch
 
-from workbench.engines.training import TrainingEngine, make_training_engine
+from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.models.compiling import compile_layers
-from workbench.models.heads import PackedModule, TokenLogProbs
+from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
-from workbench.resharding.views import view_of
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.token_budget import TokenBudget
-from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_exchange import Published, plan_of_taking
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Context, Worker
 
 
-class FrozenWorker(ModelWorker):
-    """A worker whose module is never trained: forward passes only."""
-
-    engine: TrainingEngine
-
-    def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
-        super().__init__(spec, context)
-        assert spec.training is not None and spec.dtype is not None
-        self.sequences, self.padded = module.describe(), module.padded_because is not None
-        if spec.training.compile:
-            compile_layers(module)
-        self.engine: TrainingEngine = make_training_engine(
-            module, None, context.groups, device=context.device, dtype=getattr(torch, spec.dtype)
-        )
-        self.budget = TokenBudget(spec.training.micro_batch_tokens, context, self.engine, module, trained=False)
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "sequences": self.sequences, "micro_batch_tokens": self.budget.known}
-
-
 class ReferencePolicy(Worker):
-    """The operations of a reference, on the engine of a worker that has a policy whose weights do not change."""
+    """The operations of a reference, for a worker with a policy whose weights do not change."""
 
     engine: TrainingEngine
-    padded: bool
     budget: TokenBudget
 
     def as_reference(self) -> AbstractContextManager[None]:
@@ -70,7 +48,7 @@ class ReferencePolicy(Worker):
         pair, summed over their tokens, nats."""
         values = partial(ANSWER_LOG_PROBS.of, self.engine)
         with self.as_reference():
-            chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
+            chosen, rejected = pair_values(batch, values, self.budget, self.context)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(
@@ -89,17 +67,20 @@ class ReferencePolicy(Worker):
         scale = sampling_temperature(batch, temperature)
         forward = partial(token_log_probs(scale).of, self.engine)
         with self.as_reference():
-            column = each_response_token(batch, forward, self.budget, self.context, padded=self.padded)
+            column = each_response_token(batch, forward, self.budget, self.context)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
 
-class ReferenceWorker(FrozenWorker, ReferencePolicy):
-    """A causal language model whose weights change only when it takes over the actor's, see `take_weights`."""
+class ReferenceWorker(ModelWorker, ReferencePolicy):
+    """A causal language model whose weights change only by `take_weights`."""
+
+    engine: TrainingEngine
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
         model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device)
-        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        super().__init__(spec, context)
+        self.hold(TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens), trained=False)
 
     def state(self) -> dict[str, Any]:
         return {name: weight.to("cpu", copy=True) for name, weight in self.engine.local_weights()}
@@ -112,7 +93,7 @@ class ReferenceWorker(FrozenWorker, ReferencePolicy):
     @register(ONE_TO_ALL)
     @torch.no_grad()
     def take_weights(self, published: Published) -> None:
-        """Take over the weights that the actor has published: each rank what it holds of them.
+        """Take the weights that the actor has published: each rank its own part.
 
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """
@@ -126,9 +107,7 @@ class ReferenceWorker(FrozenWorker, ReferencePolicy):
         module: Any = self.engine.module
         config, rank = module.get_backbone().config, self.context.communicator.rank
         plan = plan_of_taking(config, str(self.spec.dtype), published.layout, self.context.layout)
-        shards = {weight.name: plan.destination.shard(weight, plan.destination.ranks[rank]) for weight in plan.weights}
-        live = dict(self.engine.local_weights())
-        for name, box, part in WeightIntake(plan, rank, self.context.exchange).slices(published):
-            shard = shards[name]
-            assert shard is not None
-            view_of(live[name], shard, box).copy_(part)
+        me, live = plan.destination.ranks[rank], dict(self.engine.local_weights())
+        shards = {weight.name: plan.destination.shard(weight, me) for weight in plan.weights}
+        held = {name: (live[name], shard) for name, shard in shards.items() if shard is not None}
+        WeightIntake(plan, rank, self.context.exchange).place(published, held)

@@ -14,7 +14,7 @@ from torch import Tensor
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
-from workbench.engines.training import TrainingEngine, make_training_engine
+from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput, RewardError
 from workbench.messages.metrics import Max, Mean
 from workbench.messages.operation import ALL_TEXT, register
@@ -32,9 +32,7 @@ from workbench.workers.inference import each_row
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import LAST_TOKEN_SCORES
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
-from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.saving import save_model
-from workbench.workers.token_budget import TokenBudget
 from workbench.workers.worker import Context
 
 TOKENS = ("prompt_ids", "response_ids")
@@ -70,6 +68,12 @@ def _check_epochs(arguments: Mapping[str, Any]) -> None:
     whole("epochs", arguments["epochs"], 1)
 
 
+_scoring = partial(
+    register, THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, minibatched=True, check=_check, check_columns=_check_row
+)
+_on_pairs = partial(register, THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True)
+
+
 class RewardWorker(ModelWorker):
     """A model with a score head, or no model and a function. Functions given to a call run here too.
 
@@ -79,58 +83,34 @@ class RewardWorker(ModelWorker):
     def __init__(self, spec: Model, context: Context) -> None:
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(context.tokenizer_name)
-        self.engine: TrainingEngine | None = None
-        self._trainer: TrainedWorker | None = None
-        self.sequences, self.padded = "", False
         if spec.name is not None:
             assert spec.dtype is not None
-            dtype = getattr(torch, spec.dtype)
-            stored = torch.float32 if spec.trained else dtype
+            dtype = torch.float32 if spec.trained else getattr(torch, spec.dtype)
             module = load_token_values(
-                spec.name, dtype=stored, device=context.loading_device, seed=spec.seed, init="normal"
+                spec.name, dtype=dtype, device=context.loading_device, seed=spec.seed, init="normal"
             )
-            self.sequences, self.padded = module.describe(), module.padded_because is not None
-            if spec.trained:
-                self._trainer = TrainedWorker(spec, context, module)
-                self.engine, self.budget = self._trainer.engine, self._trainer.budget
-            else:
-                assert spec.training is not None
-                self.engine = make_training_engine(module, None, context.groups, device=context.device, dtype=dtype)
-                given = spec.training.micro_batch_tokens
-                self.budget = TokenBudget(given, context, self.engine, module, trained=False)
+            self.hold(module, trained=spec.trained)
 
     def state(self) -> dict[str, Any]:
-        return {**self._trainer.state(), "shift": self._module.shift} if self._trainer else {}
+        return {**self.trained_state(), "shift": self._module.shift} if self.spec.trained else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self._trainer:
-            self._trainer.load_state(state)
+        if self.spec.trained:
+            self.load_trained_state(state)
             self._module.shift = state["shift"]
 
-    def carried(self) -> dict[str, Any]:
-        return {"shift": self._module.shift} if self._trainer else {}
+    def extra_state(self) -> dict[str, Any]:
+        return {"shift": self._module.shift} if self.spec.trained else {}
 
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        if self._trainer:
-            self._module.shift = carried["shift"]
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        if self.spec.trained:
+            self._module.shift = state["shift"]
 
     @property
     def _model(self) -> TrainingEngine:
-        """What runs the model; `BadInput` where the role is a function."""
         if self.engine is None:
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
         return self.engine
-
-    @property
-    def trainer(self) -> TrainedWorker:
-        """What trains the model; `BadInput` where it is only run."""
-        if self._trainer is None:
-            raise BadInput(
-                f"{type(self).__name__} is not trained",
-                "a reward or cost model has an optimizer where its settings are given",
-                "open with wb.Model(name, training=wb.Training(...)) for this role",
-            )
-        return self._trainer
 
     @property
     def _module(self) -> TokenValues:
@@ -157,22 +137,15 @@ class RewardWorker(ModelWorker):
         demonstrations: a loss on pairs leaves the level of the scores open.
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
-        steps = self.trainer.engine.steps  # asked first: what is only run keeps its scores
         scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
         scores = self._model.everywhere(scores)
         sums = torch.tensor([float(scores.double().sum()), len(scores)], dtype=torch.float64)
         total, count = self.context.groups.data.all_reduce(sums).tolist()
         self._module.shift += total / count
         told = {"shift": Mean(total=self._module.shift, count=1), "before/mean": Mean(total=total, count=count)}
-        return Output(metrics={**told, "optimizer_steps": Max(value=steps)})
+        return Output(metrics={**told, "optimizer_steps": Max(value=self._model.steps)})
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        writes=("chosen_rewards", "rejected_rewards"),
-        minibatched=True,
-    )
+    @_on_pairs(writes=("chosen_rewards", "rejected_rewards"))
     def compute_pair_rewards(self, batch: Shard) -> Output:
         """Columns `chosen_rewards`, `rejected_rewards` [rows]: the scores of both answers of each pair.
 
@@ -181,15 +154,7 @@ class RewardWorker(ModelWorker):
         """
         return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        minibatched=True,
-        updates=True,
-        check=_check_epochs,
-        check_model=_check_trained,
-    )
+    @_on_pairs(updates=True, check=_check_epochs, check_model=_check_trained)
     def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
         epoch; see `workbench.objectives.preference.pairwise_loss`.
@@ -201,11 +166,11 @@ class RewardWorker(ModelWorker):
 
     def _scores(self, batch: Shard) -> torch.Tensor:
         scores = partial(LAST_TOKEN_SCORES.of, self._model)
-        return each_row(batch, scores, self.budget, self.context, padded=self.padded)
+        return each_row(batch, scores, self.budget, self.context)
 
     def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
         values = partial(LAST_TOKEN_SCORES.of, self._model)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
+        chosen, rejected = pair_values(batch, values, self.budget, self.context)
         loss = pairwise_loss(sign * chosen, sign * rejected, _margin(batch))
         (metrics,) = on_host([pair_metrics(loss, chosen, rejected, names=names, sign=sign)])
         metrics |= accuracy_bounds(sign * chosen, sign * rejected, self.context.groups.data)
@@ -219,21 +184,9 @@ class RewardWorker(ModelWorker):
             loss_P = pairwise_loss(sign * chosen_P, sign * rejected_P, margin_P)
             return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
 
-        return self.trainer.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
+        return self.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
 
-    def describe(self) -> dict[str, Any]:
-        sizes = {"sequences": self.sequences, "micro_batch_tokens": self.budget.known} if self.engine else {}
-        return super().describe() | sizes
-
-    @register(
-        THREE_D_PROTO,
-        reads=TOKENS,
-        optional=OPTIONAL,
-        writes=("rewards",),
-        minibatched=True,
-        check=_check,
-        check_columns=_check_row,
-    )
+    @_scoring(writes=("rewards",))
     def compute_reward(
         self,
         batch: Shard,
@@ -323,15 +276,7 @@ class CostWorker(RewardWorker):
     compute_pair_rewards = None  # type: ignore[assignment]
     update_reward = None  # type: ignore[assignment]
 
-    @register(
-        THREE_D_PROTO,
-        reads=TOKENS,
-        optional=OPTIONAL,
-        writes=("costs",),
-        minibatched=True,
-        check=_check,
-        check_columns=_check_row,
-    )
+    @_scoring(writes=("costs",))
     def compute_cost(
         self,
         batch: Shard,
@@ -340,30 +285,16 @@ class CostWorker(RewardWorker):
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
     ) -> Output:
-        """ColumnValues `costs`, as `compute_reward` makes `rewards`."""
+        """Column `costs`, as `compute_reward` makes `rewards`."""
         return self._score(batch, "costs", function, concurrency, call_timeout_s)
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        writes=("chosen_costs", "rejected_costs"),
-        minibatched=True,
-    )
+    @_on_pairs(writes=("chosen_costs", "rejected_costs"))
     def compute_pair_costs(self, batch: Shard) -> Output:
         """Columns `chosen_costs`, `rejected_costs` [rows], as `compute_pair_rewards`; it is right where the chosen
         answer has the lower cost."""
         return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=("margin",),
-        minibatched=True,
-        updates=True,
-        check=_check_epochs,
-        check_model=_check_trained,
-    )
+    @_on_pairs(updates=True, check=_check_epochs, check_model=_check_trained)
     def update_cost(self, batch: Shard, *, epochs: int = 1) -> Output:
         """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.
 

@@ -1,14 +1,12 @@
-"""Rollout workers: the actor's generation engine in a pool of its own, and weights that come from the actor's hosts."""
+"""Rollout workers: the actor's generation engine in a pool of its own, with weights from the actor's hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from workbench.engines.generation import VOCABULARY_MULTIPLE, make_generation_engine
+from workbench.engines.generation import VOCABULARY_MULTIPLE
 from workbench.errors import BadInput, SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
@@ -23,7 +21,8 @@ from workbench.workers.engine_weights import EngineWeights, TrainerWeights, comp
 from workbench.workers.roles.hybrid import check_strategy
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.tensor_group import shared_by_group
-from workbench.workers.weight_exchange import Contents, Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 
@@ -32,7 +31,7 @@ DELEGATED = ("generate_sequences", "sync_weights", "check_sync", "compare_weight
 
 
 def rollout_layout(spec: Model, ranks: int) -> Layout:
-    """How the weights lie on the ranks of a rollout pool: whole, or cut over each tensor group of the engine."""
+    """The layout of the weights on the ranks of a rollout pool: whole, or cut over each tensor group of the engine."""
     assert spec.generation is not None
     size = spec.generation.tensor_parallel_size
     return Layout(t=size, d=ranks // size)
@@ -46,8 +45,8 @@ def plan_of_rollout(spec: Model, publisher: Layout, taker: Layout) -> Reshard:
 
 
 class RolloutWorker(SamplingWorker):
-    """A generation engine and no trainer. It starts with the weights that the actor starts with, and changes them when
-    the actor's are taken (`receive_weights`).
+    """A generation engine without a trainer. It starts with the actor's first weights, and changes them by
+    `receive_weights`.
 
     Each rank receives the slices that it generates with, each element once, a layer at a time.
     """
@@ -56,7 +55,7 @@ class RolloutWorker(SamplingWorker):
         assert spec.name and spec.generation and spec.dtype
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
-        self._moved, self._trained = False, (0, 0)
+        self._trained = (0, 0)
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
         self._unreported: Metrics = {}
         if not context.waits:
@@ -67,34 +66,10 @@ class RolloutWorker(SamplingWorker):
         return rollout_layout(self.spec, self.context.layout.size)
 
     def begin(self) -> None:
-        spec, context = self.spec, self.context
-        assert spec.name and spec.generation and spec.dtype
-        self.generator = make_generation_engine(
-            spec.name,
-            spec.generation,
-            tokenizer=self.tokenizer,
-            trainer=None,
-            dtype=getattr(torch, spec.dtype),
-            device=context.device,
-            threads=context.host.threads,
-            cache_bytes=context.cache_bytes,
-        )
-        if self._moved:
-            self.generator.weights_version = -1
-
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        self._moved = True
-        if not self.context.waits:
-            self.generator.weights_version = -1  # those that the model began with
+        self.start_engine()
 
     def trained(self) -> tuple[int, int]:
         return self._trained
-
-    def memory_bytes(self) -> dict[str, int]:
-        return {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
-
-    def close(self) -> None:
-        self.generator.close()
 
     def before_rollouts(self) -> Metrics:
         if self.generator.weights_version < 0:
@@ -108,8 +83,8 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL)
     def receive_weights(self, published: Published) -> None:
-        """Take over the weights that the actor has published: what `sync_weights` does where it is needed. On an error
-        no rank has weights to generate with, until the next one succeeds."""
+        """Take the weights that the actor has published, as part of `sync_weights`. After an error no rank has weights
+        to generate with, until the next call succeeds."""
         assert self.spec.generation is not None
         communicator, found = self.context.communicator, list[Contents]()
 
@@ -145,7 +120,7 @@ class RolloutWorker(SamplingWorker):
         self._unreported, self._moved = metrics, False
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
-        """Note the checksums of what arrived; `SyncError` where they are not those of what was sent."""
+        """Record the checksums of what arrived; `SyncError` where they are not those of what was sent."""
         assert self.spec.generation is not None
         if not self.spec.generation.check_sync:
             return
@@ -156,7 +131,7 @@ class RolloutWorker(SamplingWorker):
 
     @register(ONE_TO_ALL, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
-        """Give the rollout workers the actor's weights now, if they lack them; what that took, by rank.
+        """Give the rollout workers the actor's weights now, if they lack them; the sync's figures, by rank.
 
         Gives `sync_gap/mean`, the gap on the probe in nats, and `sync/received_bytes`, of all ranks together. strategy:
         only for an actor that generates on its own ranks.
@@ -172,14 +147,14 @@ class RolloutWorker(SamplingWorker):
     @register(ONE_TO_ALL)
     def check_sync(self, *, published: Published | None = None) -> float:
         """Mean gap, in nats, between the log-probabilities of engine and trainer on a fixed probe of tokens, with the
-        weights that both have now. published: the controller says it."""
+        current weights of both. published: filled in by the controller."""
         assert published is not None
         return probe_gap(self._trainer_weights(published), self.generator)
 
     @register(ONE_TO_ALL)
     def compare_weights(self, *, published: Published | None = None) -> EngineWeights:
-        """The weights of the generation engine against the trainer's, after a sync if one is due. published: the
-        controller says it."""
+        """Compare the weights of the generation engine with the trainer's, after a sync if one is due. published:
+        filled in by the controller."""
         assert published is not None
         return compare_weights(self._trainer_weights(published), self.generator)
 
@@ -199,7 +174,7 @@ class RolloutWorker(SamplingWorker):
         )
 
     def _intake(self, publisher: Layout, mine: Layout) -> WeightIntake:
-        """What this rank takes of an actor in a layout, to hold as `mine` says."""
+        """What this rank takes from an actor in a layout, to hold in the layout `mine`."""
         if (publisher, mine) not in self._intakes:
             assert self.spec.generation is not None
             plan = plan_of_rollout(self.spec, publisher, mine)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged
 from workbench.data.environment import Environments
-from workbench.engines.generation import GenerationEngine
+from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
 from workbench.messages.metrics import Mean, Metrics, merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
@@ -30,7 +29,7 @@ from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by dtype and device.
 # `benchmarks/sync_gap.py` prints what they are taken from. CPU, SmolLM2-135M and tiny models, before and after updates:
@@ -51,7 +50,7 @@ LIKELY_NATS = 5.0
 
 
 def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
-    """Largest mean gap in nats that is rounding, on tokens to which the trainer gives these log-probabilities."""
+    """Largest mean gap in nats that is rounding, on tokens with these log-probabilities by the trainer."""
     return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
 
 
@@ -74,18 +73,52 @@ def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class SamplingWorker(Worker):
-    """A worker with a generation engine, whose weights are those of an actor: here, or in another pool."""
+    """A worker with a generation engine, whose weights are those of an actor: its own, or one in another pool."""
 
     generator: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
+    _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
+
+    def start_engine(self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False) -> None:
+        """Make the generation engine; trainer, sleeps: see `make_generation_engine`."""
+        spec, context = self.spec, self.context
+        assert spec.name and spec.generation and spec.dtype
+        self.generator = make_generation_engine(
+            spec.name,
+            spec.generation,
+            tokenizer=self.tokenizer,
+            trainer=trainer,
+            dtype=getattr(torch, spec.dtype),
+            device=context.device,
+            threads=context.host.threads,
+            sleeps=sleeps,
+            cache_bytes=context.cache_bytes,
+        )
+        if self._moved:
+            self.generator.weights_version = -1
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self._moved = True
+        if self.spec.generation is not None and not self.context.waits:
+            self.generator.weights_version = -1  # the next call syncs
+
+    def memory_bytes(self) -> dict[str, int]:
+        held = super().memory_bytes()
+        if self.spec.generation is not None:
+            held |= {f"generation {name}": n for name, n in self.generator.memory_bytes().items()}
+        return held
+
+    def close(self) -> None:
+        if self.spec.generation is not None:
+            self.generator.close()
 
     def before_rollouts(self) -> Metrics:
-        """See to it that the engine has the weights to sample with; what that took. Every rank calls it."""
+        """Sync the engine's weights if they are outdated; metrics of that. Every rank calls it."""
         raise NotImplementedError
 
     def trained(self) -> tuple[int, int]:
-        """Of the trainer's weights, as far as is known here: optimizer steps that they have seen, and how often they
-        were put back to an earlier state."""
+        """Of the trainer's weights, as far as known here: their optimizer steps, and how often they were put back to an
+        earlier state."""
         raise NotImplementedError
 
     def ledger(self, event: SyncEvent, version: int) -> AbstractContextManager[OpenSync]:
@@ -187,7 +220,7 @@ class SamplingWorker(Worker):
     def _converse(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
     ) -> list[Conversation]:
-        """The conversations of all ranks that generate as one; each rank runs the environments of its own rows, or of a
+        """The conversations of all ranks of a tensor group; each rank runs the environments of its own rows, or of a
         share of the rows that they all have."""
         size, communicator = self._tensor_ranks, self.context.communicator
         here = slice(0, len(batch))
@@ -229,37 +262,29 @@ class SamplingWorker(Worker):
         return conversations
 
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
-        """Prompts and seeds of the ranks that generate as one, in rank order, and which of the rows are this rank's.
+        """Prompts and seeds of the ranks of a tensor group, in rank order, and which of the rows are this rank's.
 
         The ranks of a tensor group must ask the same of vLLM. In a layout with p*t > 1 they have the same rows; else
         rows are dealt to every rank, as for training.
         """
-        size, communicator = self._tensor_ranks, self.context.communicator
-        apart = size > 1 and not self.context.groups.model_parallel
-        first = communicator.rank - communicator.rank % size if apart else communicator.rank
-
-        def gathered(part: Tensor) -> list[Tensor]:
-            return communicator.all_gather(part)[first : first + size] if apart else [part]
-
-        uids = batch.columns["prompt_uid"].tolist()  # type: ignore[union-attr]
+        communicator = self.context.communicator
+        size = 1 if self.context.groups.model_parallel else self._tensor_ranks
         assert batch.sample is not None
-        numbers = zip(uids, batch.sample.tolist(), strict=True)
-        own_seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
-        seeds = gathered(torch.tensor(own_seeds))
-        own = batch.ragged("prompt_ids")
-        prompts = Ragged(torch.cat(gathered(own.values)), torch.cat(gathered(own.lengths)))
-        before = sum(map(len, seeds[: communicator.rank - first]))
-        mine = slice(before, before + len(batch))
-        return [row.tolist() for row in prompts.rows()], torch.cat(seeds).tolist(), mine
+        numbers = zip(batch.numbers("prompt_uid").tolist(), batch.sample.tolist(), strict=True)
+        seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
+        own = zip([communicator.rank] * len(batch), batch.ragged("prompt_ids").rows(), seeds, strict=True)
+        rows = shared_by_group(communicator, size, lambda: [(rank, ids.tolist(), seed) for rank, ids, seed in own])
+        before = sum(rank < communicator.rank for rank, _, _ in rows)
+        return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
 
     def _progress(self, done: int, total: int, tokens: int) -> None:
-        """Said between tokens, where the stage can be left."""
+        """Called between tokens, where the stage can be stopped."""
         self.context.progress(done, total, tokens)
         self.context.stopping.point()
 
     def _in_step(self, conversing: bool) -> tuple[int, ...]:
-        """The ranks that pass stopping points in step with this one: those that generate with it as one; where they
-        converse with environments, which all ranks of the pool do turn by turn, all of them."""
+        """The ranks that pass stopping points in step with this one: its tensor group; or the whole pool where tensor
+        groups converse with environments turn by turn."""
         size, rank = self._tensor_ranks, self.context.communicator.rank
         if conversing and size > 1:
             return tuple(range(self.context.communicator.world_size))
@@ -267,12 +292,11 @@ class SamplingWorker(Worker):
 
     @property
     def _tensor_ranks(self) -> int:
-        """Ranks that generate as one: consecutive ranks of the pool."""
         assert self.spec.generation is not None
         return self.spec.generation.tensor_parallel_size
 
     def _counts_rows(self) -> bool:
-        """Whether what this rank generates counts: where a tensor group has the same rows, the first rank's does."""
+        """Whether this rank's responses count: where a tensor group has the same rows, those of its first rank do."""
         return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
 
     def require_small(

@@ -1,4 +1,4 @@
-"""What the actor learns from texts and from pairs: fine-tuning, preferences, a pretraining loss."""
+"""What the actor learns from texts and pairs: fine-tuning, preferences, a pretraining loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from workbench.workers.roles.pairs import (
     pair_values,
     reference_log_probs,
 )
-from workbench.workers.roles.trained import Term, TrainedWorker, check_update
+from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.update import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,7 @@ def _check_dpo(arguments: Mapping[str, Any]) -> None:
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
-    """Documents as rows whose prompt is the first token and whose response is all that follows."""
+    """Documents as rows: the prompt is the first token, the response all others."""
     rows = documents.rows()
     rest = Ragged.of([row[1:].tolist() for row in rows], torch.int64)
     first = Ragged.of([row[:1].tolist() for row in rows], torch.int64)
@@ -113,7 +114,7 @@ class SupervisedWorker(TrainedWorker):
         bounds of the accuracy's 95 % interval: what held-out pairs say.
         """
         values = partial(ANSWER_LOG_PROBS.of, self.engine)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context, padded=self.padded)
+        chosen, rejected = pair_values(batch, values, self.budget, self.context)
         metrics: Metrics = {}
         if set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
@@ -149,7 +150,7 @@ class SupervisedWorker(TrainedWorker):
         return self.update(term, epochs=epochs)
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
-        """The language-model loss on `pretrain_ids`, as a part of another update."""
+        """The language-model loss on `pretrain_ids`, as a term of another update."""
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
         mask = texts.ragged("response_mask")
 
@@ -179,7 +180,7 @@ class SupervisedWorker(TrainedWorker):
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
         forward = partial(token_log_probs(1.0).of, self.engine)
-        log_probs = each_response_token(texts, forward, self.budget, self.context, padded=self.padded)
+        log_probs = each_response_token(texts, forward, self.budget, self.context)
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(

@@ -1,4 +1,4 @@
-"""What engines of a model that is cut over ranks share: whole weights from slices, the norm of gradients in slices."""
+"""What engines of sharded models share: whole weights gathered from slices, the norm of sliced gradients."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engines.training.base import TrainingEngine
-from workbench.engines.training.cut import Cut
 from workbench.engines.training.groups import ParallelGroups
+from workbench.engines.training.model_shard import ModelShard
 from workbench.errors import BadInput
 from workbench.resharding.weights import Weight
 
 
-class CutEngine(TrainingEngine):
-    """Each rank holds `_cut.held`, slices of the weights of its stage."""
+class ShardedEngine(TrainingEngine):
+    """Each rank holds `_shard.held`, slices of the weights of its stage."""
 
     _groups: ParallelGroups
-    _cut: Cut
+    _shard: ModelShard
     _device: torch.device
 
     @property
@@ -28,7 +28,7 @@ class CutEngine(TrainingEngine):
         return self._groups.moved_bytes
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-        raise BadInput("gathered() of a parameter that is cut", "its parts are slices", "use named_weights()")
+        raise BadInput("gathered() of a parameter that is sliced", "a rank holds a slice of it", "use named_weights()")
 
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole_weights(self._stored)
@@ -37,19 +37,19 @@ class CutEngine(TrainingEngine):
         return self._whole_weights(self._dtype)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._cut.held.items():
+        for name, parameter in self._shard.held.items():
             yield name, parameter.detach()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {weight.name: weight.shape for weight in self._cut.weights}
+        return {weight.name: weight.shape for weight in self._shard.weights}
 
     @property
     def _stored(self) -> torch.dtype:
-        return next(iter(self._cut.held.values())).dtype
+        return next(iter(self._shard.held.values())).dtype
 
     def _on_two_stages(self) -> list[Weight]:
-        """The weights of this stage that another one holds too: a tied embedding."""
-        weights, p = self._cut.weights, self._groups.layout.p
+        """The weights of this stage that another stage holds too: a tied embedding."""
+        weights, p = self._shard.weights, self._groups.layout.p
         return [w for w in weights.of_stage(self._groups.pipeline.rank, p) if len(weights.stages(w, p)) > 1]
 
     @torch.no_grad()
@@ -57,23 +57,23 @@ class CutEngine(TrainingEngine):
         """The norm of the whole model's gradient; `gradient` gives this rank's part of it."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         elsewhere = {weight.name for weight in self._on_two_stages()} if not self._groups.first else set()
-        for weight in self._cut.weights.of_stage(self._groups.pipeline.rank, self._groups.layout.p):
+        for weight in self._shard.weights.of_stage(self._groups.pipeline.rank, self._groups.layout.p):
             mine = weight.axis is not None or self._groups.tensor.rank == 0
             if mine and weight.name not in elsewhere:
-                squares += torch.linalg.vector_norm(gradient(self._cut.held[weight.name])).double().square()
+                squares += torch.linalg.vector_norm(gradient(self._shard.held[weight.name])).double().square()
         return self._groups.pipeline.all_reduce(self._groups.tensor.all_reduce(squares)).sqrt().float()
 
     def _whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for weight in self._cut.weights:
-            held = self._cut.held.get(weight.name)
+        for weight in self._shard.weights:
+            held = self._shard.held.get(weight.name)
             yield weight.name, self._whole(weight, None if held is None else held.detach().to(dtype), dtype)
 
     @torch.no_grad()
     def _whole(self, weight: Weight, held: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole of what each rank holds a part of, on all of them: gathered in the tensor group of the first stage
-        that has it, then given to the other stages."""
+        """The whole weight on all ranks, from each rank's part: gathered in the tensor group of the first stage that
+        has it, then broadcast to the other stages."""
         groups, t = self._groups, self._groups.layout.t
-        source = self._cut.weights.stages(weight, groups.layout.p)[0]
+        source = self._shard.weights.stages(weight, groups.layout.p)[0]
         whole = torch.empty(weight.shape, dtype=dtype, device=self._device)
         if groups.pipeline.rank == source:
             assert held is not None

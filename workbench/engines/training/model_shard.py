@@ -1,4 +1,4 @@
-"""Cut a loaded model down to what one rank of a layout (p, t, d) holds of it."""
+"""Reduce a loaded model to the shard that one rank of a layout (p, t, d) holds."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BLOCKS = {"self_attn": "o_proj", "mlp": "down_proj"}  # of a decoder layer, and the layer that leads out of each
-INTO_BLOCKS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-VOCABULARY = ("embed_tokens", "lm_head")
-CUT_LAYERS = (*INTO_BLOCKS, *BLOCKS.values(), *VOCABULARY)
+SLICED_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", *BLOCKS.values(), "embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """What a rank holds. weights: all of the model's. held: by transformers' names, this rank's parts of them.
+class ModelShard:
+    """What a rank holds. weights: all of the model's. held: this rank's slices of them, by transformers' names.
 
-    partial: names of weights that are whole on every tensor rank while each sees a part of their gradient: norms inside
-    a block, which act on the rank's own heads.
+    partial: names of weights that every tensor rank holds whole, while each computes a part of their gradient: norms
+    inside a block, which act on the rank's own heads.
     """
 
     weights: ModelWeights
@@ -45,24 +43,24 @@ class Cut:
 
 
 class StagePlaceholder(nn.Module):
-    """Stands for a layer that another pipeline stage has: hidden states pass it as they are."""
+    """In place of a layer of another pipeline stage: hidden states pass unchanged."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
-def check_cut(config: PreTrainedConfig, layout: Layout, head: Literal["lm", "scalar"]) -> ModelWeights:
-    """The weights of a model that `layout` can cut for training; `BadInput`, naming one, where it cannot."""
+def check_shardable(config: PreTrainedConfig, layout: Layout, head: Literal["lm", "scalar"]) -> ModelWeights:
+    """The weights of a model; `BadInput`, naming one, where it cannot be trained in `layout`."""
     weights = model_weights(config, head=head)
     weights.check(layout.p, layout.t)
     if layout.t == 1:
         return weights
     for weight in weights:
         layer = weight.name.rpartition(".")[0].rpartition(".")[2]
-        if weight.axis is not None and (layer not in CUT_LAYERS or len(weight.parts) > 1):
+        if weight.axis is not None and (layer not in SLICED_LAYERS or len(weight.parts) > 1):
             raise BadInput(
                 f"{weight.name} over t={layout.t} tensor ranks",
-                f"for training only {', '.join(CUT_LAYERS)} are cut",
+                f"for training only {', '.join(SLICED_LAYERS)} are cut",
                 "use t=1 for this model",
             )
         for part in weight.parts:
@@ -79,44 +77,35 @@ def check_cut(config: PreTrainedConfig, layout: Layout, head: Literal["lm", "sca
     return weights
 
 
-def cut_model(module: PackedModule, groups: ParallelGroups) -> Cut:
-    """Cut `module` in place. Every rank of a replica calls it with the same whole module.
+def shard_model(module: PackedModule, groups: ParallelGroups) -> ModelShard:
+    """Reduce `module` in place to this rank's shard. Every rank of a replica calls it with the same whole module.
 
-    Raises `BadInput` where the model cannot be cut so, or then computes something else: that is tried.
+    Raises `BadInput` where the layout cannot cut the model, or a trial shows that it then computes something else.
     """
     backbone: Any = module.get_backbone()
     layout = groups.layout
-    weights = check_cut(backbone.config, layout, "scalar" if isinstance(module, TokenValues) else "lm")
+    weights = check_shardable(backbone.config, layout, "scalar" if isinstance(module, TokenValues) else "lm")
     if layout.p > 1 and module.padded_because is not None:
         raise BadInput(f"p={layout.p}", f"a pipeline takes packed sequences: {module.padded_because}", "use p=1")
-    trial = Trial(module)
+    trial = _Trial(module)
     with torch.no_grad():
-        held = held_weights(module, weights, groups)
-        _slice(held, weights, groups)
+        held = _held_weights(module, weights, groups)
+        for weight in weights:
+            if weight.name in held:
+                held[weight.name].data = weight.cut(held[weight.name].data, groups.tensor.rank, layout.t).clone()
         if layout.t > 1:
-            _cut_blocks(module, groups)
-            _cut_vocabulary(module, weights, groups)
+            _slice_blocks(module, groups)
+            _slice_vocabulary(module, weights, groups)
         if layout.p > 1:
             _drop_other_stages(module, weights, groups)
         pipeline = Pipeline(module, groups, trial.expected.shape[-1], trial.expected.dtype)
         trial.require_same(pipeline.hidden_states(trial.inputs()), groups)
-    return Cut(weights=weights, held=held, partial=partial_weights(weights) if layout.t > 1 else frozenset())
+    partial = _partial_weights(weights) if layout.t > 1 else frozenset[str]()
+    return ModelShard(weights=weights, held=held, partial=partial)
 
 
-def cut_vocabulary(module: PackedModule, groups: ParallelGroups) -> Cut:
-    """Cut the embedding and the output head of `module` in place, and leave its layers to DeepSpeed's AutoTP, which
-    keeps their parameters, and cuts them alike. `BadInput` as from `cut_model`."""
-    backbone: Any = module.get_backbone()
-    weights = check_cut(backbone.config, groups.layout, "scalar" if isinstance(module, TokenValues) else "lm")
-    held = held_weights(module, weights, groups)
-    rows = {name: held[name] for name in held if name.split(".")[-2] in VOCABULARY}
-    _slice(rows, weights, groups)
-    _cut_vocabulary(module, weights, groups)
-    return Cut(weights=weights, held=held, partial=partial_weights(weights))
-
-
-class Trial:
-    """A model's hidden states before it is cut, to be compared with those after it."""
+class _Trial:
+    """The hidden states of the whole model, for comparison with those of its shards."""
 
     def __init__(self, module: PackedModule) -> None:
         self._module = module
@@ -124,18 +113,18 @@ class Trial:
             self.expected = module.hidden_states(**self.inputs())
 
     def inputs(self) -> dict[str, Any]:
-        """Two short sequences, where the module is now."""
+        """Two short sequences, on the device of the module."""
         backbone: Any = self._module.get_backbone()
         tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
         return {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
 
     def require_same(self, seen: Tensor | None, groups: ParallelGroups) -> None:
-        """Raise `BadInput` on every rank of the replica unless `seen` [T, hidden], of the last stage, is as before."""
+        """Raise `BadInput` on every rank of the replica unless `seen` [T, hidden], on the last stage, is the same."""
         expected, error = self.expected.float(), torch.zeros(())
         if seen is not None:
             error = ((seen.to(expected.device) - expected).float().norm() / expected.norm()).cpu()
         low = seen is not None and torch.bfloat16 in (seen.dtype, self.expected.dtype)
-        # rounding; a layer that is left out or computed twice makes 1
+        # rounding is below these limits; a layer that is left out or computed twice gives about 1
         wrong = torch.tensor([float(not error <= (0.15 if low else 1e-3))])
         if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
             raise BadInput(
@@ -146,7 +135,7 @@ class Trial:
             )
 
 
-def held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
+def _held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:
     """The parameters of this stage by transformers' names; a tied one is one parameter."""
     names, by_name = transformers_names(module), {weight.name: weight for weight in weights}
     found = {names.get(own, own): parameter for own, parameter in module.named_parameters()}
@@ -155,16 +144,7 @@ def held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGr
     return {weight.name: found[weight.name] for weight in weights.of_stage(groups.pipeline.rank, groups.layout.p)}
 
 
-def _slice(held: dict[str, nn.Parameter], weights: ModelWeights, groups: ParallelGroups) -> None:
-    """Reduce parameters to this rank's slices."""
-    for weight in weights:
-        if weight.name in held:
-            parameter = held[weight.name]
-            parameter.data = weight.cut(parameter.data, groups.tensor.rank, groups.layout.t).clone()
-
-
-def _cut_blocks(module: PackedModule, groups: ParallelGroups) -> None:
-    """Put layers that know of their tensor group in place of plain ones, in attention and MLP blocks."""
+def _slice_blocks(module: PackedModule, groups: ParallelGroups) -> None:
     backbone: Any = module.get_backbone()
     for layer in backbone.layers:
         for name, out in BLOCKS.items():
@@ -173,8 +153,7 @@ def _cut_blocks(module: PackedModule, groups: ParallelGroups) -> None:
             setattr(block, out, RowParallelLinear(getattr(block, out), groups.tensor))
 
 
-def _cut_vocabulary(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:
-    """The same for the embedding and the output head."""
+def _slice_vocabulary(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:
     backbone: Any = module.get_backbone()
     by_layer = {weight.name.rpartition(".")[0].rpartition(".")[2]: weight for weight in weights}
 
@@ -189,9 +168,9 @@ def _cut_vocabulary(module: PackedModule, weights: ModelWeights, groups: Paralle
         head.lm_head = VocabularyParallelHead(head.lm_head, start(rows), groups.tensor)
 
 
-def partial_weights(weights: ModelWeights) -> frozenset[str]:
-    """The names of `Cut.partial`: weights that are whole and act between the two ends of a block; the bias of its last
-    layer is added after it."""
+def _partial_weights(weights: ModelWeights) -> frozenset[str]:
+    """`ModelShard.partial`: whole weights inside a block, but for the bias of its last layer, which is added after the
+    sum over the ranks."""
 
     def inside_block(weight: Weight) -> bool:
         steps = weight.name.split(".")
@@ -201,7 +180,7 @@ def partial_weights(weights: ModelWeights) -> frozenset[str]:
 
 
 def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> None:
-    """Leave the layers of this stage; their names stay those of the whole model."""
+    """Keep the layers of this stage, under their names in the whole model."""
     backbone: Any = module.get_backbone()
     each = weights.layers // groups.layout.p
     for number in range(weights.layers):
