@@ -19,6 +19,12 @@ def vowels(prompt: str, response: str, **row: Any) -> float:
     return sum(c in "aeiou" for c in response) / max(1, len(response))
 
 
+def hosts_of(lab: wb.Workbench) -> dict[str, Any]:
+    """The hosts of an inline workbench, by name: what tests see of a process that is this one."""
+    hosts: dict[str, Any] = lab.hosts.backend._hosts  # type: ignore[attr-defined]
+    return hosts
+
+
 def tiny_lab(
     name: str, runs: Path, *, engine: str = "torch", generation: Any = "transformers", **options: Any
 ) -> wb.Workbench:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from tests.cases import TINY, rollouts, tiny_lab, train_on
+from tests.cases import TINY, hosts_of, rollouts, tiny_lab, train_on
 from workbench.backends.inline import RANK_VARIABLES, InlineBackend
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
 from workbench.messages.calls import HostInfo
@@ -109,7 +109,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
 def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (host,) = lab.hosts.backend._hosts.values()  # type: ignore[attr-defined]
+    (host,) = hosts_of(lab).values()
     batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
     expected = lab.critic.compute_values(batch).fetch(["values"])["values"]
 
@@ -155,7 +155,7 @@ def test_the_users_frames_are_there(lab: wb.Workbench, monkeypatch: pytest.Monke
         lab.reward.compute_reward(batch, function=my_reward)
     assert {"my_reward", "my_helper"} <= set(frames(caught.value))
 
-    (host,) = lab.hosts.backend._hosts.values()  # type: ignore[attr-defined]
+    (host,) = hosts_of(lab).values()
 
     class Unsendable(Exception):
         """Local classes do not pickle; inline nothing needs to."""

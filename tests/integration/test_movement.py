@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.cases import TINY
+from tests.cases import TINY, hosts_of
 from tests.light import together
 from workbench.batches.columns import Ragged
 from workbench.messages.replies import Output
@@ -135,7 +135,7 @@ def test_any_two_layouts(
             list(range(uid, uid + n)) for uid, n in zip(order, lengths[order], strict=True)
         ]
         # ranks whose output does not count keep none of it
-        held = {name: host.describe()["shards"] for name, host in lab.hosts.backend._hosts.items()}
+        held = {name: host.describe()["shards"] for name, host in hosts_of(lab).items()}
         counted = {f"a-{rank}" for rank, _ in parts(a, 1, makes)} | {f"b-{rank}" for rank, _ in parts(b, 1, adds)}
         assert {name for name, shards in held.items() if shards} == counted | {"a-0"}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import TINY, stored, tiny_lab, update_on, vowels
+from tests.cases import TINY, hosts_of, stored, tiny_lab, update_on, vowels
 from tests.light import Together
 from workbench.backends import Pending
 from workbench.backends.starting import load_roles
@@ -73,7 +73,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
 
 
 def hosts(lab: Workbench) -> dict[str, Any]:
-    found: dict[str, Any] = lab.hosts.backend._hosts  # type: ignore[attr-defined]
+    found: dict[str, Any] = hosts_of(lab)
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.cases import hosts_of
 from tests.light import together
 from workbench.batches.columns import Ragged
 from workbench.errors import StageError
@@ -94,7 +95,7 @@ def test_what_does_not_fit_names_operation_rank_and_column(
         # what the ranks kept of it is forgotten, and the next call is unharmed
         made = lab.actor.give(batch, first=scores)
         assert made.columns["score"].dtype == "float32"
-        assert [host.describe()["shards"] for host in lab.hosts.backend._hosts.values()] == [2, 1]
+        assert [host.describe()["shards"] for host in hosts_of(lab).values()] == [2, 1]
 
 
 class Scaler(Worker):
@@ -131,6 +132,6 @@ def test_ranks_that_are_not_collected_may_return_nothing_or_else(tmp_path: Path)
         batch = lab.put({"uid": torch.arange(3)})
         made = lab.actor.give(batch, first=scores, other=lambda n: Output())
         assert made.fetch(["score"])["score"].tolist() == [0, 0, 0]
-        assert [host.describe()["shards"] for host in lab.hosts.backend._hosts.values()] == [2, 0]
-        worker = lab.hosts.backend._hosts["shared-1"].workers["actor"]
+        assert [host.describe()["shards"] for host in hosts_of(lab).values()] == [2, 0]
+        worker = hosts_of(lab)["shared-1"].workers["actor"]
         assert worker.context.layout.coordinates(worker.context.host.rank) == (0, 0, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab, vowels
+from tests.cases import TINY, hosts_of, tiny_lab, vowels
 from tests.light import Together
 from workbench.backends.starting import load_roles
 from workbench.batches.columns import Ragged
@@ -62,7 +62,7 @@ def lab(runs: Path) -> Iterator[Any]:
 
 
 def worker(lab: Any, role: str) -> Any:
-    return next(host.workers[role] for host in lab.hosts.backend._hosts.values() if role in host.workers)
+    return next(host.workers[role] for host in hosts_of(lab).values() if role in host.workers)
 
 
 def published(lab: Any) -> int:

@@ -58,6 +58,7 @@ class Host(Shards):
         self._patch = Patch()
         self._began_s = time.time()  # where the process is this host's alone: when that was created
         self._start_s, self._load_s = 0.0, dict[str, float]()
+        self._store: torch.distributed.Store | None = None
         loaded.note()
         torch.set_num_threads(info.threads)
 
@@ -88,9 +89,8 @@ class Host(Shards):
 
     def join(self, address: str, port: int) -> None:
         """Every rank: join the pool's process group, see `join_pool`."""
-        store = self._store if self.info.rank == 0 else None
         with self._labels(), self.recorder.span("join", note="joining the pool's process group"):
-            join_pool(self.info, address, port, store)
+            join_pool(self.info, address, port, self._store)
         self._start_s = time.time() - self._began_s
 
     # --- roles --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab
+from tests.cases import TINY, hosts_of, tiny_lab
 from workbench.errors import BadInput, NameTaken, NotFound
 from workbench.models import load_tokenizer
 from workbench.session.checkpoint import find_checkpoint
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
             == sum(f.stat().st_size for f in saved.folder.rglob("*") if f.is_file())
             - (saved.folder / MANIFEST).stat().st_size
         )
-        module: Any = lab.hosts.backend._hosts["shared-0"].workers["actor"].engine.module.model  # type: ignore[attr-defined]
+        module: Any = hosts_of(lab)["shared-0"].workers["actor"].engine.module.model
         ids = torch.tensor([load_tokenizer(TINY)("checkpoints").input_ids])
         with torch.no_grad():
             logits = module(ids).logits
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_leaves_nothing_and_the_run_goes_on(tmp_path: Path) 
     with tiny_lab("full", tmp_path, backend="inline") as lab:
         ppo = ppo_of(lab)
         ppo.iterate()
-        worker = lab.hosts.backend._hosts["shared-0"].workers["actor"]  # type: ignore[attr-defined]
+        worker = hosts_of(lab)["shared-0"].workers["actor"]
         write, state = worker.save_model, tmp_path / "state"
 
         def to_a_full_disk(path: Path) -> None:
