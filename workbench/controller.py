@@ -444,6 +444,7 @@ class Workbench:
 
     def note_position(self) -> None:
         """Record the position of the algorithm, from which a later kernel goes on."""
+        self.runner.outcomes.finished.clear()  # the position has what they gave
         self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from workbench.algorithms.graph import Graph
 from workbench.algorithms.loop import Algorithm
 from workbench.display.graph import draw
-from workbench.errors import BadInput, StageError, UnknownColumn
+from workbench.errors import BadInput, StageError, StageInterrupted, UnknownColumn
 
 SHORT = wb.Sampling(max_new_tokens=6)
 
@@ -210,6 +212,32 @@ def test_a_finished_iteration_is_over_whatever_the_graph_becomes(lab: wb.Workben
     algorithm.insert(look, after="prompts", name="again")
     algorithm.iterate()
     assert algorithm.finished == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_beside_an_update_does_not_have_it_made_again(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """after: between its end and the moment when the algorithm has its metrics. before: while it is prepared."""
+    algorithm = Counted(lab, prompts=2, samples=2, sampling=SHORT)
+    steps = algorithm.iterate()["update_actor/optimizer_steps"]
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    call = Graph.call
+
+    def pressed(*given: Any) -> Any:
+        monkeypatch.undo()
+        if when == "before":
+            signal.raise_signal(signal.SIGINT)
+        made = call(*given)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(Graph, "call", pressed)
+    with pytest.raises(KeyboardInterrupt if when == "after" else StageInterrupted):
+        algorithm.step()
+    assert ("update_actor" in algorithm.made) == (when == "after")
+    assert algorithm.iterate()["update_actor/optimizer_steps"] == steps + 2
 
 
 def test_a_replaced_stage_runs_again_with_what_has_run_on_it(lab: wb.Workbench) -> None:

@@ -72,6 +72,13 @@ class Kernel:
         """What the stop button does."""
         self._manager.interrupt_kernel()
 
+    def wait_until_gone(self) -> None:
+        """Wait for a process that ends by itself."""
+        last = time.monotonic() + 120
+        while self._manager.is_alive():
+            assert time.monotonic() < last, "the kernel lives"
+            time.sleep(0.02)
+
     def kill(self) -> None:
         """End its process at once, as a machine that runs out of memory does."""
         self._client.stop_channels()

@@ -95,6 +95,22 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     assert "run of an earlier kernel" in events
 
 
+def test_an_update_that_had_just_ended_is_not_made_again(kernels: Callable[[], Kernel]) -> None:
+    """Its kernel is gone between the end of the stage and the record of the algorithm's position."""
+    first = kernels()
+    make = "ppo = algorithm(lab); ppo.epochs = 2"
+    first.run(f"lab = opened('left'); {make}")
+    first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
+    first.run("import os; type(lab).note_position = lambda self: os._exit(1)")
+    first.start("ppo.step()")
+    first.wait_until_gone()
+    second = kernels()
+    second.run(f"lab = wb.attach('left'); {make}")
+    assert second.run("print(ppo.next_stage)").strip() == "update_critic"
+    assert "critic.update_critic: was done" in second.run("ppo.step()")
+    assert second.run("print(ppo.iterate()['update_critic/optimizer_steps'])").strip() == "4"
+
+
 def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:
     first, second = kernels(), kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -14,8 +15,10 @@ from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.tracing import trace
 from workbench.batches.batch import Batch
+from workbench.display.interrupts import uninterrupted
 from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
+from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
 from workbench.support.named_fields import check_names
 from workbench.support.validation import Whole, at_least, check_fields, whole
@@ -162,9 +165,11 @@ class Algorithm(ABC):
             self.made.clear()
             self._under_way, self._interrupted = True, False
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
-        self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
-        self._iteration = self.lab.iteration
-        self.lab.note_position()
+        # what a stage of workers gave is kept before an interrupt is raised: an update is not made again
+        with uninterrupted() if isinstance(stage.function, GroupOperation) else nullcontext():
+            self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
+            self._iteration = self.lab.iteration
+            self.lab.note_position()
         if all(name in self.made for name in graph.names):
             self._end()
         return made

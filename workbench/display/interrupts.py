@@ -11,23 +11,34 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, an interrupt is kept until the end, and handled there as it would have been before. Also a decorator.
+    """Inside, an interrupt is kept until the end, and handled there as it would have been before; or by the first
+    `on_interrupt` inside. Also a decorator.
 
     For steps that, half done, could not be gone back on.
     """
     if threading.current_thread() is not threading.main_thread():  # others are never interrupted
         yield
         return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    keep = _Keep()
+    before = signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    for given in came:
+    for given in keep.came:
         if not callable(before):
             raise KeyboardInterrupt
         before(*given)
+
+
+class _Keep:
+    """A handler that keeps the interrupts that came."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[Any, ...]] = []
+
+    def __call__(self, *given: Any) -> None:
+        self.came.append(given)
 
 
 class Presses:
@@ -52,6 +63,8 @@ def on_interrupt(act: Callable[[], object]) -> Iterator[Presses]:
 
     before = signal.signal(signal.SIGINT, press)
     try:
+        if isinstance(before, _Keep) and before.came:  # it came shortly before this
+            press(*before.came.pop())
         yield presses
     finally:
         signal.signal(signal.SIGINT, before)

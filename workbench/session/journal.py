@@ -5,7 +5,7 @@ and one when its hosts have ended it. An entry says what has changed since the o
 
     counters   JSON: numbers of runs, batches and draws, the weights of each role, where the prompts are
     position   JSON: where the algorithm of the last step is, streams of examples, automatic saves, checkpoints
-    updates    updates that were interrupted between two of their steps, by role
+    updates    updates that were interrupted between two of their steps, or whose metrics nobody has yet, by role
     sent       stages that went to their hosts, by number: `SentRun`
     over       the number of a stage that its hosts have ended
     locations  where rows of columns are, by number: `Location`
@@ -120,7 +120,8 @@ class SessionJournal:
             text = json.dumps(values, default=str)
             if text != self._texts.get(section):
                 changes[section] = self._texts[section] = text
-        updates = dict(self._runner.outcomes.updates.of_role)
+        outcomes = self._runner.outcomes
+        updates = outcomes.updates.of_role | outcomes.finished
         if updates != self._updates:
             changes["updates"], self._updates = pickle.dumps(updates), updates
         return changes | self._batch_changes()

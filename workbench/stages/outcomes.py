@@ -18,11 +18,13 @@ from workbench.telemetry.store import TelemetryStore
 
 
 class Outcomes:
-    """updates: those that were interrupted."""
+    """updates: those that were interrupted. finished: by role, the update whose metrics nobody is known to have yet:
+    the same call by a later kernel gives them, and takes no step."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, telemetry: TelemetryStore) -> None:
         self._hosts, self._ownership, self._counters, self._telemetry = hosts, ownership, counters, telemetry
         self.updates = UnfinishedUpdates()
+        self.finished: dict[str, UnfinishedUpdate] = {}
 
     def record(self, run: Run) -> None:
         """Record what its ranks reported, once."""
@@ -82,12 +84,18 @@ class Outcomes:
 
     def sent(self, run: Run, seed: tuple[int, ...]) -> None:
         """Record in the journal what goes to hosts."""
+        self.finished.clear()  # their caller has gone on
         self._ownership.record(sent=_sent_run(run, seed))
 
     def over(self, run: Run) -> None:
         """Record in the journal what came of a run that its ranks have ended."""
         if self._ownership.journal is not None and run.batch is not None:
             run.batch.settle(wait=False)
+        weights = self._counters.weights
+        if run.updates and run.state == "done" and not run.writes and run.group.role in weights:
+            self.finished[run.group.role] = UnfinishedUpdate(
+                run=_sent_run(run), weights=weights[run.group.role], result=run.given
+            )
         self._ownership.record(over=run.number)
 
     def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
