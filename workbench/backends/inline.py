@@ -15,7 +15,7 @@ from workbench.messages.calls import Call, HostInfo
 from workbench.workers.host import Host
 
 # What a host's `join` sets; DeepSpeed reads it.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
 
 class _Kernel:

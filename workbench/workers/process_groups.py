@@ -7,6 +7,7 @@ import socket
 from datetime import timedelta
 from typing import cast
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -34,7 +35,15 @@ def open_store(*, several: bool) -> tuple[dist.Store, str, int]:
 
     on_cluster = sum(node["Alive"] for node in ray.nodes()) > 1
     address = ray.util.get_node_ip_address() if on_cluster else LOOPBACK
-    listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listening = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        raise BadInput(
+            f"{address}, by which Ray knows this machine, cannot be listened on ({error})",
+            "the ranks of a pool meet at an address of their machine",
+            "start Ray with --node-ip-address=<an address of this machine>",
+        ) from error
     port = listening.getsockname()[1]
     store = dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT,
@@ -50,6 +59,8 @@ def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None)
     """
     rank, size = info.rank, info.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+    if address == LOOPBACK:  # by default gloo listens on the address that the host's name has
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if info.device.startswith("cuda") else "gloo"
         store = store or dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
@@ -80,3 +91,8 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
     # NCCL wants all ranks of a group in its first call, and a pipeline's stages meet in pairs
     made["pipeline"].all_reduce(torch.zeros(1, device=device))
     return ParallelGroups(layout=layout, **made)
+
+
+def _loopback_interface() -> str:
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if LOOPBACK in (one.address for one in addresses)), "lo")

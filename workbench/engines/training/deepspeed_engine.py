@@ -85,6 +85,8 @@ class DeepSpeedEngine(TrainingEngine):
         self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
         if settings.activation_checkpointing:
             recompute_activations(module)
+        self._model_parallel = model_parallel
+        self._use_own_groups()
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw(module, settings),
@@ -92,6 +94,13 @@ class DeepSpeedEngine(TrainingEngine):
             mpu=model_parallel,
             dist_init_required=False,
         )
+
+    def _use_own_groups(self) -> None:
+        """DeepSpeed knows the ranks of one engine a process, and asks for them at each reduction: here several engines
+        with other layouts take turns."""
+        from deepspeed.utils import groups
+
+        groups.mpu = self._model_parallel
 
     @staticmethod
     def _require_tensor_ranks(t: int) -> None:
@@ -164,6 +173,7 @@ class DeepSpeedEngine(TrainingEngine):
 
     def _backward(self, passes: Sequence[Pass]) -> None:
         require_passes(passes)
+        self._use_own_groups()
         for i, micro in enumerate(passes):
             self._engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             # DeepSpeed averages gradients over the ranks; the product makes that a sum.

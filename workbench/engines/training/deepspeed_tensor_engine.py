@@ -26,7 +26,7 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
     holds is sharded over the replicas as `Training.zero_stage` says.
 
     The tensor-parallel layers are those of the torch engine. DeepSpeed's own (AutoTP) have no log-probabilities of a
-    vocabulary that is cut, and a process with AutoTP cannot make an engine without it afterwards.
+    vocabulary that is cut.
     """
 
     def __init__(
