@@ -1,6 +1,6 @@
 """One line of progress while the controller waits for a stage; quick stages show nothing.
 
-How much a process shows is its own: lines that can be written over (the default), a script's plain lines too, nothing.
+Each process has one setting for how much it shows, see `show`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _heading = ""  # on a terminal, the start of each line: how far the loop is
 
 
 def show(what: Shown) -> Shown:
-    """Say how much this process shows: "changing", lines that can be written over; "logged", plain lines too, where
-    there are none of these; "nothing". Returns what it was before."""
+    """Set how much this process shows, and return the setting before.
+
+    "changing": one line that is written over (the default). "logged": where no line can be written over, plain lines
+    instead. "nothing": no progress at all.
+    """
     global _shown
     before, _shown = _shown, what
     return before

@@ -55,7 +55,7 @@ class DeepSpeedEngine(TrainingEngine):
     `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
-    _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once more than 1, for good
+    _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once it is more than 1 it stays
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class DeepSpeedEngine(TrainingEngine):
         if known not in (1, t):
             raise BadInput(
                 f"a DeepSpeed engine with t={t} in a process that has had one with t={known}",
-                "DeepSpeed knows one size of tensor groups a process, for good",
+                "DeepSpeed has one size of tensor groups a process, which stays",
                 "use Training(engine='torch'), or a pool of another name: it gets new processes",
             )
         DeepSpeedEngine._tensor_ranks = t

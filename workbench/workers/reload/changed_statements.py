@@ -24,7 +24,7 @@ class Rerun:
 def rerun(old: ast.Module, new: ast.Module, seeds: Collection[str], replaced_in_place: Collection[str]) -> Rerun:
     """What to run of a new text in the module that an old one made.
 
-    Imports run; other statements only where they are new, or use at once a name that is made otherwise now. A function
+    Imports run; other statements only where they are new, or use at once a name that now has another value. A function
     whose lines use such a name does not run again, but what was computed with it does. A class that is changed in place
     does not count: what was made of it stays what it is.
 
