@@ -262,8 +262,8 @@ def test_a_rank_that_does_not_load_ends_the_opening_at_once(
         tiny_lab("broken", runs, models=models, placement=wb.Placement.colocate(2), devices=2)
     assert time.monotonic() - start_s < 60  # the collective of rank 0 would wait for half an hour
     shown = re.findall(r"opening broken: ([a-z ]+)  \d+ s so far", terminal.getvalue())
-    assert list(dict.fromkeys(shown))[-1] == "loading critic"
     assert "starting hosts" in shown
+    assert shown[-1].startswith("loading ")  # the line changes four times a second at most: not every role is seen
     (note,) = caught.value.__notes__
     assert "on host shared-1" in note
     assert 'raise OSError("the disk is full")' in note

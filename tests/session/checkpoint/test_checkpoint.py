@@ -267,7 +267,7 @@ def test_damage_is_found_before_anything_is_opened(run: Uninterrupted, tmp_path:
         wb.restore(copy, name="again", runs=tmp_path)
     values = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**values, "format": 99}))
-    with pytest.raises(BadInput, match=r"has format 99.*reads 2"):
+    with pytest.raises(BadInput, match=r"has format 99.*reads 3"):
         wb.restore(copy)
 
 
