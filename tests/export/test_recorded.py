@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
 from workbench.export.recorded import Record, _expression, as_run, doubts, find_record, read_record
+from workbench.session.cell_history import RunCell
+from workbench.telemetry.store import TelemetryStore
 
 OPEN = """from pathlib import Path
 import workbench as wb
@@ -145,6 +148,46 @@ def test_the_numbers_of_the_page_tell_what_they_can() -> None:
     assert doubts(Notebook("x", (Cell(1, "a = 1"), Cell(2, "b = a"))), None) == []
     with pytest.raises(BadInput, match="without a record"):
         as_run(Notebook("x", cells), Record((), {}))
+
+
+def recorded(folder: Path, cells: Sequence[tuple[str, str]]) -> list[Path]:
+    """A run folder with the record of cells, by id and text, in the order in which they were run."""
+    store = TelemetryStore(folder / "run")
+    for number, (id, text) in enumerate(cells, 1):
+        store.append_event("cell", kernel="k", number=number, id=id, text=text, done=True)
+    assert "s3cret" not in (folder / "run" / "events.jsonl").read_text()
+    return [folder / "run"]
+
+
+@pytest.mark.parametrize("id", ["login", "cut and pasted", ""])
+def test_a_masked_cell_is_exported_with_the_text_of_the_page(tmp_path: Path, id: str) -> None:
+    login = 'import os\nos.environ["MY_TOKEN"] = "s3cret"'
+    page = save(tmp_path / "page.ipynb", [("login", login, 2), ("use", "n = 1", 1)])
+    runs = recorded(tmp_path, [(id, login), ("use", "n = 1")])
+    script = export_notebook(page, order="run", runs=runs)
+    assert "s3cret" in script.text
+    assert "***" not in script.text
+    assert not [line for line in script.told if "edited" in line]
+
+
+@pytest.mark.parametrize("id", ["login", "gone", ""])
+def test_a_masked_cell_that_the_page_lacks_is_refused(tmp_path: Path, id: str) -> None:
+    page = save(tmp_path / "page.ipynb", [("login", 'print("other")', 2), ("use", "n = 1", 1)])
+    runs = recorded(tmp_path, [(id, 'n = 1\ntoken = "s3cret"'), ("use", "n = 1")])
+    with pytest.raises(BadInput) as refused:
+        export_notebook(page, order="run", runs=runs)
+    for part in ("In [1]", 'token = "***"', "--as-written"):
+        assert part in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+    assert "***" not in export_notebook(page, order="written", runs=runs).text
+
+
+def test_stars_of_the_notebook_itself_are_no_mask(tmp_path: Path) -> None:
+    store = TelemetryStore(tmp_path / "run")
+    for number, text in enumerate(('import os\nos.environ["NOTE"] = "***"', "n = 1"), 1):
+        store.append_event("cell", **asdict(RunCell.of("k", number, f"gone{number}", text, True)))
+    page = save(tmp_path / "page.ipynb", [("use", "n = 1", 1)])
+    assert 'os.environ["NOTE"] = "***"' in export_notebook(page, order="run", runs=[tmp_path / "run"]).text
 
 
 @pytest.mark.parametrize(

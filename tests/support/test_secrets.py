@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,55 @@ HIDDEN = [
     f"print('hf_{SECRET}')",
     f"x = 'sk-{SECRET}'",
     f"y = 'github_pat_{SECRET}'",
+    f"x = 'gsk_{SECRET}'",
+    f"x = 'npm_{SECRET}'",
+    f"print('a\\nhf_{SECRET}')",
+    f'token = """first\n{SECRET}\n"""',
+    f'token = (\n    "{SECRET}"\n)',
+    f'token = os.getenv("X") or "{SECRET}"',
+    f'token = os.environ.get("X", "{SECRET}")',
+    f'os.getenv("HF_TOKEN", default="{SECRET}")',
+    f'token: str | None = "{SECRET}"',
+    f'hfToken = "{SECRET}"',
+    f'OPENAI_API_KEY_2 = "{SECRET}"',
+    f'password = "a\\"{SECRET}"',
+    f'password = "a" "b\\n{SECRET}"',
+    f'user, password = "me", "{SECRET}"',
+    f'def f(rows, *, token="{SECRET}", n=3): pass',
+    f'(token := "{SECRET}")',
+    f'api_keys = ["a", "{SECRET}"]',
+    f'{{"api_key": ["a", "{SECRET}"]}}',
+    f'{{"Authorization": "{SECRET}"}}',
+    f'login("{SECRET}")',
+    f'token = f"{{user}}-{SECRET}"',
+    f'token = SecretStr("{SECRET}")',
+    f'subprocess.run(["tool", "--api-key", "{SECRET}"])',
+    f'os.system("tool --api-key {SECRET} --rows 3")',
+    f"os.system(f'tool --api-key {SECRET} --rows {{n}}')",
+    f'parser.add_argument("--token", default="{SECRET}")',
+    f'text = \'{{"token": "{SECRET}"}}\'',
+    f'text = "{{\\"token\\": \\"{SECRET}\\"}}"',
+    f'x = 1  # token = "{SECRET}"',
+    f'é = "ü"; token = "{SECRET}"',
+    f'x = 1\r\ntoken = "{SECRET}"\r\n',
+    f'!pip install x\ntoken = (\n    "{SECRET}")',
+    f'%%time\ntoken = (\n    "{SECRET}")',
+    f'files = !ls \\\n  -l\ntoken = (\n    "{SECRET}")',
+    f'token = "{SECRET}"\nnot python',
+    f'token = os.getenv("X") or "{SECRET}"\nnot python',
+    f'token = """a\n{SECRET}"""\nnot python',
+    f"!HF_TOKEN={SECRET} python x.py",
+    f"%%bash\nHF_TOKEN={SECRET} python x.py",
+    f"%%bash\nHF_TOKEN={SECRET}",
+    f"%%writefile settings.yaml\nrows: 3\napi_key: {SECRET}",
+    f"!tool --password a,(b)\\$%{SECRET} --rows 3",
+    f"!docker login -u me -p {SECRET}",
+    f"!curl -H 'Authorization: token {SECRET}' host",
+    f"!curl -H 'X-Api-Key: {SECRET}' host",
+    f'connect("postgres://u:p@{SECRET}@h/db")',
+    f'clone("https://{SECRET}@github.com/x")',
+    f'connect("redis://:{SECRET}@h")',
+    f'key = "-----BEGIN RSA PRIVATE KEY-----\\n{SECRET}\\n-----END RSA PRIVATE KEY-----"',
 ]
 SHOWN = [
     "max_new_tokens=64",
@@ -38,6 +89,23 @@ SHOWN = [
     "stop_token_ids=(2,)",
     "# tokens, keys, and a secret",
     'columns = ["response_ids", "token_level_rewards"]',
+    'from_pretrained("gpt2", pad_token="<pad>", eos_token="</s>", mask_token="<m>", stopToken=".")',
+    'if token == "yes" or "no" != password: pass',
+    'print("token:", "hello")',
+    'token = "" if mode == "quick" else None',
+    'token = os.environ["HF_TOKEN"]',
+    'token = os.getenv("HF_TOKEN")',
+    'token = getpass("the token: ")',
+    'token = open("token.txt").read().split("\\n")[0]',
+    'headers = {"Authorization": f"Bearer {token}"}',
+    'print(f"token={token} --token {token}", f"{f(token=3)}")',
+    'clone(f"https://{user}:{token}@github.com")',
+    "!tool --token $HF_TOKEN && tool --token=${HF_TOKEN}",
+    'os.system("tool --token %s --key <your token>" % x)',
+    'df["token"] = df["token"].replace("a", "b")',
+    "!git clone ssh://git@github.com/x",
+    'open("http://localhost:8000/x@y")',
+    "# Basic training of the policy",
 ]
 
 
@@ -51,6 +119,65 @@ def test_a_secret_is_masked(text: str) -> None:
 @pytest.mark.parametrize("text", SHOWN)
 def test_what_is_none_stays(text: str) -> None:
     assert masked(text) == text
+
+
+def test_python_stays_python() -> None:
+    for text in [*HIDDEN, *SHOWN]:
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            continue
+        ast.parse(masked(text))
+
+
+@pytest.mark.parametrize("form", ["AKIA" + "A1" * 8, "ASIA" + "A1" * 8])
+def test_a_key_of_a_known_form_is_masked(form: str) -> None:
+    assert masked(f'x = "{form}"') == f'x = "{MASK}"'
+
+
+def test_a_key_of_wandb_is_masked() -> None:
+    key = "0123456789abcdef" * 2 + "01234567"
+    for text in (f'wandb.login(key="{key}")', f"!wandb login {key}", f"!wandb login --relogin {key}"):
+        assert masked(text) == text.replace(key, MASK)
+    assert masked(f'load(revision="{key}")') == f'load(revision="{key}")'
+
+
+def test_only_the_secret_word_of_a_command_is_masked() -> None:
+    assert masked(["--user", "pw", "--password", "pw"]) == ["--user", "pw", "--password", MASK]
+    assert masked(["env", f"HF_TOKEN={SECRET}", "--api-key=x"]) == ["env", f"HF_TOKEN={MASK}", f"--api-key={MASK}"]
+    assert masked({"api_key": ["a", {"b": "c"}], "rows": ["a"]}) == {"api_key": [MASK, {"b": MASK}], "rows": ["a"]}
+
+
+def test_only_the_value_is_masked() -> None:
+    text = 'token = os.getenv("X") or "abc"  # why\nlogin(token="abc", host="h")'
+    assert masked(text) == f'token = os.getenv("X") or "{MASK}"  # why\nlogin(token="{MASK}", host="h")'
+
+
+def seconds(text: str) -> float:
+    took = []
+    for _ in range(3):
+        began = time.thread_time()
+        masked(text)
+        took.append(time.thread_time() - began)
+    return max(min(took), 0.002)
+
+
+@pytest.mark.parametrize("piece", ["a-", "x9_-Qt0"])
+@pytest.mark.parametrize("frame", ['x = "{}"', 'log("token", "{}")', "{}", "%%bash\necho token {}"])
+def test_a_large_cell_takes_time_that_grows_linearly(piece: str, frame: str) -> None:
+    small, large = (frame.replace("{}", piece * (size // len(piece))) for size in (250_000, 1_000_000))
+    assert seconds(large) < 8 * seconds(small)
+
+
+HOSTILE = ["eyJ-", "eyJaaaaaaaaaaaa.", "token-", "token=", "token: '", "--", "login ", "://a", "-----BEGIN ", "%env "]
+HOSTILE += ['token="""', "{", "#", "=!", "password.", "Basic a", "https://a", "'token',", "A=", "x=[", "\n", "?", "[!"]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("frame", ['log("token", "{}")', "token {}", "%%bash\ntoken {}"])
+def test_hostile_text_takes_time_that_grows_linearly(piece: str, frame: str) -> None:
+    small, large = (frame.replace("{}", piece * (size // len(piece))) for size in (25_000, 100_000))
+    assert seconds(large) < 8 * seconds(small)
 
 
 def test_events_are_masked_on_disk(tmp_path: Path) -> None:

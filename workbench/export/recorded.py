@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from workbench.errors import BadInput
 from workbench.export.cells import Cell, Notebook
 from workbench.export.statements import Statement, statements_of
 from workbench.session.cell_history import RunCell
-from workbench.support.secrets import masked
+from workbench.support.secrets import MASK, masked
 from workbench.telemetry.store import TelemetryStore
 
 ASIDE = "skip-export"
@@ -30,7 +31,17 @@ class Record:
     def run_of(self, cell: Cell) -> list[RunCell]:
         """The times that a cell of the page was run: by its id, else by its text."""
         by_id = [run for run in self.runs if run.id and run.id == cell.id]
-        return by_id or [run for run in self.runs if not run.id and run.text.strip() == masked(cell.text).strip()]
+        return by_id or [run for run in self.runs if not run.id and run.text.strip() == _as_recorded(cell)]
+
+
+@lru_cache(maxsize=1024)
+def _masked(text: str) -> str:
+    return str(masked(text)).strip()
+
+
+def _as_recorded(cell: Cell) -> str:
+    """The text with which a record holds a cell of the page."""
+    return _masked(cell.text)
 
 
 def read_record(folders: Iterable[Path]) -> Record:
@@ -41,7 +52,7 @@ def read_record(folders: Iterable[Path]) -> Record:
         name = ""
         for kind, details in _events(folder):
             if kind == "cell":
-                run = RunCell(**details)
+                run = RunCell(**{"masked": MASK in details["text"], **details})
                 before = runs.get((run.kernel, run.number, run.text))
                 runs[run.kernel, run.number, run.text] = before if before is not None and before.id else run
             elif kind in ("opened", "attached"):
@@ -123,14 +134,14 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
     told = []
     for cell in code:
         runs = record.run_of(cell)
-        if runs and runs[-1].text.strip() != masked(cell.text).strip():
+        if runs and runs[-1].text.strip() != _as_recorded(cell):
             told.append(f"{cell} was edited after it was run")
         if runs and not runs[-1].done:
             told.append(f"{cell} ended with an error")
         done = sum(run.done for run in runs)
         if done > 1:
             told.append(f"{cell} was run {done} times")
-    ids, texts = {cell.id for cell in notebook.cells}, {masked(cell.text).strip() for cell in notebook.cells}
+    ids, texts = {cell.id for cell in notebook.cells}, {_as_recorded(cell) for cell in notebook.cells}
     gone = [run for run in record.runs if run.id not in ids and run.text.strip() not in texts and run.done]
     edited = {run.id for run in record.runs if run.id in ids}
     for run in gone:
@@ -182,8 +193,27 @@ def as_run(notebook: Notebook, record: Record) -> list[Cell]:
             continue
         on_page = next((cell for cell in notebook.code if run in record.run_of(cell)), None)
         if on_page is None:
-            order.append(Cell(0, run.text, id=run.id, count=run.number))
+            order.append(Cell(0, _text_of(run, None, notebook), id=run.id, count=run.number))
             continue
         order += above.pop(on_page.number, [])
-        order.append(replace(on_page, text=run.text, count=run.number))
+        order.append(replace(on_page, text=_text_of(run, on_page, notebook), count=run.number))
     return order
+
+
+def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:
+    """What was run. Where the record masks a part of it, the page has the whole text; else `BadInput`."""
+    if not run.masked or (on_page is not None and ASIDE in on_page.tags):
+        return run.text
+    cells = [on_page] if on_page is not None and _as_recorded(on_page) == run.text.strip() else notebook.code
+    texts = {cell.text.strip(): cell.text for cell in cells if _as_recorded(cell) == run.text.strip()}
+    if len(texts) == 1:
+        return texts.popitem()[1]
+    lines = run.text.strip().splitlines()
+    line = next((line for line in lines if MASK in line), lines[0])
+    where = "a deleted cell" if on_page is None else f"cell {on_page.number}, edited since,"
+    raise BadInput(
+        f"{where} that was run as In [{run.number}]: {line.strip():.60}",
+        f"a script has the text that was run; the record has {MASK} in place of a secret, and the page lacks the text",
+        "put the cell back as it was run and save the notebook; or read the secret from os.environ and run the "
+        "notebook again; or export --as-written",
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from workbench.support.secrets import masked
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.reload.sources import loaded
 
@@ -19,13 +20,20 @@ from workbench.workers.reload.sources import loaded
 @dataclass(frozen=True)
 class RunCell:
     """One execution. kernel: tells kernels apart. number: n of `In [n]`. id: the page's; "" where the front end does
-    not say. done: whether it ended without an error."""
+    not say. text: with `***` in place of secrets. done: whether it ended without an error. masked: whether `***`
+    replaced something."""
 
     kernel: str
     number: int
     id: str
     text: str
     done: bool
+    masked: bool
+
+    @classmethod
+    def of(cls, kernel: str, number: int, id: str, text: str, done: bool) -> RunCell:
+        shown = str(masked(text))
+        return cls(kernel, number, id, shown, done, shown != text)
 
 
 def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
@@ -53,7 +61,7 @@ class _History:
         self.kernel = f"{os.getpid()}-{shell.history_manager.session_number}"
         texts = list(shell.history_manager.input_hist_raw[1:-1])  # the last one is under way
         # of these nothing says whether they failed: they count as done
-        self.cells = [RunCell(self.kernel, n, "", text, True) for n, text in enumerate(texts, 1) if text]
+        self.cells = [RunCell.of(self.kernel, n, "", text, True) for n, text in enumerate(texts, 1) if text]
         self.followers: list[tuple[TelemetryStore, Callable[[], bool]]] = []
         shell.events.register("post_run_cell", self._ran)
 
@@ -68,7 +76,7 @@ class _History:
         info = result.info
         if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
             return
-        cell = RunCell(
+        cell = RunCell.of(
             self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell, bool(result.success)
         )
         self.cells.append(cell)

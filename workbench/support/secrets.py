@@ -1,54 +1,141 @@
-"""Keys, tokens and passwords are masked before anything of a notebook or a command line is written to disk."""
+"""Keys, tokens and passwords are masked in the cells, command lines and options that the workbench records.
+
+Python is parsed (`secret_literals`); shell lines, comments, texts inside strings, and cells that do not parse are
+searched by patterns. Every pattern has a bounded prefix, so that the time grows linearly with the text.
+"""
 
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Any
 
-MASK = "***"
-# What services hand out can be told by its form, wherever it stands.
+from workbench.support.secret_literals import MASK, SECRET_NAME, STRING, is_secret_name, parts_of, with_masked_body
+
+# Keys that services issue have a known prefix: they are masked in any place.
 FORMS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abpsr]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+    r"(?:\b|(?<=\\[nrt]))(?:hf_[A-Za-z0-9]{16,}|gsk_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}"
+    r"|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|xox[abpsr]-[\w-]{10,}|A(?:KIA|SIA)[0-9A-Z]{16}|AIza[\w-]{30,}"
+    r"|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+    r"|(?<=PRIVATE KEY-----)[^-]+(?=-----END)"
 )
-BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}")
-IN_ADDRESS = re.compile(r"(\w+://[^\s/:@]+:)[^\s/@]+@")  # https://user:password@host
-_NAME = r"[\w.-]*(?:(?:api|access|secret|private)[_-]?key|secret|passw(?:or)?d|credential|(?<![a-z])token)"
-# NAME = "value", NAME: "value", ["NAME"] = 'value', getenv("NAME", "value")
+BEARER = re.compile(r"\b(Bearer\s{1,8}|Basic\s{1,8}(?=[A-Za-z._~+/-]{0,200}[\d=]))[A-Za-z0-9._~+/=-]{8,}")
+# https://user:password@host, and https://token@host; a variable in the place of the password stays.
+VARIABLE = r"(?!\$\{?\w{1,64}\}?@|\{[^{}\n]{1,200}\}@)"
+IN_ADDRESS = re.compile(rf"(?<=://)([^\s/:@\"']{{0,256}}:){VARIABLE}[^\s/\"']{{1,512}}@")
+USER_OF_ADDRESS = re.compile(rf"(https?://){VARIABLE}[^\s/:@\"']{{1,512}}@")
+# In shell lines, comments and the texts of strings: NAME = "value", NAME: "value", ["NAME"] = "value",
+# NAME = getenv("X") or "value". The second group holds the strings to mask.
 ASSIGNED = re.compile(
-    rf"""(?ix) ( \b{_NAME}\b ["']? \s* \]? \s* (?: [:=,]=? \s* | :\s*\w+\s*=\s* ) [rbfu]{{0,2}} )"""
-    r"""("{3}|'{3}|["']) (?!\2) .*? \2"""
+    rf"""({SECRET_NAME}(?:\\?["'])?\s{{0,8}}\]?\s{{0,8}}(?::[^\n="'(){{}},]{{1,80}})?(?:=(?!=)|:)\s{{0,8}})"""
+    rf"""((?:{STRING}|[^\n"',;#{{}}])+)"""
 )
-# %env NAME=value, export NAME=value, --name value, --name=value
+OPTION = rf"(?<![\w-])--[\w.-]{{0,64}}?{SECRET_NAME}"
+QUOTED_OPTION = re.compile(rf"({OPTION}(?:=|\s{{1,8}}))({STRING})")
+VALUE = r"(?!\$[\w{(]|<|%[sdr(]|[{(\[=])(?:[^\s\"'&;|\\]|\\[^\s\"'nrt])+"  # no variable, nor a place to fill in
+# --name value, --name=value, NAME=value, Authorization: value, X-Api-Key: value
 GIVEN = re.compile(
-    rf"(?i)((?:%env\s+|%set_env\s+|\bexport\s+|\benv\s+){_NAME}(?:\s*=\s*|\s+)|--{_NAME}(?:=|\s+))(?![\"'])\S+"
+    rf"({OPTION}(?:=|\s{{1,8}})|{SECRET_NAME}=|"
+    rf"(?i:\bauthorization|\bx-[\w-]{{0,64}}?(?:key|token)):\s{{0,8}}(?:(?i:bearer|basic|token)\s{{1,8}})?)"
+    rf"(?!(?i:bearer|basic|token)\s){VALUE}"
 )
+SET_ENV = re.compile(
+    rf"(%(?:set_)?env[ \t]{{1,8}}[\w.-]{{0,64}}?{SECRET_NAME}[ \t]{{0,8}}[= \t][ \t]{{0,8}})[^\s$][^\n]*"
+)
+# wandb login VALUE, docker login -p VALUE
+LOGIN = re.compile(r"(\blogin\s[^\n]{0,100}?(?:\s-p\s{1,8}|(?<=\s)(?=[\w-]{32})))[^\s\"'\\]+")
+# NAME: value and NAME = value, a line each, in the file or script that a cell magic takes
+ENTRY = re.compile(rf"(?m)^([^\n:=]{{0,64}}?{SECRET_NAME}[ \t]{{0,8}}[:=][ \t]{{0,8}})(?![\s\"'$])[^\n]+")
+CELL_OF_PYTHON = re.compile(r"\s*%%(?:time|timeit|capture|prun)\b")
+LITERAL = re.compile(r"(?s)([rbfuRBFU]*)(\"{3}|'{3}|[\"'])(.*)\2")
+BRACES = re.compile(r"((?<!\{)\{[^{}]+\}(?!\}))")
+HINT = re.compile(r"(?i)token|key|secret|passw|passphrase|credential|authorization|login")
 
 
 def masked(value: Any) -> Any:
-    """A text, or texts in lists, tuples and dicts, with `***` in the place of what looks like a secret.
+    """A copy in which `***` replaces secrets. value: a text (such as a cell), or lists, tuples and dicts of texts.
 
-    By form: keys of the usual services, bearer headers, passwords in addresses. By name: what is assigned to a name
-    like token, key, secret or password, in Python, in `%env`, and on a command line. Not masked: secrets of another
-    form under a name that tells nothing.
+    Three rules find a secret. Its form: keys of the usual services, bearer headers, passwords in addresses. Its name:
+    strings that are given to a name like token, key, secret or password, in Python, by `%env`, in shell lines and on
+    command lines. Its use: what `login(...)` gets. Names of special tokens (`pad_token`, `eos_token`) are no secrets.
+    Not found: a secret of an unknown form under a name that does not say so.
     """
     if isinstance(value, str):
-        text = FORMS.sub(MASK, value)
-        text = BEARER.sub(rf"\1 {MASK}", text)
-        text = IN_ADDRESS.sub(rf"\1{MASK}@", text)
-        text = ASSIGNED.sub(rf"\1\2{MASK}\2", text)
-        return GIVEN.sub(rf"\1{MASK}", text)
+        return _without_forms(_without_named(value))
     if isinstance(value, dict):
-        return {name: MASK if _is_secret(name, one) else masked(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        given = list(value)
-        for before, now in pairwise(given):  # a command line: --api-key VALUE
-            if isinstance(before, str) and isinstance(now, str) and GIVEN.fullmatch(f"{before} {now}"):
-                given[given.index(now)] = MASK
-        return [masked(one) for one in given]
+        return {name: _hidden(one) if _names_secret(name) else masked(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):  # perhaps a command line: --api-key VALUE
+        befores = [None, *value][:-1]
+        return [_word(before, one) for before, one in zip(befores, value, strict=True)]
     return value
 
 
-def _is_secret(name: object, value: object) -> bool:
-    return isinstance(name, str) and isinstance(value, str) and re.fullmatch(f"(?i){_NAME}", name) is not None
+def _word(before: object, word: Any) -> Any:
+    if not isinstance(word, str):
+        return masked(word)
+    if isinstance(before, str) and re.fullmatch(OPTION, before) and not word.startswith("--"):
+        return MASK
+    return _without_forms(_in_text(word))
+
+
+def _hidden(value: Any) -> Any:
+    """The value of a name that names a secret: all its texts are masked."""
+    if isinstance(value, str):
+        return MASK if value else value
+    if isinstance(value, dict):
+        return {name: _hidden(one) for name, one in value.items()}
+    return [_hidden(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _names_secret(name: object) -> bool:
+    return isinstance(name, str) and is_secret_name(name)
+
+
+def _without_forms(text: str) -> str:
+    text = BEARER.sub(rf"\1{MASK}", FORMS.sub(MASK, text))
+    return USER_OF_ADDRESS.sub(rf"\1{MASK}@", IN_ADDRESS.sub(rf"\1{MASK}@", text))
+
+
+def _without_named(text: str) -> str:
+    """The text of a cell without the values of secret names."""
+    if not HINT.search(text):
+        return text
+    if text.lstrip().startswith("%%") and not CELL_OF_PYTHON.match(text):
+        return ENTRY.sub(rf"\1{MASK}", _in_text(text))
+    parts = parts_of(text)
+    if parts is None:  # not Python
+        return _in_text(text)
+    pieces, done = [], 0
+    for part in parts:
+        source = text[part.start : part.end]
+        pieces.append(text[done : part.start])
+        if part.kind == "secret":
+            pieces.append(with_masked_body(source))
+        elif part.kind == "string":
+            pieces.append(_in_literal(source))
+        else:
+            pieces.append(_in_text(source))
+        done = part.end
+    return "".join([*pieces, text[done:]])
+
+
+def _in_text(text: str) -> str:
+    """By patterns alone."""
+    for pattern in (SET_ENV, LOGIN, GIVEN):
+        text = pattern.sub(rf"\1{MASK}", text)
+    for pattern in (ASSIGNED, QUOTED_OPTION):
+        text = pattern.sub(
+            lambda found: found[1] + re.sub(STRING, lambda one: with_masked_body(one[0]), found[2]), text
+        )
+    return text
+
+
+def _in_literal(source: str) -> str:
+    """In the text of a string; in an f-string the Python in braces stays."""
+    found = LITERAL.fullmatch(source)
+    if found is None:
+        return source
+    prefix, quotes, body = found.groups()
+    pieces = BRACES.split(body) if "f" in prefix.lower() else [body]
+    shown = "".join(piece if place % 2 else _in_text(piece) for place, piece in enumerate(pieces))
+    return f"{prefix}{quotes}{shown}{quotes}"
