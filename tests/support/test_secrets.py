@@ -173,6 +173,7 @@ HOSTILE = ["eyJ-", "eyJaaaaaaaaaaaa.", "token-", "token=", "token: '", "--", "lo
 HOSTILE += ['token="""', "{", "#", "=!", "password.", "Basic a", "https://a", "'token',", "A=", "x=[", "\n", "?", "[!"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("piece", HOSTILE)
 @pytest.mark.parametrize("frame", ['log("token", "{}")', "token {}", "%%bash\ntoken {}"])
 def test_hostile_text_takes_time_that_grows_linearly(piece: str, frame: str) -> None:
