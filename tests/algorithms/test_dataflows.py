@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,7 +120,7 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.PPO(lab, value_clip=-1), r"PPO\.value_clip=-1"),
         (
             lambda: wb.PPO(lab, kl_target=0.1, kl_coefficient=0),
-            r"kl_target=0\.1, kl_coefficient=0\).*kl_coefficient to",
+            r"kl_target=0\.1, kl_coefficient=0\.0\).*kl_coefficient to",
         ),
         (lambda: wb.GRPO(lab, loss="gspo", dual_clip=3.0), "dual_clip"),
         (lambda: wb.GRPO(lab, loss="trpo").graph(), "loss='trpo'"),
@@ -256,3 +258,21 @@ def test_macro_actions_reach_the_stage(lab: wb.Workbench) -> None:
     for row in rows:  # one return a macro action
         assert len(row.unique()) == 2
         assert torch.equal(row, row[[0, 0, 0, 3, 3, 3]])
+
+
+@dataclasses.dataclass
+class Own(wb.GRPO):
+    """An algorithm of a user, some of whose annotations cannot be evaluated."""
+
+    unknown: Missing | None = None  # type: ignore[name-defined] # noqa: F821
+    absent: dataclasses.nothing = 0  # type: ignore[name-defined]
+    noted: Annotated[int, {"a": 1}] = 0
+    flag: bool = False
+
+
+@pytest.mark.parametrize("given", [{"samples": "8"}, {"noted": "x"}, {"flag": 1}, {"clip": "0.1"}])
+def test_one_annotation_that_cannot_be_evaluated_leaves_the_others(lab: wb.Workbench, given: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as caught:
+        Own(lab, **given)
+    assert caught.value.value == "Own.{}={!r}".format(*next(iter(given.items())))
+    assert Own(lab, prompts=np.int64(4), samples=2, unknown=3, absent="x").prompts == 4  # type: ignore[arg-type]

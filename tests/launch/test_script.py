@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.display.iterations import Iterations, headlines
 from workbench.errors import BadInput, NameTaken, StageInterrupted
 from workbench.launch.overrides import settings
+from workbench.support.validation import Rule
 from workbench.telemetry import TelemetryStore
 
 got: dict[str, Any] = {}
@@ -41,6 +43,12 @@ def everything(
     ESTIMATOR: Literal["k1", "k3"] = "k1",
     steps_or_all: int | str = "all",
     unsaid=3,
+    MODE: Literal["fast", None] = "fast",
+    MAYBE: bool | None = None,
+    COUNT: Annotated[int, Field(ge=1)] = 1,
+    PART: Annotated[float, Field(gt=0, le=1), Rule("must be a share in (0, 1]", "write 0.5")] | None = 1.0,
+    SIZES: Annotated[list[int], Field(min_length=2)] = [1, 2],  # noqa: B006
+    LABEL: Annotated[str, Field(min_length=2)] | None = None,
 ) -> None:
     got.update(locals())
 
@@ -88,6 +96,13 @@ def laboratory(tmp_path: Path) -> Iterator[Callable[..., None]]:
         ("--steps-or-all 4", "steps_or_all", 4),
         ("--steps-or-all most", "steps_or_all", "most"),
         ("--unsaid 5", "unsaid", 5),
+        ("--mode none", "MODE", None),
+        ("--maybe yes", "MAYBE", True),
+        ("--maybe 0", "MAYBE", False),
+        ("--maybe none", "MAYBE", None),
+        ("--count 2", "COUNT", 2),
+        ("--part none", "PART", None),
+        ("--label none", "LABEL", None),
     ],
 )
 def test_a_parameter_is_an_option(words: str, name: str, value: object) -> None:
@@ -104,6 +119,14 @@ def test_a_parameter_is_an_option(words: str, name: str, value: object) -> None:
         ("--betas 0.9", "argument --betas: expected 2 arguments"),
         ("--options [1]", "argument --options: '[1]' is not a JSON object"),
         ("--estimator k2", "argument --estimator: 'k2' is not one of k1, k3"),
+        ("--mode fats", "argument --mode: 'fats' is not one of fast, none"),
+        ("--maybe on", "argument --maybe: 'on' is not none or true or false"),
+        ("--max-new-tokens 3.0", "argument --max-new-tokens: '3.0' is not a whole number"),
+        ("--layers 1 2.0", "argument --layers: '2.0' is not a whole number"),
+        ("--count 0", "argument --count: '0' must be at least 1"),
+        ("--count x", "argument --count: 'x' is not a whole number"),
+        ("--part 2", "argument --part: '2' must be a share in (0, 1]. write 0.5"),
+        ("--sizes 1", "argument --sizes: '1' must have at least 2 items"),
         ("--seed -1", "seed=-1 from --seed. must be at least 0"),
         ("--backend slurm", "argument --backend: invalid choice: 'slurm'"),
         ("--track tensorbord", "track='tensorbord' from --track. trackers are tensorboard, wandb, mlflow, trackio"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from pydantic import Field
 
@@ -46,3 +47,45 @@ def test_an_unknown_argument_names_the_nearest(operation: Operation) -> None:
     with pytest.raises(BadInput) as caught:
         checked_arguments(operation, "actor", (), {"bye": 1})
     assert caught.value.remedy == "write by= (the nearest)"
+
+
+class Peculiar:
+    """Annotations that cannot be evaluated, or that pydantic does not know, beside one that is checked."""
+
+    @wb.register("ONE_TO_ALL")
+    def scale(
+        self,
+        *,
+        unknown: Missing | None = None,  # type: ignore[name-defined] # noqa: F821
+        absent: Annotated[np.nothing, Field(ge=1)] = 0,  # type: ignore[name-defined]
+        broken: "1 +" = 0,  # type: ignore[valid-type] # noqa: F722
+        noted: Annotated[int, {"a": 1}] = 0,
+        forward: Annotated["torch.Tensor", "doc"] | None = None,  # type: ignore[name-defined] # noqa: F821, UP037
+        sizes: Annotated[tuple[int, ...], Field(min_length=1), {"unit": "rows"}] = (1,),
+        by: Annotated[int, Field(ge=1)] = 1,
+    ) -> Output:
+        return Output()
+
+
+def test_annotations_that_are_not_checked_leave_the_others() -> None:
+    peculiar = operations(Peculiar)["scale"]
+    given = {"unknown": 3, "absent": "x", "broken": "x", "noted": "x", "forward": 3}
+    assert checked_arguments(peculiar, "actor", (), given) == {**given, "sizes": (1,), "by": 1}
+    with pytest.raises(BadInput) as caught:
+        checked_arguments(peculiar, "actor", (), {**given, "by": 0})
+    assert (caught.value.value, caught.value.rule) == ("by=0", "must be at least 1")
+
+
+def test_a_list_is_taken_for_a_tuple_and_numbers_of_numpy_for_python_s() -> None:
+    peculiar = operations(Peculiar)["scale"]
+    kept = checked_arguments(peculiar, "actor", (), {"sizes": [1, np.int64(2)], "by": np.int64(3)})
+    assert (kept["sizes"], kept["by"]) == ((1, 2), 3)
+    assert {type(kept["by"]), *map(type, kept["sizes"])} == {int}
+    for sizes, value, rule in (
+        (5, "sizes=5", "must be a tuple or a list"),
+        ([], "sizes=[]", "must have at least 1 items"),
+        ([1, "x"], "sizes[1]='x'", "must be a whole number"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            checked_arguments(peculiar, "actor", (), {"sizes": sizes})
+        assert (caught.value.value, caught.value.rule) == (value, rule)

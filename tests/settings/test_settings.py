@@ -116,6 +116,22 @@ def test_a_wrong_value_names_the_field(kind: Any, field: str) -> None:
             "write wb.LoRA(rank=4)",
         ),
         (wb.Layout, {"t": 0}, "Layout.t=0", "must be at least 1", ""),
+        (wb.Training, {"learning_rate": NAN}, "Training.learning_rate=nan", "must be a number, not nan", ""),
+        (
+            wb.Training,
+            {"learning_rate": 10**400},
+            f"Training.learning_rate={str(10**400)[:60]}",
+            "must be at most 1.8e+308, the largest float",
+            "",
+        ),
+        (wb.Training, {"warmup_steps": -(10**5000)}, "Training.warmup_steps=<int>", "must fit into 64 bits", ""),
+        (
+            wb.Sampling,
+            {"temperature": INF},
+            "temperature=inf",
+            "must be 0 (greedy), or a number in [0.01, 2]",
+            "the engines sample at no other temperature",
+        ),
     ],
 )
 def test_value_rule_and_remedy(kind: Any, given: dict[str, Any], value: str, rule: str, remedy: str) -> None:
@@ -180,3 +196,45 @@ def test_a_fingerprint_is_equal_in_every_process() -> None:
     code = "import workbench as wb; from workbench.support.fingerprint import fingerprint as f; print(f(wb.Sampling()))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert there.stdout.strip() == fingerprint(wb.Sampling())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Derived(wb.Training):
+    """As a user derives settings, whose `__post_init__` does not call that of the base."""
+
+    note: str = ""
+    unknown: Missing | None = None  # type: ignore[name-defined] # noqa: F821
+
+    def __post_init__(self) -> None:
+        if self.note == "bad":
+            raise BadInput("Derived.note='bad'", "must be good")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DerivedSampling(wb.Sampling):
+    note: str = ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "value"),
+    [
+        (Derived, {"learning_rate": "1e-6", "zero_stage": 7}, "Derived.zero_stage=7"),
+        (Derived, {"learning_rate": "1e-6"}, "Derived.learning_rate='1e-6'"),
+        (Derived, {"note": 3}, "Derived.note=3"),
+        (Derived, {"note": "bad"}, "Derived.note='bad'"),
+        (Derived, {"nots": "bad"}, "Derived(nots='bad')"),
+        (DerivedSampling, {"top_p": 2}, "top_p=2"),
+        (DerivedSampling, {"min_new_tokens": 65}, "min_new_tokens=65"),
+    ],
+)
+def test_a_subclass_is_checked_as_its_base_is(kind: Any, given: dict[str, Any], value: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        kind(**given)
+    assert caught.value.value == value
+
+
+def test_a_subclass_keeps_plain_values_and_travels() -> None:
+    made = Derived(betas=[0.5, np.float32(0.5)], minibatches=np.int64(2), unknown=3)  # type: ignore[arg-type]
+    assert (made.betas, type(made.minibatches)) == ((0.5, 0.5), int)
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made) == made
+    assert wb.Model("tiny-llama", training=made).training is made

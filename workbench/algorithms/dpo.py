@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
-from workbench.data.example_stream import ExampleStream
+from workbench.data.example_stream import ExampleStream, Pairs
 
 
 @dataclass
@@ -18,7 +18,7 @@ class DPO(Algorithm):
     """
 
     lab: Lab
-    pairs: ExampleStream
+    pairs: Pairs
     rows: int = 64
     beta: float = 0.1
     label_smoothing: float = 0.0

@@ -16,6 +16,7 @@ from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
+MOST_ROWS = 10_000_000  # of a batch: their numbers alone are an array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,8 @@ class Graph:
             elif stage.role == "notebook":
                 given = rows.get(stage.name)
             rows[stage.name] = given
+            if given is not None and given > MOST_ROWS:
+                raise BadInput(title, f"a batch has at most {MOST_ROWS:,} rows", "ask for fewer")
             if given is None or not stage.inputs or not isinstance(stage.function, GroupOperation):
                 continue
             try:

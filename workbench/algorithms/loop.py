@@ -6,7 +6,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
@@ -21,7 +20,7 @@ from workbench.errors import BadInput, StageInterrupted
 from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
 from workbench.support.named_fields import check_names
-from workbench.support.validation import Whole, at_least, check_fields, whole
+from workbench.support.validation import Whole, at_least, check_before_post_init, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +43,11 @@ class Algorithm(ABC):
     _interrupted = False  # in the iteration under way
     _under_way = False  # an iteration has begun and is not over
     _iteration = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the values of fields before `__post_init__`."""
+        super().__init_subclass__(**kwargs)
+        check_before_post_init(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
@@ -308,8 +312,6 @@ class Algorithm(ABC):
                 "its first argument is the workbench that it drives",
                 "give what wb.open(...) returned",
             )
-        if is_dataclass(self):
-            check_fields(self)
         for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
             at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
         missing = [role for role in roles if role not in self.lab.groups]

@@ -7,8 +7,7 @@ from typing import Literal
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
-from workbench.data.example_stream import ExampleStream
-from workbench.support.validation import check_fields
+from workbench.data.example_stream import ExampleStream, Pairs
 
 
 @dataclass
@@ -24,13 +23,12 @@ class RewardModeling(Algorithm):
     """
 
     lab: Lab
-    pairs: ExampleStream
+    pairs: Pairs
     role: Literal["reward", "cost"] = "reward"
     rows: int = 64
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        check_fields(self)
         ExampleStream.check(self.pairs, "pairs", self.rows)
         self.need(self.role)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
-from workbench.data.example_stream import ExampleStream
+from workbench.data.example_stream import Demonstrations, ExampleStream
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SFT(Algorithm):
     """
 
     lab: Lab
-    demonstrations: ExampleStream
+    demonstrations: Demonstrations
     rows: int = 64
     epochs: int = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from workbench.data.prompt_stream import Feed
 from workbench.data.sources import Source
 from workbench.errors import BadInput
 from workbench.support.named_fields import check_names
-from workbench.support.validation import whole
+from workbench.support.validation import Rule, whole
 
 
 class ExampleStream:
@@ -80,10 +80,10 @@ class ExampleStream:
         return (*self.examples.columns, "prompt_uid")
 
     @staticmethod
-    def check(stream: Any, kind: Kind, rows: int) -> None:
-        """Raise `BadInput` unless `stream` is one that draws rows of that kind, and can draw so many different ones."""
-        if not isinstance(stream, ExampleStream) or stream.examples.kind != kind:
-            raise BadInput(f"{stream!r:.60}", f"{kind} are needed", f"make them with lab.{kind}(source)")
+    def check(stream: ExampleStream, kind: Kind, rows: int) -> None:
+        """Raise `BadInput` unless `stream` draws rows of that kind, and can draw so many different ones."""
+        if stream.examples.kind != kind:
+            raise BadInput(f"{kind}={stream!r:.60}", f"must be {kind}", f"make them with lab.{kind}(source)")
         whole("rows", rows)
         if rows > len(stream):
             raise BadInput(
@@ -97,3 +97,7 @@ class ExampleStream:
 
     def __repr__(self) -> str:
         return repr(self.examples)
+
+
+Demonstrations = Annotated[ExampleStream, Rule("must be demonstrations", "make them with lab.demonstrations(source)")]
+Pairs = Annotated[ExampleStream, Rule("must be pairs", "make them with lab.pairs(source)")]

@@ -10,13 +10,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, Field, Json, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from workbench.errors import BadInput
+from workbench.support.validation import rule_of, said_of
+
+UNREADABLE = "unreadable"  # pydantic's kind of error for a text that is no value of the type
+BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _none(text: str) -> str | None:
-    return None if text.lower() == "none" else text
+def _reader(read: Callable[[str], Any]) -> BeforeValidator:
+    """Reads a text before pydantic does; `read` raises a `ValueError` or a `KeyError` for one that it cannot read."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, KeyError):
+            raise PydanticCustomError(UNREADABLE, UNREADABLE) from None
+
+    return BeforeValidator(reader)
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 class Reading(NamedTuple):
@@ -30,11 +50,11 @@ class Reading(NamedTuple):
 
 # by type; of a union, the first in this order that reads the text
 TYPES: dict[Any, Reading] = {
-    types.NoneType: Reading(Annotated[None, BeforeValidator(_none)], "none"),
-    bool: Reading(bool, "true or false"),
-    int: Reading(int, "a whole number"),
-    float: Reading(float, "a number"),
-    dict: Reading(Json[dict[str, Any]], "a JSON object"),
+    types.NoneType: Reading(Annotated[None, _reader(lambda text: {"none": None}[text.lower()])], "none"),
+    bool: Reading(Annotated[bool, _reader(lambda text: BOOLS[text.lower()])], "true or false"),
+    int: Reading(Annotated[int, _reader(int)], "a whole number"),
+    float: Reading(Annotated[float, _reader(float)], "a number"),
+    dict: Reading(Annotated[dict[str, Any], _reader(_object)], "a JSON object"),
     Path: Reading(Path, "a path"),
     str: Reading(str, "a text"),
 }
@@ -48,8 +68,19 @@ class _Read(argparse.Action):
         try:
             setattr(namespace, self.dest, TypeAdapter(reading.hint).validate_python(values))
         except ValidationError as error:
-            wrong = values if isinstance(values, str) else values[error.errors()[0]["loc"][0]]
-            raise argparse.ArgumentError(self, f"{wrong!r} is not {reading.what}") from None
+            raise argparse.ArgumentError(self, _refusal(error.errors(), values, reading)) from None
+
+
+def _refusal(details: Sequence[ErrorDetails], values: Any, reading: Reading) -> str:
+    """What an option answers to a text that cannot be read, or whose value the annotation does not allow."""
+    broken = [detail for detail in details if detail["type"] != UNREADABLE]
+    place = (broken or details)[0]["loc"]
+    in_list = isinstance(values, list) and place and isinstance(place[0], int) and place[0] < len(values)
+    wrong = values[place[0]] if in_list else values if isinstance(values, str) else " ".join(values)
+    if not broken:
+        return f"{wrong!r} is not {reading.what}"
+    rule, remedy = rule_of(reading.hint)
+    return ". ".join(filter(None, (f"{wrong!r} {rule or said_of(broken[0])}", remedy)))
 
 
 def option_of(name: str) -> str:
@@ -105,8 +136,8 @@ def _read_as(hint: Any, parameter: inspect.Parameter) -> Reading:
         inner = _read_as(args[0], parameter)
         return inner._replace(hint=Annotated[inner.hint, *args[1:]])
     if origin is Literal:
-        values = {str(value): value for value in args}
-        return Reading(Annotated[hint, BeforeValidator(values.get)], f"one of {', '.join(values)}")
+        values = {"none" if value is None else str(value): value for value in args}
+        return Reading(Annotated[hint, _reader(values.__getitem__)], f"one of {', '.join(values)}")
     if origin in (list, tuple, Sequence):
         return _read_several(origin, args, parameter)
     if origin in (Union, types.UnionType):
@@ -138,8 +169,8 @@ def _read_union(args: tuple[Any, ...], parameter: inspect.Parameter) -> Reading:
     several = [part for part in parts if part.texts is not None]
     if several:
         return several[0]
-    order = list(TYPES.values())
-    parts.sort(key=lambda part: order.index(part) if part in order else -1)
+    order = [reading.what for reading in TYPES.values()]
+    parts.sort(key=lambda part: order.index(part.what) if part.what in order else -1)
     union: Any = Union[tuple(part.hint for part in parts)]  # noqa: UP007
     return Reading(Annotated[union, Field(union_mode="left_to_right")], " or ".join(part.what for part in parts))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.named_fields import meant
-from workbench.support.validation import checked, one_of
+from workbench.support.validation import checked, constraints_of, hints_of, one_of
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -123,7 +123,8 @@ def register(
 
     A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
     `Operation`. An argument whose annotation has a Literal or constraints of pydantic, such as
-    `Annotated[int, Field(ge=1)]`, is checked against them. `timeout_s` and, where the operation draws samples,
+    `Annotated[int, Field(ge=1)]`, is checked against them, and kept as in settings: numbers of numpy become Python's, a
+    list becomes a tuple. `timeout_s` and, where the operation draws samples,
     `samples` are the controller's.
     """
 
@@ -175,14 +176,11 @@ def operations(worker_class: type) -> dict[str, Operation]:
 
 def _constraints(method: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of those arguments that have a Literal or pydantic's constraints."""
-    try:
-        hints = get_type_hints(method, include_extras=True)
-    except NameError:  # a name that only a type checker sees
-        return {}
     return {
-        name: hint for name, hint in hints.items()
-        if {get_origin(kind) for kind in (hint, *get_args(hint))} & {Annotated, Literal}
-    }  # fmt: skip
+        name: hint
+        for name, hint in hints_of(method).items()
+        if any(get_origin(kind) is Literal or constraints_of(kind) for kind in (hint, *get_args(hint)))
+    }
 
 
 def checked_arguments(
@@ -207,7 +205,7 @@ def checked_arguments(
         ) from None
     bound.apply_defaults()
     for name, hint in operation.constraints.items():
-        checked(name, bound.arguments[name], hint)
+        bound.arguments[name] = checked(name, bound.arguments[name], hint)
     if operation.check is not None:
         operation.check(bound.arguments)
     return bound.arguments

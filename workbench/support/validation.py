@@ -7,23 +7,41 @@
 
 Types are strict: True is no number, and "1" is no whole number. Numbers of numpy become Python's; where an annotation
 has `SEQUENCE`, a list becomes a tuple. `__post_init__` checks what fields must be together.
+
+Annotations of users (fields of algorithms and of subclasses of settings, arguments of operations) are read by
+`value_type`: there, every tuple takes a list. An annotation that cannot be evaluated, or that pydantic does not know,
+is not checked; all others are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import numbers
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from annotated_types import BaseMetadata, GroupedMetadata
+from pydantic import BeforeValidator, ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
-from pydantic_core import ErrorDetails, PydanticKnownError
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError, SchemaError, core_schema
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support.named_fields import check_names
@@ -41,13 +59,24 @@ class Rule:
 
 
 def _as_int(value: Any) -> Any:
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        return value
+    number = int(value)
+    if not -(2**63) <= number < 2**64:  # of tensors, and of seeds
+        raise PydanticCustomError("int_overflow", "out of range")
+    return number
 
 
 def _as_float(value: Any) -> Any:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):  # pydantic also takes objects with __float__
         raise PydanticKnownError("float_type")
-    return value if isinstance(value, int) else float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise PydanticCustomError("float_overflow", "out of range") from None
+    if math.isnan(number):
+        raise PydanticCustomError("float_nan", "not a number")
+    return number
 
 
 Whole = Annotated[int, BeforeValidator(_as_int)]
@@ -59,28 +88,50 @@ NonNegativeFloat = Annotated[Number, Field(ge=0)]
 FINITE = Field(allow_inf_nan=False)
 SEQUENCE = Strict(False)  # of a tuple: a list will do
 
+
+def _limit(value: Any) -> str:
+    """A limit of a constraint, as short as it is exact: 1 for 1.0."""
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+
+
 # pydantic's kind of error -> the rule, with what its context says
 RULES: Mapping[str, Callable[[Any], str]] = {
     "bool_type": lambda _: "must be True or False",
     "callable_type": lambda _: "must be a function",
     "dataclass_exact_type": lambda said: f"must be a wb.{said['class_name']}(...)",
+    "dict_type": lambda _: "must be a dict",
     "finite_number": lambda _: "must be a finite number",
+    "float_nan": lambda _: "must be a number, not nan",
+    "float_overflow": lambda _: f"must be at most {sys.float_info.max:.1e}, the largest float",
     "float_type": lambda _: "must be a number",
-    "greater_than": lambda said: f"must be more than {said['gt']:g}",
-    "greater_than_equal": lambda said: f"must be at least {said['ge']:g}",
+    "greater_than": lambda said: f"must be more than {_limit(said['gt'])}",
+    "greater_than_equal": lambda said: f"must be at least {_limit(said['ge'])}",
+    "int_overflow": lambda _: "must fit into 64 bits",
     "int_type": lambda _: "must be a whole number",
     "is_instance_of": lambda said: f"must be a {said['class']}",
     "is_type": lambda _: "must be a class",
-    "less_than": lambda said: f"must be less than {said['lt']:g}",
-    "less_than_equal": lambda said: f"must be at most {said['le']:g}",
+    "less_than": lambda said: f"must be less than {_limit(said['lt'])}",
+    "less_than_equal": lambda said: f"must be at most {_limit(said['le'])}",
+    "list_type": lambda _: "must be a list",
     "literal_error": lambda said: f"must be one of {said['expected'].replace(' or ', ', ')}",
+    "mapping_type": lambda _: "must be a mapping, such as a dict",
+    "missing": lambda _: "must have more items",
+    "multiple_of": lambda said: f"must be a multiple of {_limit(said['multiple_of'])}",
+    "none_required": lambda _: "must be None",
+    "string_pattern_mismatch": lambda said: f"must match {said['pattern']!r}",
+    "string_too_long": lambda said: f"must have at most {said['max_length']} characters",
+    "string_too_short": lambda said: f"must have at least {said['min_length']} characters",
     "string_type": lambda _: "must be a text",
+    "too_long": lambda said: f"must have at most {said['max_length']} items",
+    "too_short": lambda said: f"must have at least {said['min_length']} items",
+    "tuple_type": lambda _: "must be a tuple or a list",
 }
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen dataclass whose fields are checked against their annotations.
+    """Make a class a frozen dataclass whose fields are checked against their annotations. So are those of subclasses,
+    whichever `dataclass` made them.
 
     called: stands before the names of fields in messages; default: the class's name and a dot.
     """
@@ -98,7 +149,18 @@ def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[ty
             except ValidationError as error:
                 raise _refused_fields(error, made, prefix, args, kwargs) from None
 
-        made.__init__, made.__signature__ = __init__, signature
+        def __new__(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+            if cls is not made and (args or kwargs):
+                parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+                check_names(cls.__name__, parameters, kwargs, len(args))
+            return object.__new__(cls)
+
+        def __init_subclass__(cls: type[Any], **kwargs: Any) -> None:
+            super(made, cls).__init_subclass__(**kwargs)
+            check_before_post_init(cls, called)
+
+        made.__init__, made.__signature__, made.__new__ = __init__, signature, __new__
+        made.__init_subclass__ = classmethod(__init_subclass__)
         return made
 
     return decorate
@@ -106,35 +168,107 @@ def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[ty
 
 def checked(name: str, value: Any, hint: Any) -> Any:
     """`value`, as an annotation wants it; `BadInput` where it is something else."""
+    adapter = _adapter(hint)
+    if adapter is None:
+        return value
     try:
-        return _adapter(hint).validate_python(value)
+        return adapter.validate_python(value)
     except ValidationError as error:
-        raise _refused(error.errors(), name, value, hint) from None
+        raise _refused([(detail["loc"], detail) for detail in error.errors()], name, value, hint) from None
 
 
-@functools.lru_cache(maxsize=256)
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=None if is_pydantic_dataclass(hint) else CONFIG)
+def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+    try:
+        return _cached_adapter(hint)
+    except TypeError:  # not hashable
+        return _make_adapter(hint)
 
 
-def check_fields(instance: Any) -> None:
-    """Raise `BadInput` where a field of a dataclass, which need not be one of ours, is not what its annotation says.
+def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
+    """None for an annotation that pydantic does not know."""
+    try:
+        return TypeAdapter(value_type(hint), config=None if is_pydantic_dataclass(hint) else CONFIG)
+    except (PydanticUserError, SchemaError, TypeError):
+        return None
 
-    Annotations of numbers, functions, settings and choices are checked, where they can be evaluated.
+
+_cached_adapter = functools.lru_cache(maxsize=256)(_make_adapter)
+
+
+def value_type(hint: Any) -> Any:
+    """The annotation that a value is checked against: numbers may be numpy's, a list is taken for a tuple, an object of
+    a class is checked by `isinstance`, and of the metadata only pydantic's counts."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in (int, float):
+        return Whole if hint is int else Number
+    if hint is tuple or origin is tuple:
+        return Annotated[tuple[tuple(map(value_type, args))] if args else tuple, SEQUENCE]  # type: ignore[misc]
+    if origin is Annotated:
+        inner, constraints = value_type(args[0]), constraints_of(hint)
+        return Annotated[inner, *constraints] if constraints else inner
+    if origin in (Union, types.UnionType):
+        return Union[tuple(map(value_type, args))]  # noqa: UP007 (of types that are known here only)
+    if origin in (list, dict, Sequence, Mapping):
+        return origin[tuple(map(value_type, args))]
+    if getattr(hint, "_is_protocol", False) and not getattr(hint, "_is_runtime_protocol", False):
+        return Any
+    known = ("builtins", "typing", "collections.abc")
+    if isinstance(hint, type) and not (
+        origin or hint.__module__ in known or is_pydantic_dataclass(hint) or is_typeddict(hint)
+    ):
+        return Annotated[Any, GetPydanticSchema(lambda *_: core_schema.is_instance_schema(hint))]
+    return hint
+
+
+def constraints_of(hint: Any) -> list[Any]:
+    """The metadata of an `Annotated` that pydantic reads; of other annotations none."""
+    metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    kinds = (FieldInfo, BaseMetadata, GroupedMetadata, Rule)
+    return [part for part in metadata if isinstance(part, kinds) or hasattr(part, "__get_pydantic_core_schema__")]
+
+
+def hints_of(owner: Any) -> dict[str, Any]:
+    """The annotations of a function, or of a class and its bases, without those that cannot be evaluated."""
+    parts = reversed(owner.__mro__) if isinstance(owner, type) else [inspect.unwrap(owner)]
+    found: dict[str, Any] = {}
+    for part in parts:
+        names = vars(sys.modules[part.__module__]) if isinstance(part, type) else part.__globals__
+        local = dict(vars(part)) if isinstance(part, type) else None
+        for name, hint in inspect.get_annotations(part).items():
+            found.pop(name, None)
+            try:
+                one = types.SimpleNamespace(__annotations__={name: hint})
+                found |= get_type_hints(one, names, local, include_extras=True)
+            except Exception:  # what an expression can raise: NameError, AttributeError, SyntaxError and others
+                continue
+    return found
+
+
+def check_fields(instance: Any, prefix: str) -> None:
+    """Check the fields of a dataclass against their annotations; values are kept as these want them.
+
+    prefix: stands before the names of fields in messages. A field whose default is None may be None.
     """
-    with contextlib.suppress(NameError):
-        hints = get_type_hints(type(instance), include_extras=True)
-        for field in dataclasses.fields(instance):
-            hint = hints[field.name]
-            kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-            if all(map(_is_checked, kinds)):
-                with_numpy: Any = Union[tuple({int: Whole, float: Number}.get(kind, kind) for kind in kinds)]  # noqa: UP007
-                checked(f"{type(instance).__name__}.{field.name}", getattr(instance, field.name), with_numpy)
+    hints = hints_of(type(instance))
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name, None)
+        if field.name in hints and not (value is None and field.default is None):
+            kept = checked(prefix + field.name, value, hints[field.name])
+            if kept is not value:
+                object.__setattr__(instance, field.name, kept)
 
 
-def _is_checked(kind: Any) -> bool:
-    origins = (Annotated, Callable, Literal)
-    return kind in (int, float, types.NoneType) or get_origin(kind) in origins or is_pydantic_dataclass(kind)
+def check_before_post_init(cls: type[Any], called: str | None = None) -> None:
+    """Let a class that will be a dataclass check its fields before its `__post_init__`. called: as in `settings`."""
+    after = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any, *args: Any) -> None:
+        if getattr(type(self), "__post_init__", None) is __post_init__ and dataclasses.is_dataclass(self):
+            check_fields(self, f"{type(self).__name__}." if called is None else called)
+        if after is not None:
+            after(self, *args)
+
+    cls.__post_init__ = functools.wraps(after)(__post_init__) if after else __post_init__
 
 
 def _plain_signature(made: Any) -> inspect.Signature:
@@ -156,42 +290,75 @@ def _refused_fields(
     name = names[field] if isinstance(field := first["loc"][0], int) else field
     value = {**dict(zip(names, args, strict=False)), **kwargs}[name]
     hint = get_type_hints(made, include_extras=True)[name]
-    details = [detail for detail in error.errors() if detail["loc"][:1] == first["loc"][:1]]
+    details = [(detail["loc"][1:], detail) for detail in error.errors() if detail["loc"][:1] == first["loc"][:1]]
     return _refused(details, prefix + name, value, hint)
 
 
-def _refused(details: Sequence[ErrorDetails], name: str, value: Any, hint: Any) -> Exception:
-    """The error for a value. details: of pydantic, several for a union."""
-    first = details[0]
+Located = tuple[tuple[int | str, ...], ErrorDetails]  # where in the value, and what pydantic says
+
+
+def _refused(located: Sequence[Located], name: str, value: Any, hint: Any) -> Exception:
+    """The error for a value; `located`: several for a union, and for a tuple or list."""
+    place, first = located[0]
     if isinstance(raised := first.get("ctx", {}).get("error"), WorkbenchError):
         return raised
-    kinds = [hint, *get_args(hint)]
-    own = next((part for kind in kinds for part in get_args(kind) if isinstance(part, Rule)), None)
-    if own is not None:
-        return BadInput(f"{name}={value!r:.60}", own.rule, own.remedy)
-    said = [
-        RULES[d["type"]](d.get("ctx")) if d["type"] in RULES else d["msg"].replace("Input should be", "must be")
-        for d in details
-    ]
+    rule, remedy = rule_of(hint)
+    if rule:
+        return BadInput(f"{name}={shown(value)}", rule, remedy)
+    in_item = bool(place) and isinstance(place[0], int) and isinstance(value, (list, tuple))
+    if in_item and first["type"] != "missing":  # the first wrong item
+        name, value = f"{name}[{place[0]}]", value[int(place[0])]
+        located = [(where, detail) for where, detail in located if where[:1] == place[:1]]
+    said = list(dict.fromkeys(said_of(detail) for _, detail in located))
     rule = " or ".join([said[0], *(text.removeprefix("must be ") for text in said[1:])])
-    remedy = ""
     if first["type"] == "dataclass_exact_type":
-        fields = ", ".join(f"{key}={item!r}" for key, item in value.items()) if isinstance(value, Mapping) else "..."
+        fields = ", ".join(f"{key}={shown(item)}" for key, item in value.items()) if type(value) is dict else "..."
         remedy = f"write wb.{first['ctx']['class_name']}({fields})"
-    return BadInput(f"{name}={value!r:.60}", rule + (", or None" if type(None) in kinds else ""), remedy)
+    nothing = type(None) in get_args(hint) and not in_item
+    return BadInput(f"{name}={shown(value)}", rule + (", or None" if nothing else ""), remedy)
+
+
+def rule_of(hint: Any) -> tuple[str, str]:
+    """Rule and remedy of an annotation that has a `Rule`, or has one in a union; else two empty texts."""
+    found = [part for part in get_args(hint)[1:] if isinstance(part, Rule)] if get_origin(hint) is Annotated else []
+    if found:
+        return found[0].rule, found[0].remedy
+    nested = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    if get_origin(hint) in (Annotated, Union, types.UnionType):
+        return next(filter(any, map(rule_of, nested)), ("", ""))
+    return "", ""
+
+
+def said_of(detail: ErrorDetails) -> str:
+    """What an error of pydantic says, in our words."""
+    if detail["type"] in RULES:
+        return RULES[detail["type"]](detail.get("ctx"))
+    return detail["msg"].replace("Input should be", "must be")
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value's `repr`, or its class where there is none: of an int of 5,000 digits, for example."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # that of any class
+        return f"<{type(value).__name__}>"
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `BadInput` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise BadInput(f"{name}={value!r}", f"must be one of {', '.join(map(repr, choices))}")
+    try:
+        known = value in choices
+    except (TypeError, ValueError, RuntimeError):  # an array, or a tensor: == has many answers
+        known = False
+    if not known:
+        raise BadInput(f"{name}={shown(value)}", f"must be one of {', '.join(map(repr, choices))}")
 
 
 def at_least(name: str, value: float, least: float, *, strictly: bool = False) -> None:
     """Raise `BadInput` unless `value` is at least (or, `strictly`, more than) `least`."""
     checked(name, value, Number)
     if not (value > least if strictly else value >= least):
-        raise BadInput(f"{name}={value!r}", f"must be {'more than' if strictly else 'at least'} {least}")
+        raise BadInput(f"{name}={shown(value)}", f"must be {'more than' if strictly else 'at least'} {least}")
 
 
 def whole(name: str, value: int, least: int = 1) -> None:
