@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
@@ -12,7 +12,7 @@ from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
 from workbench.objectives.kl import adaptive_kl_step
 from workbench.settings.engines import Sampling
-from workbench.support.validation import PositiveFloat, PositiveInt
+from workbench.support.validation import FINITE, PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -38,7 +38,7 @@ class PPO(Algorithm):
     lam: float = 0.95
     kl_coefficient: float = 0.05
     kl: str = "k1"
-    kl_target: PositiveFloat | None = None
+    kl_target: Annotated[PositiveFloat, FINITE] | None = None
     kl_horizon: PositiveInt = 10_000
     macro_tokens: int = 1
     bootstrap: bool = False
