@@ -444,7 +444,9 @@ class Workbench:
 
     def note_position(self) -> None:
         """Record the position of the algorithm, from which a later kernel goes on."""
-        self.runner.outcomes.finished.clear()  # the position has what they gave
+        if (algorithm := self.position.algorithm) is not None:
+            made = algorithm.made.values()
+            self.runner.outcomes.in_position([value.given if isinstance(value, Run) else value for value in made])
         self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:

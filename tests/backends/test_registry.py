@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,40 @@ def test_half_an_entry_at_the_end_of_a_journal_is_left_out() -> None:
     assert list(registry.journal(record.id)) == [{"run": 3}]
 
 
+def test_half_an_entry_hides_none_behind_it() -> None:
+    """A disk that was full cuts an entry anywhere, and the kernel goes on behind it."""
+    record = opened(describe())
+    file = record.folder / registry.JOURNAL
+    entries = [{"run": n, "text": "x" * 20} for n in range(3)]
+    registry.start_journal(record.id, entries[0])
+    before = file.read_bytes()
+    registry.append_to_journal(record.id, entries[1])
+    whole = file.read_bytes()
+    for cut in range(len(before), len(whole)):
+        file.write_bytes(whole[:cut])
+        registry.append_to_journal(record.id, entries[2])
+        assert list(registry.journal(record.id)) == [entries[0], entries[2]], cut
+
+
+def test_a_write_that_fails_leaves_no_half_entry() -> None:
+    record = opened(describe())
+    file = record.folder / registry.JOURNAL
+    registry.start_journal(record.id, {"run": 1})
+    before = file.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, limits[1]))  # as a quota: the first 40 bytes fit
+    try:
+        for write in (registry.append_to_journal, registry.start_journal):
+            with pytest.raises(OSError, match="too large"):
+                write(record.id, {"run": 2, "text": "x" * 500})
+            assert file.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [path.name for path in record.folder.iterdir() if path.name.startswith("journal") and path != file]
+    registry.append_to_journal(record.id, {"run": 3})
+    assert list(registry.journal(record.id)) == [{"run": 1}, {"run": 3}]
+
+
 def test_alive_needs_every_process_and_is_not_told_from_another_machines_ids() -> None:
     me = Process.current()
     gone, elsewhere = replace(me, created_s=0.0), replace(me, machine="another-machine")
@@ -116,5 +151,5 @@ def test_an_unreadable_record_hides_no_other(tmp_path: Path) -> None:
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
     record = replace(opened(describe(), format=1), format=1)
     assert registry.get("mine") == record
-    with pytest.raises(BadInput, match=r"record has format 1.*reads 3.*wb stop mine"):
+    with pytest.raises(BadInput, match=r"record has format 1.*reads 4.*wb stop mine"):
         registry.description(record)

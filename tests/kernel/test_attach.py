@@ -111,6 +111,24 @@ def test_an_update_that_had_just_ended_is_not_made_again(kernels: Callable[[], K
     assert second.run("print(ppo.iterate()['update_critic/optimizer_steps'])").strip() == "4"
 
 
+def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[[], Kernel], tmp_path: Path) -> None:
+    """Its kernel is killed inside `lab.overlap()`, while the update behind it is under way."""
+    first = kernels()
+    first.run("lab = opened('left'); ppo = algorithm(lab)")
+    first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
+    first.run("batch = lab.batch(lab.batches().iloc[-1]['batch']); watched(lab, 'update_actor')")
+    name = first.run("print(batch.id)").strip()
+    update = "lab.critic.update_critic(batch, epochs=2)"
+    first.start(f"with lab.overlap():\n    {update}; lab.actor.update_actor(batch, epochs=30)")
+    wait_for(tmp_path / "update_actor")
+    first.kill()
+    second = kernels()
+    second.run(f"lab = wb.attach('left'); batch = lab.batch({name!r})")
+    assert "critic.update_critic: was done" in second.run(f"metrics = {update}")
+    assert second.run("print(metrics['optimizer_steps'])").strip() == "4"
+    assert "actor.update_actor: was done" in second.run("lab.actor.update_actor(batch, epochs=30)")
+
+
 def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:
     first, second = kernels(), kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")

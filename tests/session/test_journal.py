@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import bisect
+import errno
+import itertools
+import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab
-from workbench.backends import registry
+from tests.cases import TINY, stored, tiny_lab, vowels
+from workbench.backends import journal_file, registry
+from workbench.batches.store import Weights
 from workbench.errors import NotDriving
 from workbench.session import journal as journal_module
-from workbench.session.journal import SessionJournal, read_journal
+from workbench.session.journal import KeptBatch, SessionJournal, read_journal
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[wb.Workbench]:
     """An inline workbench that writes a journal, as those on Ray do."""
-    with tiny_lab("journal", tmp_path, backend="inline", models={"actor": TINY}) as lab:
+    with tiny_lab(
+        "journal", tmp_path, backend="inline", models={"actor": TINY, "critic": TINY, "reward": vowels}
+    ) as lab:
         description = lab.description
         record = registry.Record(
             id=description.id, name=lab.name, digests=description.digests, run_folder=str(lab.run_folder), address=None,
@@ -65,11 +76,220 @@ def test_the_entries_together_say_what_there_is(lab: wb.Workbench, monkeypatch: 
     assert (compact.counters["run"], compact.open_runs) == (lab.runner.counters.run, {})
 
 
-def test_a_value_that_cannot_be_read_hides_no_other(lab: wb.Workbench) -> None:
-    batch = lab.prompts.next(2)
-    registry.append_to_journal(lab.description.id, {"batches": {"gone v1": b"cno_such_module\nThing\n."}})
-    lab.actor.generate_sequences(batch, max_new_tokens=4)
+class Changed:
+    """A class whose `__new__` takes another argument now than when its object was pickled."""
+
+    def __new__(cls, added: int = 0) -> Changed:
+        return super().__new__(cls)
+
+    def __getnewargs__(self) -> tuple[int, int]:
+        return 1, 2
+
+
+@pytest.mark.parametrize("value", [b"cno_such_module\nThing\n.", pickle.dumps(Changed(), protocol=4)])
+def test_a_value_that_cannot_be_read_hides_no_other(lab: wb.Workbench, value: bytes) -> None:
+    lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+    more = {section: {"gone v1": value} for section in ("batches", "locations", "updates", "sent")}
+    registry.append_to_journal(lab.description.id, {**more, "controller": lab.ownership.controller})
+    with pytest.warns(UserWarning, match=r"'gone v1' of the journal cannot be read") as warned:
+        found = read_journal(lab.description.id)
+    assert len(warned) == 4
+    assert list(found.batches) == list(lab.store)
+    assert len(found.locations) == 2
+    (row,) = (row for row in wb.ls() if row["id"] == lab.description.id and row["address"] != "inline")
+    assert row["iteration"] == 1  # and no warning: of a journal, `wb ls` reads a text
+
+
+def test_ls_reads_a_journal_of_anything(lab: wb.Workbench) -> None:
+    for counters in ("{", "[]", 3, None):
+        registry.start_journal(lab.description.id, {"counters": counters})
+        rows = [row for row in wb.ls() if row["id"] == lab.description.id and row["address"] != "inline"]
+        assert [row["iteration"] for row in rows] == [None]
+
+
+@pytest.mark.parametrize("function", ["append_to_journal", "start_journal"])
+def test_what_could_not_be_written_is_written_with_the_next_entry(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """The disk was full for one entry, of a stage that had ended."""
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+    if function == "start_journal":
+        monkeypatch.setattr(journal_module, "SLACK", -1000)
+    write, calls = getattr(registry, function), itertools.count(1)
+
+    def fails_once(*given: Any) -> None:
+        if next(calls) == 2:
+            monkeypatch.setattr(journal_module, "SLACK", 200)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*given)
+
+    monkeypatch.setattr(registry, function, fails_once)
+    with pytest.warns(UserWarning, match="No space left"):
+        batch = lab.actor.compute_log_prob(batch)
+    batch = lab.actor.compute_log_prob(batch, temperature=0.7)
+    found = read_journal(lab.description.id)
+    assert list(found.batches) == list(lab.store)
+    newest = found.batches[batch.id]
+    assert isinstance(newest, KeptBatch)
+    assert {number for _, number in newest.columns.values()} <= set(found.locations)
+    assert (found.counters["run"], found.open_runs) == (lab.runner.counters.run, {})
+    before = entries(lab)
+    lab.actor.compute_log_prob(batch, temperature=0.5)
+    assert entries(lab) == before + 2  # entries are small again
+
+
+def test_a_slow_kernel_that_appends_after_a_takeover_overrides_nothing(lab: wb.Workbench) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
+    new = lab.ownership
+    file = registry.get("journal").folder / registry.JOURNAL
+    earlier = list(registry.journal(lab.description.id))
+    new.controller = "new"  # as another kernel has it
+    new.take()
+    later = SessionJournal(lab.runner, lab.position, lab.checkpoints, lab.prompts)
+    later.rewrite()
+    new.journal = later
+    right = read_journal(lab.description.id)
+    for entry in earlier[1:]:
+        journal_file.append(file, entry)  # the old kernel checked before, and appends now
+    late = read_journal(lab.description.id)
+    assert late.counters == right.counters
+    assert {number: str(location) for number, location in late.locations.items()} == {
+        number: str(location) for number, location in right.locations.items()
+    }
+    batch = lab.actor.compute_log_prob(batch)  # the new one notices, and writes all again
+    assert {entry["controller"] for entry in registry.journal(lab.description.id)} == {"new"}
     assert list(read_journal(lab.description.id).batches) == list(lab.store)
+
+
+def test_a_kernel_that_is_taken_over_from_while_it_writes_writes_nothing(lab: wb.Workbench) -> None:
+    """It had asked who drives; then the next one wrote its journal."""
+    journal = lab.ownership.journal
+    assert journal is not None
+    registry.own(lab.description.id, "another")
+    registry.start_journal(lab.description.id, {"whole": True, "controller": "another"})
+    lab.runner.counters.batch += 1
+    journal.append()
+    assert entries(lab) == 1
+    assert not lab.ownership.drives
+
+
+def kept(lab: wb.Workbench) -> dict[str, Any]:
+    """Updates that a later kernel would not make again: by role, what they gave."""
+    return {role: update.result for role, update in read_journal(lab.description.id).updates.items()}
+
+
+def test_a_finished_update_is_kept_until_its_caller_calls_the_role_again(lab: wb.Workbench) -> None:
+    batch = lab.put(stored())
+    metrics = lab.critic.update_critic(batch)
+    lab.actor.update_actor(batch)
+    assert kept(lab)["critic"] == metrics
+    lab.actor.compute_log_prob(batch)
+    assert set(kept(lab)) == {"critic"}
+    lab.critic.compute_values(batch)
+    assert kept(lab) == {}
+
+
+def test_inside_overlap_nobody_has_the_metrics_yet(lab: wb.Workbench) -> None:
+    batch = lab.put(stored())
+    with lab.overlap():
+        lab.critic.update_critic(batch)
+        lab.actor.update_actor(batch)
+        lab.critic.compute_values(batch)
+        assert set(kept(lab)) == {"critic", "actor"}
+    lab.critic.compute_values(batch)
+    assert set(kept(lab)) == {"actor"}
+    lab.actor.compute_log_prob(batch)
+    assert kept(lab) == {}
+
+
+def test_metrics_that_are_awaited_have_been_delivered(lab: wb.Workbench) -> None:
+    batch = lab.put(stored())
+
+    async def cells() -> None:
+        run = lab.critic.update_critic.submit(batch)
+        lab.critic.compute_values(batch)
+        assert set(kept(lab)) == {"critic"}
+        metrics = await run
+        assert kept(lab) == {"critic": metrics}
+        lab.critic.compute_values(batch)
+        assert kept(lab) == {}
+
+    asyncio.run(cells())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_position_takes_the_place_of_what_it_has_and_of_nothing_else(lab: wb.Workbench, overlap: bool) -> None:
+    """An update called by hand, beside those of an algorithm."""
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4))
+    by_hand = lab.critic.update_critic.submit(lab.put(stored()))
+    with lab.overlap() if overlap else nullcontext():
+        algorithm.iterate()
+    said = [entry.get("updates", {}) for entry in registry.journal(lab.description.id)]
+    assert any("actor" in updates for updates in said)
+    assert set(kept(lab)) == {"critic"}
+    by_hand.result()
+    lab.critic.compute_values(lab.put(stored()))
+    assert kept(lab) == {}
+
+
+def test_the_metrics_of_an_update_that_was_not_made_again_are_kept_too(lab: wb.Workbench) -> None:
+    batch = lab.put(stored())
+    metrics = lab.critic.update_critic(batch)
+    outcomes, recorded = lab.runner.outcomes, read_journal(lab.description.id).updates
+    outcomes.finished.clear()  # as in a later kernel
+    outcomes.updates.of_role = {"critic": replace(recorded["critic"], weights=lab.runner.counters.weights["critic"])}
+    assert lab.critic.update_critic(batch) == metrics
+    assert kept(lab) == {"critic": metrics}
+    lab.runner.counters.weights["critic"] = Weights.fresh(0)
+    lab.ownership.record()
+    assert kept(lab) == {}  # other weights: `recover`, or the end of a comparison
+
+
+def state(lab: wb.Workbench) -> str:
+    found = read_journal(lab.description.id)
+    batches = {name: repr(batch) for name, batch in found.batches.items()}
+    locations = {number: repr(location) for number, location in found.locations.items()}
+    sent = {number: run.name for number, run in found.open_runs.items()}
+    return repr((found.counters, found.position, found.updates, sent, locations, batches))
+
+
+def test_a_journal_that_is_cut_or_damaged_anywhere_is_read(lab: wb.Workbench) -> None:
+    """Cut, it says what its whole entries say. With a bit flipped, it says what the other entries say: one that is lost
+    takes no later one with it, or finished updates would be made again."""
+    file = registry.get("journal").folder / registry.JOURNAL
+    lengths = [file.stat().st_size]
+    append = registry.append_to_journal
+
+    def measured(id: str, entry: Any) -> None:
+        append(id, entry)
+        lengths.append(file.stat().st_size)
+
+    with pytest.MonkeyPatch.context() as watched:
+        watched.setattr(registry, "append_to_journal", measured)
+        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+        lab.release("batch1 v1")
+        lab.actor.compute_log_prob(batch)
+    data = file.read_bytes()
+    assert lengths[-1] == len(data)
+    begins = [0, *lengths]
+    prefixes = []
+    for length in begins:
+        file.write_bytes(data[:length])
+        prefixes.append(state(lab))
+    assert len(set(prefixes)) == len(prefixes)
+    for cut in range(len(data)):
+        file.write_bytes(data[:cut])
+        assert state(lab) == prefixes[bisect.bisect(begins, cut) - 1], cut
+    others = []
+    for begin, end in itertools.pairwise(begins):
+        file.write_bytes(data[:begin] + data[end:])
+        others.append(state(lab))
+    assert others[-1] == prefixes[-2]
+    for place in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        assert state(lab) == others[bisect.bisect(begins, place) - 1], place
 
 
 def test_a_kernel_that_was_taken_over_from_appends_nothing(lab: wb.Workbench) -> None:

@@ -36,6 +36,9 @@ class NoOutcomes:
     def not_received(self, run: Run) -> None:
         pass
 
+    def received(self, run: Run) -> None:
+        pass
+
     def over(self, run: Run) -> None:
         pass
 

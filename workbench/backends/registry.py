@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound
 from workbench.support.home import home, private_folder
 from workbench.support.machine import Process
@@ -30,7 +31,7 @@ from workbench.support.machine import Process
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-FORMAT = 3  # of a record; an older one has other files
+FORMAT = 4  # of a record; an older one has other files
 
 JOURNAL = "journal.pkl"
 
@@ -158,28 +159,27 @@ def forget(lab: str) -> None:
 
 
 def append_to_journal(lab: str, entry: Mapping[str, Any]) -> None:
-    """Add an entry to the journal; nothing is added to that of a workbench that was closed elsewhere."""
-    with contextlib.suppress(FileNotFoundError), (_folder(lab) / JOURNAL).open("ab") as file:
-        file.write(pickle.dumps(entry))
+    """Add an entry to the journal; nothing is added to that of a workbench that was closed elsewhere. Raises `OSError`
+    where it cannot be written."""
+    with contextlib.suppress(FileNotFoundError):
+        journal_file.append(_folder(lab) / JOURNAL, entry)
 
 
 def start_journal(lab: str, entry: Mapping[str, Any]) -> None:
-    """Put one entry in the place of the journal; nothing is written for a workbench that was closed elsewhere."""
-    path = _folder(lab) / JOURNAL
+    """Put one entry in the place of the journal; nothing is written for a workbench that was closed elsewhere. Raises
+    `OSError` where it cannot be written."""
     with contextlib.suppress(FileNotFoundError):
-        path.with_suffix(".new").write_bytes(pickle.dumps(entry))
-        path.with_suffix(".new").replace(path)
+        journal_file.start(_folder(lab) / JOURNAL, entry)
 
 
 def journal(lab: str) -> Iterator[dict[str, Any]]:
-    """The entries of the journal, oldest first. A kernel that was killed may have left half an entry at the end."""
-    try:
-        file = (_folder(lab) / JOURNAL).open("rb")
-    except OSError:
-        return
-    with file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-        while True:
-            yield pickle.load(file)
+    """The entries of the journal, oldest first, without those that are damaged."""
+    return journal_file.entries(_folder(lab) / JOURNAL)
+
+
+def journal_stamp(lab: str) -> journal_file.Stamp | None:
+    """Another value whenever the journal has been written; None where there is none."""
+    return journal_file.stamp(_folder(lab) / JOURNAL)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from workbench.backends import registry
-from workbench.errors import WorkbenchError
-from workbench.session.journal import read_journal
+from workbench.session.journal import read_counters
 
 
 def ls() -> list[dict[str, Any]]:
@@ -38,7 +37,7 @@ def _held(record: registry.Record) -> dict[str, Any]:
     owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
     try:
         roles = {role: str(model) for role, model in registry.description(record).models.items()}
-    except WorkbenchError:  # it needs modules that are not here
+    except Exception:  # it needs modules that are not here, or that have changed
         roles = {}
     here = [process.here for process in record.hosts.values()]
     driver = None
@@ -48,7 +47,7 @@ def _held(record: registry.Record) -> dict[str, Any]:
         "roles": roles,
         "devices": len(record.hosts),
         "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
-        "iteration": read_journal(record.id).counters.get("iteration"),
+        "iteration": read_counters(record.id).get("iteration"),
         "idle_s": time.time() - used_s if used_s else None,
         "driver": driver,
     }

@@ -3,16 +3,20 @@
 It is one file in the workbench's record (see `workbench.backends.registry`). A stage appends an entry when it is sent,
 and one when its hosts have ended it. An entry says what has changed since the one before:
 
+    controller the handle that wrote it, see `Ownership`
+    whole      there where it stands for all entries before; other handles' entries behind it do not count
     counters   JSON: numbers of runs, batches and draws, the weights of each role, where the prompts are
     position   JSON: where the algorithm of the last step is, streams of examples, automatic saves, checkpoints
     updates    updates that were interrupted between two of their steps, or whose metrics nobody has yet, by role
     sent       stages that went to their hosts, by number: `SentRun`
     over       the number of a stage that its hosts have ended
-    locations  where rows of columns are, by number: `Location`
+    locations  where rows of columns are, by controller and number: `Location`
     batches    what the store keeps, by name: `KeptBatch` or `FiledBatch`
     released   names of batches that the store keeps no longer
 
-Values that are not text are pickled one by one: one that another kernel cannot read hides no other.
+Values that are not text are pickled one by one: one that another kernel cannot read hides no other. An entry that is
+damaged is left out (see `workbench.backends.journal_file`). Where one could not be written, or another process has
+written the file, the next one stands for all.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.backends import registry
+from workbench.backends import journal_file, registry
 from workbench.batches.batch import Batch
 from workbench.batches.location import Location
 from workbench.batches.store import Origin
@@ -52,7 +57,7 @@ class KeptBatch:
 
     name: str
     version: int
-    columns: dict[str, tuple[dict[str, Any], int]]
+    columns: dict[str, tuple[dict[str, Any], str]]
     meta: dict[str, Any]
     origin: Origin
     by_loop: bool
@@ -77,6 +82,8 @@ class SessionJournal:
         self._runner, self._position, self._checkpoints, self._prompts = runner, position, checkpoints, prompts
         self._lock = threading.RLock()
         self._open: dict[int, bytes] = {}
+        self._complete = False  # whether the file has all that is noted as written
+        self._stamp: journal_file.Stamp | None = None  # of the file, as this kernel left it
         self._start()
 
     def _start(self) -> None:
@@ -84,14 +91,15 @@ class SessionJournal:
         self._texts: dict[str, str] = {}
         self._updates: dict[str, UnfinishedUpdate] = {}
         self._names: set[str] = set()
-        self._numbers: weakref.WeakKeyDictionary[Location, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Location, str] = weakref.WeakKeyDictionary()
         self._next_number, self._entries = itertools.count(), 0
 
     def rewrite(self) -> None:
         """Compact the journal: one entry in place of all."""
-        with self._lock, uninterrupted():
+        with self._lock, uninterrupted(), self._written():
             self._start()
-            registry.start_journal(self._lab, {**self._changes(), "sent": dict(self._open)})
+            entry = {**self._changes(), "sent": dict(self._open), "whole": True, "controller": self._controller}
+            registry.start_journal(self._lab, entry)
 
     def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
         """See `workbench.stages.journal.Journal`."""
@@ -102,11 +110,29 @@ class SessionJournal:
                 entry["sent"] = {sent.number: self._open[sent.number]}
             if over is not None and self._open.pop(over, None) is not None:
                 entry["over"] = over
-            if self._entries > SLACK + 3 * len(self._names):
+            if self._stamp != registry.journal_stamp(self._lab):  # by a kernel that was slow, or by the next one
+                self._complete = False
+                self._runner.ownership.notice_takeover()
+            if not self._runner.ownership.drives:
+                return
+            if not self._complete or self._entries > SLACK + 3 * len(self._names):
                 self.rewrite()
-            elif entry := {**entry, **self._changes()}:
-                registry.append_to_journal(self._lab, entry)
-                self._entries += 1
+                return
+            with self._written():
+                if entry := {**entry, **self._changes()}:
+                    registry.append_to_journal(self._lab, {**entry, "controller": self._controller})
+                    self._entries += 1
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Inside, what is written is noted before it is: after an error, the next entry stands for all."""
+        self._complete = False
+        yield
+        self._complete, self._stamp = True, registry.journal_stamp(self._lab)
+
+    @property
+    def _controller(self) -> str:
+        return self._runner.ownership.controller
 
     @property
     def _lab(self) -> str:
@@ -120,10 +146,10 @@ class SessionJournal:
             text = json.dumps(values, default=str)
             if text != self._texts.get(section):
                 changes[section] = self._texts[section] = text
-        outcomes = self._runner.outcomes
-        updates = outcomes.updates.of_role | outcomes.finished
+        updates = self._runner.outcomes.known_updates()
         if updates != self._updates:
-            changes["updates"], self._updates = pickle.dumps(updates), updates
+            changes["updates"] = {role: pickle.dumps(update) for role, update in updates.items()}
+            self._updates = updates
         return changes | self._batch_changes()
 
     def _counter_values(self) -> dict[str, Any]:
@@ -157,7 +183,7 @@ class SessionJournal:
         there = list(store)
         released = self._names - set(there)
         self._names -= released
-        locations, batches = dict[int, bytes](), dict[str, bytes]()
+        locations, batches = dict[str, bytes](), dict[str, bytes]()
         for name in there:
             if name in self._names or (batch := self._describe(name, locations)) is None:
                 continue
@@ -169,7 +195,7 @@ class SessionJournal:
         changes = {"released": sorted(released), "locations": locations, "batches": batches}
         return {section: value for section, value in changes.items() if value}
 
-    def _describe(self, name: str, locations: dict[int, bytes]) -> KeptBatch | FiledBatch | None:
+    def _describe(self, name: str, locations: dict[str, bytes]) -> KeptBatch | FiledBatch | None:
         """What is to be known of a batch, whose new locations are added to `locations`; None while it is being made."""
         store = self._runner.batches.store
         batch, origin = store.kept(name), store.origin(name)
@@ -180,7 +206,7 @@ class SessionJournal:
         columns = {}
         for column_name, column in batch.columns.items():
             if column.location not in self._numbers:
-                number = self._numbers[column.location] = next(self._next_number)
+                number = self._numbers[column.location] = f"{self._controller}-{next(self._next_number)}"
                 locations[number] = pickle.dumps(column.location)
             columns[column_name] = ({**column.__dict__, "location": None}, self._numbers[column.location])
         return KeptBatch(
@@ -212,34 +238,57 @@ class Recorded:
     position: dict[str, Any] = field(default_factory=dict)
     updates: dict[str, UnfinishedUpdate] = field(default_factory=dict)
     open_runs: dict[int, SentRun] = field(default_factory=dict)
-    locations: dict[int, Location] = field(default_factory=dict)
+    locations: dict[str, Location] = field(default_factory=dict)
     batches: dict[str, KeptBatch | FiledBatch] = field(default_factory=dict)
 
 
 def read_journal(lab: str) -> Recorded:
-    """What the journal of the workbench with this id says."""
-    found: dict[str, Any] = {"counters": "{}", "position": "{}", "updates": pickle.dumps({})}
-    collected: dict[str, dict[Any, bytes]] = {"sent": {}, "locations": {}, "batches": {}}
-    for entry in registry.journal(lab):
-        found |= {section: entry[section] for section in found if section in entry}
-        for section, values in collected.items():
-            values |= entry.get(section, {})
-        collected["sent"].pop(entry.get("over"), None)
+    """What the journal of the workbench with this id says. Warns of values that cannot be read, and names them."""
+    texts: dict[str, str] = {"counters": "{}", "position": "{}"}
+    pickled: dict[str, dict[Any, bytes]] = {"updates": {}, "sent": {}, "locations": {}, "batches": {}}
+    for entry in _entries(lab):
+        texts |= {section: entry[section] for section in texts if section in entry}
+        pickled["updates"] = entry.get("updates", pickled["updates"])
+        for section in ("sent", "locations", "batches"):
+            pickled[section] |= entry.get(section, {})
+        pickled["sent"].pop(entry.get("over"), None)
         for name in entry.get("released", ()):
-            collected["batches"].pop(name, None)
-    runs, locations, batches = (_readable(collected[section]) for section in ("sent", "locations", "batches"))
+            pickled["batches"].pop(name, None)
+    found = {section: _readable(section, values) for section, values in pickled.items()}
     return Recorded(
-        counters=json.loads(found["counters"]), position=json.loads(found["position"]),
-        updates=_readable({"": found["updates"]}).get("", {}), open_runs=runs, locations=locations, batches=batches,
+        counters=json.loads(texts["counters"]), position=json.loads(texts["position"]), updates=found["updates"],
+        open_runs=found["sent"], locations=found["locations"], batches=found["batches"],
     )  # fmt: skip
 
 
-def _readable(pickled: Mapping[Any, bytes]) -> dict[Any, Any]:
-    """The values that this process can read: others are of code that it cannot import."""
+def read_counters(lab: str) -> dict[str, Any]:
+    """The counters alone, of which nothing is unpickled; empty where they cannot be read."""
+    text = "{}"
+    for entry in _entries(lab):
+        text = entry.get("counters", text)
+    with suppress(ValueError, TypeError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _entries(lab: str) -> Iterator[dict[str, Any]]:
+    """The entries of the handle that took the workbench over last, which has begun the file with a whole one. A slow
+    kernel may have added its own behind that before it noticed."""
+    controller = None
+    for entry in registry.journal(lab):
+        if controller is None or "whole" in entry:
+            controller = entry.get("controller")
+        if entry.get("controller") == controller:
+            yield entry
+
+
+def _readable(section: str, pickled: Mapping[Any, bytes]) -> dict[Any, Any]:
+    """The values that this process can read: others are of code that it cannot import, or that has changed."""
     found = {}
     for key, value in pickled.items():
         try:
             found[key] = pickle.loads(value)
-        except (AttributeError, ImportError):
-            continue
+        except Exception as error:  # unpickling runs the code of the value's class
+            warnings.warn(f"{section} {key!r} of the journal cannot be read: {error!r}", stacklevel=3)
     return found

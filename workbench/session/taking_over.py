@@ -146,7 +146,7 @@ def _later_versions(names: Mapping[str, Any]) -> dict[str, Iterator[int]]:
     return {base: itertools.count(version + 1) for base, version in newest.items()}
 
 
-def _columns(entry: KeptBatch, locations: Mapping[int, Location]) -> dict[str, Column] | None:
+def _columns(entry: KeptBatch, locations: Mapping[str, Location]) -> dict[str, Column] | None:
     """The columns of a batch; None where a location could not be read."""
     if not all(number in locations for _, number in entry.columns.values()):
         return None

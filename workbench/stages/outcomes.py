@@ -3,7 +3,8 @@ is gone. No step of an update is taken twice, and no samples are drawn again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 
 from workbench.backends.hosts import Hosts
 from workbench.batches.store import Weights
@@ -18,13 +19,16 @@ from workbench.telemetry.store import TelemetryStore
 
 
 class Outcomes:
-    """updates: those that were interrupted. finished: by role, the update whose metrics nobody is known to have yet:
-    the same call by a later kernel gives them, and takes no step."""
+    """updates: those that were interrupted. finished: by role, the last update, until its metrics are known to have
+    been delivered: the same call by a later kernel gives them, and takes no step. They have been delivered when the
+    caller whose call returned them calls another stage of the role, and when the algorithm's position has them."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, telemetry: TelemetryStore) -> None:
         self._hosts, self._ownership, self._counters, self._telemetry = hosts, ownership, counters, telemetry
         self.updates = UnfinishedUpdates()
         self.finished: dict[str, UnfinishedUpdate] = {}
+        self._received: dict[str, int] = {}  # by role, the newest update whose result was returned to its caller
+        self._lock = threading.Lock()  # results are returned in the notebook's thread, runs end in the scheduler's
 
     def record(self, run: Run) -> None:
         """Record what its ranks reported, once."""
@@ -84,7 +88,6 @@ class Outcomes:
 
     def sent(self, run: Run, seed: tuple[int, ...]) -> None:
         """Record in the journal what goes to hosts."""
-        self.finished.clear()  # their caller has gone on
         self._ownership.record(sent=_sent_run(run, seed))
 
     def over(self, run: Run) -> None:
@@ -93,10 +96,38 @@ class Outcomes:
             run.batch.settle(wait=False)
         weights = self._counters.weights
         if run.updates and run.state == "done" and not run.writes and run.group.role in weights:
-            self.finished[run.group.role] = UnfinishedUpdate(
-                run=_sent_run(run), weights=weights[run.group.role], result=run.given
-            )
+            ended = UnfinishedUpdate(run=_sent_run(run), weights=weights[run.group.role], result=run.given)
+            with self._lock:
+                self.finished[run.group.role] = ended
         self._ownership.record(over=run.number)
+
+    def received(self, run: Run) -> None:
+        """Note that the result of a run was returned to its caller."""
+        if run.updates:
+            with self._lock:
+                self._received[run.group.role] = max(run.number, self._received.get(run.group.role, 0))
+
+    def called(self, role: str) -> None:
+        """A caller calls a stage of this role: it has what was returned to it before."""
+        with self._lock:
+            if role in self.finished and self.finished[role].run.number <= self._received.get(role, 0):
+                del self.finished[role]
+
+    def in_position(self, results: Collection[object]) -> None:
+        """The algorithm's position, which goes to the journal next, has these results of stages."""
+        with self._lock:
+            self.finished = {
+                role: update
+                for role, update in self.finished.items()
+                if not any(update.result is result for result in results)
+            }
+
+    def known_updates(self) -> dict[str, UnfinishedUpdate]:
+        """By role, what the same call of an update goes on from, or gives: of the weights that the role has now."""
+        weights = self._counters.weights
+        with self._lock:
+            known = [*self.updates.of_role.items(), *self.finished.items()]
+        return {role: update for role, update in known if weights.get(role) == update.weights}
 
     def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
         """Remember an update that ended, or stopped, after its kernel had ended."""

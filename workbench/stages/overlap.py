@@ -66,7 +66,7 @@ class Overlap:
         errors = []
         for run in runs:
             try:
-                run.result()
+                run.wait()
             except (KeyboardInterrupt, StageInterrupted) as error:
                 self._runs = runs
                 self._stop(error)
@@ -74,6 +74,8 @@ class Overlap:
                 errors.append(error)
         if errors:
             raise errors[0]
+        for run in runs:  # only now does the caller go on, who has them
+            run.received()
 
     def _stop(self, error: BaseException) -> NoReturn:
         """Stop the runs, wait for that, and raise one `StageInterrupted` that says how far the updates among them

@@ -137,7 +137,9 @@ class Run:
             self.ranks.counts.report = bar.update
             with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
                 self._scheduler.submit(self)
-            return wait_for(self, bar, presses)
+            result = wait_for(self, bar, presses)
+        self.received()
+        return result
 
     def submit(self) -> None:
         """Submit it, in the background; on the inline backend it runs now."""
@@ -155,6 +157,12 @@ class Run:
         `UpstreamError` when an input failed. An interrupt stops the run where nothing is half done, waits for that, and
         raises `StageInterrupted`, which says what was done; a second one stops the waiting too.
         """
+        result = self.wait()
+        self.received()
+        return result
+
+    def wait(self) -> Any:
+        """Wait as `result` does, for a caller that does not get the result yet."""
         with self._progress() as bar, interruptible(self) as presses:
             return wait_for(self, bar, presses)
 
@@ -171,6 +179,10 @@ class Run:
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until it is over, in whatever way."""
         self._over.wait(timeout_s)
+
+    def received(self) -> None:
+        """Note that its caller has its result."""
+        self._outcomes.received(self)
 
     def not_received(self) -> None:
         """Note that its waiter was interrupted, and the result reaches nobody."""

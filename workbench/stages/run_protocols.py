@@ -43,5 +43,8 @@ class RunOutcomes(Protocol):
     def not_received(self, run: Run) -> None:
         """Called when the waiter was interrupted and never gets the result."""
 
+    def received(self, run: Run) -> None:
+        """Called when its result has been returned to its caller."""
+
     def over(self, run: Run) -> None:
         """Called when its ranks have ended it."""

@@ -96,6 +96,7 @@ class StageRunner(StageNames):
         if call.updates:
             self.require_nothing_to_skip(f"{group.role}.{operation}")
         call.check_columns()
+        self.outcomes.called(group.role)
         before, updates = first(), self._open_updates(group)
         steps = StageSteps(self._parts, call, self._stage_name or call.operation.name, self.counters.last_metrics, then)
         run = self._run(steps, [*before, *updates, *call.awaited], call.updates or as_update)

@@ -194,7 +194,7 @@ class StageSteps:
         run.read, _ = self.call.batch.part(self.call.travelling)
         if ended := self.parts.outcomes.unfinished(run, ended=True):
             print(f"{run.name}: was done when it was interrupted; these are its metrics")
-            run.metrics = ended.result
+            run.metrics = run.given = ended.result
             self._answer(run, ended.result)
 
     def answer_from_store(self, run: Run) -> None:

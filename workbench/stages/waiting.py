@@ -58,7 +58,9 @@ async def wait_async(run: Run) -> Any:
         error = interrupted(run)
         cancelled._render_traceback_ = error._render_traceback_  # type: ignore[attr-defined]  # for IPython
         raise cancelled from error
-    return _outcome(run)
+    result = _outcome(run)
+    run.received()
+    return result
 
 
 def _outcome(run: Run) -> Any:
