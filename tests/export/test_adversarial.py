@@ -301,7 +301,7 @@ SUBTLE: dict[str, list[str]] = {
     "a default that a cell puts into a module": [
         "import math\nmath.limit = 3",
         "def f(x=math.limit):\n    return x",
-        DO + "print(f())",
+        DO + "print(f())\ndel math.limit",
     ],
     "an attribute of an instance": [
         "class S:\n    pass",
