@@ -244,6 +244,65 @@ SUBTLE: dict[str, list[str]] = {
         "for x in g:\n    print(x)",
         DO + "print([x for x in g])",
     ],
+    "a queue whose items are taken": [
+        "import queue\nq = queue.Queue()\nq.put(1)\nq.put(2)",
+        "q.get()",
+        DO + "print(q.get())",
+    ],
+    "a queue in a list": [
+        "import queue\nqs = [queue.Queue()]\nqs[0].put(1)\nqs[0].put(2)",
+        "qs[0].get()",
+        "for q in qs:\n    q.put(3)",
+        DO + "print(qs[0].get())",
+    ],
+    "a queue under the name of a frame": [
+        "import pandas as pd\nframe = pd.DataFrame({'x': [1]})",
+        "import queue\nframe = queue.Queue()\nframe.put(1)\nframe.put(2)",
+        "frame.get()",
+        DO + "print(frame.get())",
+    ],
+    "a function that shows a queue": [
+        "import queue\nq = queue.Queue()\nq.put(1)\nq.put(2)",
+        "def show(frame):\n    print(frame.get())",
+        "show(q)",
+        DO + "print(q.get())",
+    ],
+    "a method of a function of numpy": [
+        "import numpy as np\na = np.zeros(2)",
+        "np.add.at(a, [0], 5)",
+        "from numpy import add\nadd.at(a, [0], 5)",
+        "np.add(a, a, a)",
+        DO + "print(a.tolist())",
+    ],
+    "numbers that are drawn": [
+        "import numpy.random as draw\ndraw.seed(0)",
+        "draw.normal()",
+        DO + "print(draw.normal())",
+    ],
+    "a counter that is lowered": [
+        "from collections import Counter\nc = Counter('ab')",
+        "c.subtract('a')",
+        DO + "print(c['a'])",
+    ],
+    "a client of a server": [
+        "class Client:\n    sent = []\n    def get(self, url):\n        self.sent.append(url)\n    query = fetch = get",
+        "client = Client()\nclient.get('a')\nclient.query('delete')\nclient.fetch('b')",
+        DO + "print(client.sent)",
+    ],
+    "a part that is got by a method": [
+        "cfg = {'a': {'rate': 1}}\npart = cfg.get('a')\npart['rate'] = 2",
+        DO + "print(cfg)",
+    ],
+    "a builtin's name for something else": [
+        "seen = []\nmax = seen.append",
+        "max(3)",
+        DO + "print(seen)",
+    ],
+    "a default that a cell puts into a module": [
+        "import math\nmath.limit = 3",
+        "def f(x=math.limit):\n    return x",
+        DO + "print(f())\ndel math.limit",
+    ],
     "an attribute of an instance": [
         "class S:\n    pass",
         "s = S()\nt = s\nt.rate = 3",

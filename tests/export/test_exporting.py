@@ -11,7 +11,8 @@ from workbench.errors import BadInput
 from workbench.export.back import notebook_of
 from workbench.export.cells import Cell, read_notebook
 from workbench.export.exporting import script_of
-from workbench.export.looking import LAB_LOOKS, frame_looks
+from workbench.export.kinds import LAB_LOOKS
+from workbench.export.looking import frame_looks
 
 LESSONS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 OPEN = 'lab = wb.open("x", models={"actor": "tiny-llama"}, placement=wb.Placement.colocate(1), prompts=["a"])'

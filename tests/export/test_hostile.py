@@ -22,6 +22,8 @@ EXPRESSIONS = {
     "a socket": "__import__('socket').create_server(('127.0.0.1', 0))",
     "a hidden file": "getattr(__import__('pathlib').Path('owned'), 'touch')()",
 }
+KEEP = "def keep(*given, **more):\n    {RUN}\n    return given[0]\n"
+PROPERTY = "    @classmethod\n    @property\n    def NAME(cls):\n        {RUN}\n        return 1\n"
 # Cells; `thing` is used by the cell after them, so that it is not left out of the script.
 PLACES = {
     "a default": "def thing(x={RUN}):\n    return x",
@@ -55,6 +57,43 @@ PLACES = {
     "an argument of a maker": "from functools import partial\ndef thing(x=partial(print, {RUN})):\n    return x",
     "an import of the same name": "import types as functools\n"
     "def thing(x=functools.new_class('a', (), {{}}, lambda d: {RUN})):\n    return x",
+    "partial as a decorator": KEEP
+    + "from functools import partial\n@partial(keep, name='len')\ndef thing(x=1):\n    return x",
+    "cache of a function, as a decorator": KEEP
+    + "from functools import cache\n@cache(keep)\ndef thing(x=1):\n    return x",
+    "staticmethod of a function, as a decorator": KEEP + "@staticmethod(keep)\ndef thing(x=1):\n    return x",
+    "lru_cache of a function, as a decorator": KEEP
+    + "from functools import lru_cache\n@lru_cache(keep)\ndef thing(x=1):\n    return x",
+    "contextmanager of a function, as a decorator": KEEP
+    + "from contextlib import contextmanager\n@contextmanager(keep)\ndef thing(x=1):\n    return x",
+    "no_grad of a function, as a decorator": KEEP
+    + "from torch import no_grad\n@no_grad(keep)\ndef thing(x=1):\n    return x",
+    "a property of a class, as a default": "class A:\n"
+    + PROPERTY.replace("NAME", "x")
+    + "def thing(y=A.x):\n    return y",
+    "a property of a class that is a field": "from dataclasses import dataclass\n@dataclass\nclass thing:\n"
+    "    x: int\n" + PROPERTY.replace("NAME", "x") + "",
+    "a property of a class for an abstract one": "import abc\nclass B(abc.ABC):\n    @abc.abstractmethod\n"
+    "    def x(self): ...\nclass thing(B):\n" + PROPERTY.replace("NAME", "x") + "",
+    "a property of a class that is wrapped": "from functools import wraps\nclass A:\n"
+    "" + PROPERTY.replace("NAME", "__doc__") + "@wraps(A)\ndef thing(): pass",
+    "a property of a class, made by a call": "import abc\nclass B(abc.ABC):\n    @abc.abstractmethod\n"
+    "    def x(self): ...\nclass thing(B):\n    x = classmethod(property(lambda c: {RUN}))",
+    "a decorator of the class body": "class thing:\n    def staticmethod(f):\n        {RUN}\n        return f\n"
+    "    @staticmethod\n    def g(): pass",
+    "a property of the class body that was replaced": "class A:\n    @staticmethod\n    def setter(f):\n"
+    "        {RUN}\n        return f\nclass thing:\n    @property\n    def x(self): pass\n    x = A\n"
+    "    @x.setter\n    def y(self): pass",
+    "annotations that are the builtins": "import builtins\ndef evil(f):\n    {RUN}\n    return f\nclass A:\n"
+    "    __annotations__ = builtins.__dict__\n    property: evil\nclass thing:\n    x: A\n    @property\n"
+    "    def y(self): pass",
+    "the second target of an assignment": "class B:\n    a = __init_subclass__ = lambda: {RUN}\nclass thing(B):\n"
+    "    pass",
+    "an item that is not there": "import os\ndef thing(x=os.environ['NO_SUCH']):\n    {RUN}",
+    "a text that is an annotation": "import workbench as wb\nclass thing(wb.Worker):\n"
+    "    @wb.register('3D_PROTO', reads=('responses',))\n    def score(self, shard: \"{RUN}\"):\n        pass",
+    "a text within an annotation": "import workbench as wb\nclass thing(wb.Worker):\n"
+    "    @wb.register('3D_PROTO', reads=('responses',))\n    def score(self, shard: list[\"{RUN}\"]):\n        pass",
     "a comment after a lone return": "# hm\r{RUN}\rthing = 1",
     "a star import": "from {PACKAGE}.inner import *\nthing = 1",
 }
@@ -159,9 +198,13 @@ class Net(torch.nn.Module):
     @functools.lru_cache(maxsize=4)
     def f(x: int, *rest: Any, sampling=wb.Sampling(max_new_tokens=4)) -> "Net": ...
 
+class Counting(wb.Worker):
+    @wb.register("DP_PROTO", reads=("responses",))
+    def count(self, shard: "wb.Batch", names: "list[str]" = ()) -> "Settings": ...
+
 @torch.no_grad()
-def thing(x: tuple[int, ...] = (1, 2), f=lambda y: y): return Settings(), Net
+def thing(x: tuple[int, ...] = (1, 2), f=lambda y: y): return Settings(), Net, Counting
 '''
     script = script_of(page("import workbench as wb", cell, "lab = wb.open('x', prompts=[str(thing())])")).text
     top = script.split("def main(")[0]
-    assert all(f"{line}" in top for line in ("class Settings", "class Net", "def thing("))
+    assert all(f"{line}" in top for line in ("class Settings", "class Net", "class Counting", "def thing("))

@@ -1,8 +1,9 @@
 """What a statement is for: does it only look at what is there, does it make a value, or does it do something?
 
-Four kinds of calls only look: the workbench's own methods in `LAB_LOOKS`, Python's builtins, functions and methods of
-modules for data, and modules that draw; but not where their name says that they change something (`CHANGES`), or where
-they are given a function that may. A call of anything else may do something, and stays.
+Four kinds of calls only look: the workbench's own methods in `LAB_LOOKS`, Python's builtins, functions of modules for
+data and methods of frames and arrays, and modules that draw; but not where their name says that they change something
+(`CHANGES`), or where they are given a function that may. A method counts only where `Kinds` knows what it is a method
+of. A call of anything else may do something, and stays.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 from functools import cache
-from typing import Any
 
+from workbench.export.kinds import DATA, LAB_LOOKS, Kind, Kinds, container_methods, methods
 from workbench.export.statements import IN_PLACE, Statement, at_margin, root
 
 
@@ -29,12 +30,6 @@ class Purpose(Enum):
     EFFECT = "effect"
 
 
-# Of a workbench, its batches, groups and algorithms: they answer, and change nothing. A test holds them to the classes.
-LAB_LOOKS = {
-    "batch", "batches", "devices", "df", "diff", "estimate", "export", "fetch", "graph", "lineage", "logs",
-    "memory", "metrics", "open_runs", "panel", "peek", "read_memory", "runs", "select", "spans", "sync_plans",
-    "syncs", "tensordict", "timeline", "topology", "traffic", "transfers", "weight_digests",
-}  # fmt: skip
 DISPLAYS = {"display", "clear_output", "HTML", "Markdown", "Image", "SVG", "JSON", "Pretty", "Code"}
 DRAWING = {"IPython", "ipywidgets", "matplotlib", "seaborn", "plotly", "pylab", "altair", "bokeh", "workbench_widgets"}
 STREAMS = {"enumerate", "filter", "iter", "map", "open", "reversed", "zip"}  # what they give is read once
@@ -47,7 +42,7 @@ DATA_MODULES = {"collections", "itertools", "json", "math", "numpy", "pandas", "
 # A test holds this to the methods that frames have in common with things that can be changed.
 CHANGES = re.compile(
     "add$|apply|clear$|combine$|compare$|copyto|discard|drop$|dump$|eval$|extend|fill_|from|insert|isetitem|join|map$|"
-    "memmap|name$|option|piecewise|pipe$|place|pop|put|random|register|remove|replace$|reset_opt|reverse|sample|save|"
+    "memmap|name$|option|piecewise|pipe$|place|pop|put|random|read_sql|register|remove|replace$|reset_opt|reverse|sample|save|"
     "seed|set(?!_index|_axis)|shuffle|sort$|starmap|to_(?!dict|list|numpy|string)|transform$|truncate|update|vectorize|"
     "write"
 )
@@ -55,6 +50,8 @@ CHANGES = re.compile(
 MAKE_ANEW = {
     "Counter", "DataFrame", "copy", "defaultdict", "len", "metrics", "round", "spans", "sum", "topology", "transfers",
 }  # fmt: skip
+MAKE_FRAMES = {"from_dict", "from_records"}
+MODULES = (Kind.MODULE, Kind.PANDAS, Kind.NUMPY)
 PLAIN_DECORATORS = {"staticmethod", "classmethod", "property"}
 
 
@@ -62,8 +59,8 @@ class Looking:
     """Judges the statements of one notebook, in order, and remembers what their names mean.
 
     modules: name -> the top module that it was imported from. drawn: names that hold pictures, and functions that only
-    show; printing: functions that only print. defined: functions and classes of the notebook. live: names of what `wb`
-    made, such as a workbench, and of its parts. streams: names of what can be read once and is read again, so that
+    show; printing: functions that only print. defined: functions and classes of the notebook. kinds: what names
+    hold. streams: names of what can be read once and is read again, so that
     looking at it takes it away.
     """
 
@@ -77,12 +74,11 @@ class Looking:
                 self.modules |= {(a.asname or a.name).partition(".")[0]: a.name.partition(".")[0] for a in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 self.modules |= {a.asname or a.name: node.module.partition(".")[0] for a in node.names}
-        self.live: set[str] = set()
-        self._find_live(statements)
+        self.kinds = Kinds([statement.node for statement in statements])
         bound = {name for s in statements if not s.is_import for name in s.names.binds}
         self.drawn = {name for name, module in self.modules.items() if module in DRAWING}
         self.drawn |= DISPLAYS - set(self.modules) - bound
-        self.owned = _owned(statements)
+        self.owned = _owned(statements, self.kinds)
         makers = STREAMS | {s.node.name for s in statements if isinstance(s.node, ast.FunctionDef) and _yields(s.node)}
         makers |= {name for name, module in self.modules.items() if module in ("itertools", "csv")}
         streams = {name for s in statements if _is_stream(s.node, makers) for name in s.names.binds}
@@ -193,41 +189,25 @@ class Looking:
             return not called.attr.startswith(("save", "write"))
         if isinstance(called.value, ast.Constant | ast.JoinedStr):
             return True
-        module, of_module = self.modules.get(start or ""), isinstance(called.value, ast.Name)
-        if module == "workbench" and of_module:
+        module, kind = self.modules.get(start or ""), self.kinds.of(called.value)
+        of_module = isinstance(called.value, ast.Name) and kind in MODULES
+        if module == "workbench" and kind is Kind.OURS and isinstance(called.value, ast.Name):
             return called.attr in _wb_values() or called.attr == "ls"
-        if module == "workbench" and called.attr in ("of", "colocate", "split", "standalone"):
+        if module == "workbench" and kind is Kind.OURS and called.attr in ("of", "colocate", "split", "standalone"):
             return True
         if any(keyword.arg in ("inplace", "out") for keyword in call.keywords):
             return False
-        if module is not None and of_module:
-            return module in DATA_MODULES and not CHANGES.match(called.attr)
-        if module == "pandas" and not called.attr.startswith("to_"):
-            return True  # of a frame that was made in this very expression
-        if module not in (None, "workbench", "pandas", "numpy"):
-            return False
-        looks = LAB_LOOKS | _placement_methods()
-        # the operations of a workbench's workers may have any name
-        return called.attr in (looks if self._is_live(called.value) else looks | frame_looks())
-
-    def _find_live(self, statements: Sequence[Statement]) -> None:
-        for node in at_margin([statement.node for statement in statements]):
-            value = node.value if isinstance(node, ast.Assign) else getattr(node, "context_expr", None)
-            maker = value.func.value if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else None
-            made = isinstance(maker, ast.Name) and self.modules.get(maker.id) == "workbench"
-            if value is not None and (made or self._is_live(value)):
-                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "optional_vars", None)]
-                self.live |= {target.id for target in targets if isinstance(target, ast.Name)}
-
-    def _is_live(self, node: ast.AST) -> bool:
-        """Whether it is what `wb` made, or a part of it: `lab.actor`."""
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return isinstance(node, ast.Name) and node.id in self.live
+        if of_module:
+            return module in DATA_MODULES and not CHANGES.match(called.attr) and not _writes_last(module, call)
+        if kind is Kind.OURS:
+            return called.attr in LAB_LOOKS | _placement_methods()
+        if kind is Kind.PLAIN:
+            return called.attr in frame_looks() & container_methods()
+        return kind in DATA and called.attr in frame_looks() | MAKE_FRAMES
 
     def _is_pure(self, name: str) -> bool:
         """Whether a name is that of a builtin function that changes nothing."""
-        other = name in BUILTIN_EFFECTS or name in self.defined or name in self.modules
+        other = name in BUILTIN_EFFECTS or name in self.defined or self.kinds.binds(name)
         return not other and callable(getattr(builtins, name, None))
 
     def _may_act(self, call: ast.Call) -> bool:
@@ -268,13 +248,18 @@ class Looking:
             return isinstance(node, ast.Call)
         while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "panel":
-                return True
+                return self.kinds.of(node.func.value) is Kind.OURS
             node = node.func if isinstance(node, ast.Call) else node.value
         return False
 
     def _only_shows(self, function: ast.FunctionDef) -> bool:
         """Whether a function of the notebook shows something, and does nothing else."""
+        around = self.kinds
+        self.kinds = Kinds(
+            function.body, [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)], around
+        )
         purposes = [self._of(one) for one in function.body if not isinstance(one, ast.Return)]
+        self.kinds = around
         inside = list(ast.walk(function))
         shows = any(isinstance(one, ast.Name) and one.id in self.drawn | {"print"} for one in inside)
         changes = any(
@@ -286,25 +271,28 @@ class Looking:
         return shows and not changes and not returns and Purpose.EFFECT not in purposes
 
 
-def _owned(statements: Sequence[Statement]) -> set[str]:
+def _owned(statements: Sequence[Statement], kinds: Kinds) -> set[str]:
     """Names that are bound to new things alone, which no other name has: a literal container, a number, a frame."""
     owned: dict[str, bool] = {}
     for statement in statements:
         node = statement.node
         if not isinstance(node, ast.AugAssign):
-            fresh = isinstance(node, ast.Assign | ast.AnnAssign) and _is_new(node.value)
+            fresh = isinstance(node, ast.Assign | ast.AnnAssign) and _is_new(node.value, kinds)
             for name in statement.names.binds:
                 owned[name] = owned.get(name, True) and fresh
     return {name for name, fresh in owned.items() if fresh}
 
 
-def _is_new(value: ast.expr | None) -> bool:
+def _is_new(value: ast.expr | None, kinds: Kinds) -> bool:
     """Whether an expression gives a thing of its own, which nothing else holds."""
     if not isinstance(value, ast.Call):
         return isinstance(value, ast.Dict | ast.List | ast.Set | ast.Constant | ast.ListComp | ast.DictComp | ast.BinOp)
     if isinstance(value.func, ast.Name):
         return isinstance(getattr(builtins, value.func.id, None), type) or value.func.id in MAKE_ANEW
-    return isinstance(value.func, ast.Attribute) and value.func.attr in MAKE_ANEW | _frames_alone()
+    if not isinstance(value.func, ast.Attribute) or kinds.of(value.func.value) in (Kind.UNKNOWN, Kind.PLAIN):
+        return isinstance(value.func, ast.Attribute) and value.func.attr == "copy"
+    alone = value.func.attr in _frames_alone() and kinds.of(value) in DATA
+    return alone or value.func.attr in MAKE_ANEW
 
 
 def _is_stream(node: ast.stmt, makers: set[str]) -> bool:
@@ -321,8 +309,12 @@ def _prints(function: ast.FunctionDef) -> bool:
     return any(isinstance(one, ast.Name) and one.id == "print" for one in ast.walk(function))
 
 
-def _methods(*kinds: Any) -> set[str]:
-    return {name for kind in kinds for name in dir(kind) if not name.startswith("_")}
+def _writes_last(module: str | None, call: ast.Call) -> bool:
+    """Whether it is `np.add(a, b, c)`, which writes into `c`."""
+    import numpy
+
+    made = getattr(numpy, call.func.attr, None) if isinstance(call.func, ast.Attribute) else None
+    return module == "numpy" and isinstance(made, numpy.ufunc) and len(call.args) > made.nin
 
 
 @cache
@@ -332,7 +324,7 @@ def frame_looks() -> set[str]:
     from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
 
     kinds = (DataFrame, Series, DataFrameGroupBy, SeriesGroupBy, DataFrame.plot)
-    return {name for name in _methods(*kinds) if not CHANGES.match(name)}
+    return {name for name in methods(*kinds) if not CHANGES.match(name)}
 
 
 @cache
@@ -340,7 +332,7 @@ def _frames_alone() -> set[str]:
     """Of these, what gives a frame of its own: pandas copies on write; what arrays have too may be a view."""
     from numpy import ndarray
 
-    return frame_looks() - _methods(ndarray)
+    return frame_looks() - methods(ndarray)
 
 
 @cache

@@ -83,13 +83,19 @@ def hoisted(
             dumps.add(ast.dump(s.node))
     known = origins(statement.node for statement in imports.values())
     changed = {name for s in statements if not s.is_import for name in s.names.changes}
+    stored = {name for s in statements if not s.is_import for name in s.names.stores}  # such as `math.limit = 3`
     above = {
         id(s): s
         for s in statements
         if s.names.binds <= once - parameters
         and not any(hasattr(builtins, name) for name in s.names.binds)
         and (
-            (s.is_definition and is_inert(s.node, known) and not any(map(_names_protocol, at_margin([s.node]))))
+            (
+                s.is_definition
+                and is_inert(s.node, known)
+                and not s.names.uses & stored
+                and not any(map(_names_protocol, at_margin([s.node])))
+            )
             or (
                 _is_constant(s)
                 and not s.names.binds & (changed | rebound)

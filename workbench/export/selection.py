@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
-from workbench.export.looking import DRAWING, LAB_LOOKS, Looking, Purpose, builtin
+from workbench.export.kinds import LAB_LOOKS
+from workbench.export.looking import DRAWING, Looking, Purpose, builtin
 from workbench.export.statements import Statement, at_margin, names_of_module, own_names, root
 
 # Stages that change no role and no position in the data: without what they made, they need not be called.
