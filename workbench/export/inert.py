@@ -207,7 +207,7 @@ def _is_type(origin: str) -> bool:
     package, _, name = origin.rpartition(".")
     if package == "builtins":
         return isinstance(getattr(builtins, name, None), type)
-    return package in ("typing", "collections.abc", "numpy", "numpy.typing")
+    return origin == "numpy.ndarray" or package in ("typing", "collections.abc", "numpy.typing")
 
 
 def _is_special(name: str) -> bool:
