@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
+# threads that wait take no core: see workbench/__init__.py; here also for notebooks that import torch first
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: setup demo test lessons thorough lab check format docs witnesses peers bench prove clean help
 

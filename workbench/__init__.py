@@ -9,6 +9,7 @@ What `lab` can do: `Workbench`, and the operations of its roles.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from workbench.algorithms import ALGORITHMS
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from workbench.settings.engines import Generation as Generation
     from workbench.settings.engines import Sampling as Sampling
     from workbench.settings.engines import Training as Training
+
+# Threads that wait for each other take no core meanwhile. Beside a browser, which takes one too, an inline workbench on a
+# CPU was up to 25 times slower. OpenMP reads it when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {**ALGORITHMS, **PUBLIC_NAMES}
