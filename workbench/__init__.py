@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from workbench.settings.engines import Sampling as Sampling
     from workbench.settings.engines import Training as Training
 
-# Threads that wait for each other take no core meanwhile. Beside a browser, which takes one too, an inline workbench on a
-# CPU was up to 25 times slower. OpenMP reads it when torch is imported.
+# Threads that wait for each other take no core meanwhile: beside a browser, which takes one too, an inline workbench on
+# a CPU was up to 25 times slower. OpenMP reads it when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
