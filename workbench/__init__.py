@@ -12,6 +12,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from workbench import errors as errors
 from workbench.algorithms import ALGORITHMS
 from workbench.support.public_names import PUBLIC_NAMES
 

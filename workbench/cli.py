@@ -94,15 +94,24 @@ def parser() -> argparse.ArgumentParser:
     order.add_argument("--as-run", dest="order", action="store_const", const="run", help="as cells were run")
     export.add_argument("--used", action="store_true", help="keep only what the results of the run depend on")
     export.add_argument(
-        "--parameters", metavar="NAME", nargs="+", default=(), help="more assignments to make options of"
+        "--parameters",
+        metavar="NAME",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="more assignments to make options of",
     )
     export.add_argument("--loops", action="store_true", help="write repeated lines as a loop")
     export.add_argument(
         "--moves", choices=("opening", "steps"), default="opening", help="of placements; see docs/export.md"
     )
-    export.add_argument("--run", metavar="FOLDER", nargs="+", help="run folders with the record; default: looked for")
+    export.add_argument(
+        "--run", metavar="FOLDER", nargs="+", action="extend", help="run folders with the record; default: looked for"
+    )
     export.add_argument("--check", action="store_true", help="run notebook and script, and compare every metric")
-    export.add_argument("--set", metavar="NAME=VALUE", nargs="+", default=[], help="for --check: values of parameters")
+    export.add_argument(
+        "--set", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="for --check: values of parameters"
+    )
     export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
     back = add("notebook", _notebook, "make a notebook of an exported script", answers=False)
     back.add_argument("script", metavar="SCRIPT")

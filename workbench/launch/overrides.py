@@ -20,7 +20,7 @@ from workbench.display import progress
 from workbench.errors import BadInput, WorkbenchError
 from workbench.launch.arguments import ARGUMENTS
 from workbench.session.checkpoint import find_checkpoint
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import check_names, meant
 from workbench.support.validation import checked
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
 
     @functools.wraps(opens)
     def open(*args: P.args, **kwargs: P.kwargs) -> Workbench:
+        check_names("wb.open", signature.parameters.values(), kwargs, len(args))
         call = signature.bind(*args, **kwargs)
         said = defaults | call.arguments
         if running is not None and "if_exists" not in call.arguments:
