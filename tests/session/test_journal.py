@@ -41,6 +41,8 @@ def lab(tmp_path: Path) -> Iterator[wb.Workbench]:
         journal.rewrite()
         lab.ownership.journal = journal
         yield lab
+        lab.ownership.take()  # whatever a test has made of it: only who drives it ends it
+        lab.ownership.drives = True
         registry.forget(description.id)
 
 

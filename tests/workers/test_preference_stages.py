@@ -227,7 +227,7 @@ def test_algorithms_run_their_lines(lab: wb.Workbench) -> None:
     with lab.kept("actor"):
         made = [dpo.step() for _ in stages]
     assert made[0].rows == 2
-    with pytest.raises(BadInput, match="demonstrations are needed"):
+    with pytest.raises(BadInput, match="must be demonstrations"):
         wb.SFT(lab, pairs)
     with pytest.raises(BadInput, match=r"RewardModeling\.role='critic'"):
         wb.RewardModeling(lab, pairs, role="critic")  # type: ignore[arg-type]
