@@ -1,4 +1,4 @@
-"""What looks like a secret is masked before it is written."""
+"""Text that looks like a secret is masked before it is written."""
 
 from __future__ import annotations
 

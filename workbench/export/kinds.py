@@ -184,12 +184,12 @@ class Kinds:
             self._add(node.id, Kind.UNKNOWN)
 
     def _of_class(self, node: ast.ClassDef) -> Value:
-        """A class is of the workbench where its first base is, and none of what only looks is its own."""
+        """The value of its first base; unknown where the class defines a method with the name of a display call."""
         own = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
         return node.bases[0] if node.bases and not own & (LAB_LOOKS | FRAMES) else Kind.UNKNOWN
 
     def _bind(self, target: ast.expr, value: Value) -> None:
-        """To a name; the parts of what is unpacked are found as names by themselves."""
+        """Note the value of a name. Names in an unpacked tuple are visited one by one elsewhere."""
         if isinstance(target, ast.Name):
             self._placed.add(id(target))
             self._add(target.id, value)

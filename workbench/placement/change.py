@@ -65,8 +65,8 @@ class PlacementChange(Moves):
         return tuple(sorted({place.device for place in self.places}))
 
     def during(self, device: int, *, certain: bool = False) -> int:
-        """Most bytes on a device during the change: what stays, the state of what moves and of what is built from it,
-        batches, and buffers. certain: without what may be less, see `RankMemory.certain`."""
+        """The most bytes on a device during the change: roles that stay, roles that leave, new roles, batches, buffers.
+        certain: only the bytes that are needed in any case, see `RankMemory.certain`."""
         actions = {change.role: change.action for change in self.roles}
 
         def held(tenants: Iterable[Tenant]) -> int:

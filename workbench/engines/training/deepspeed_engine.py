@@ -55,7 +55,7 @@ class DeepSpeedEngine(TrainingEngine):
     `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
-    _tensor_ranks: ClassVar[int] = 1  # of this process's engines; once it is more than 1 it stays
+    _tensor_ranks: ClassVar[int] = 1  # of all engines in this process; never goes back to 1
 
     def __init__(
         self,
