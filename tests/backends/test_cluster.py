@@ -67,6 +67,7 @@ from workbench.errors import BadInput
 from workbench.backends.cluster import connect, joined_address, stop_head
 address, mine = sys.argv[1], sys.argv[2] == "mine"
 if mine:
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # that head listens on the loopback alone
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     connect()
 else:

@@ -1,7 +1,7 @@
 """The Ray cluster under this user's workbenches: joined where there is one, else a head started outside the kernel.
 
 One head serves all workbenches of a user on a machine. It outlives the kernel, and is stopped by process id when the
-last workbench closes. Ray's control store listens on every interface, whatever its options, so a token protects it.
+last workbench closes. `ray_access` says who can reach it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -25,15 +24,21 @@ from typing import Any
 import psutil
 
 from workbench.backends import registry
+from workbench.backends.ray_access import (
+    LOOPBACK_ALONE,
+    environment,
+    no_answer,
+    others_access,
+    own_access,
+    reached_at,
+    session_folder,
+)
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.support.home import home, locked
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
 KEEP = "WORKBENCH_KEEP_RAY"
-MODE = os.environ.get("RAY_AUTH_MODE")  # as the user has set it
-RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
-ANSWER_S = 5.0
 PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 ATTEMPTS = 3
 Note = Callable[[str], None]
@@ -56,30 +61,12 @@ def _head_file() -> Path:
     return home() / "head.json"
 
 
-def _use_token(own_head: bool) -> None:
-    """Make this process, and what it starts, show a token to Ray: this user's own, or for a cluster that somebody else
-    started the one that Ray is set up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder)."""
-    found = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or RAYS_TOKEN.exists()
-    # a head that was started without a token asks for none
-    os.environ["RAY_AUTH_MODE"] = MODE or ("token" if own_head or found else "disabled")
+def _set_up_ray() -> None:
+    """Settings of Ray for this process and what it starts, where the user has made none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # by default Ray lowers the priority of its workers: beside anything else on the machine they would crawl
     os.environ.setdefault("RAY_worker_niceness", "0")
-    token = home() / "ray_token"
-    if not own_head:
-        if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token):  # set below, when this process was joined to its own
-            del os.environ["RAY_AUTH_TOKEN_PATH"]
-        return
-    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
-        return
-    if not token.exists():
-        new = token.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        new.touch(mode=0o600)
-        new.write_text(secrets.token_hex(32))
-        new.replace(token)
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 
 
 def running_head() -> dict[str, Any] | None:
@@ -147,7 +134,7 @@ def start_ahead() -> None:
     joined = ray is not None and ray.is_initialized()
     if joined or _ahead is not None or running_head() is not None or importlib.util.find_spec("ray") is None:
         return
-    _use_token(own_head=True)
+    _set_up_ray()
     _ahead = _Ahead()
 
 
@@ -158,13 +145,15 @@ def _try_start_head(note: Note) -> dict[str, Any]:
         # -P: the folder of that file, which has a ray.py, is not where it finds modules
         *(sys.executable, "-P", str(Path(__file__).with_name("ray_head.py")), "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
+        f"--temp-dir={session_folder()}",
         *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
     ]
+    with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE}
     # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=with_token
         )
     _started.append(process)
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -210,46 +199,27 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
             ray.shutdown()
             _joined = None
         own_head = address is None or (head is not None and head["address"] == address)
-        _use_token(own_head)
+        _set_up_ray()
         if address is None:
             if head is None and not start:
                 raise NotFound("no Ray head of this user runs", "its workbenches ended with it", "open them anew")
             head = head or _start_head(note)
         target = str(address or (head and head["address"]))
         note("joining Ray")
-        _need_answer(target)
+        # Ray would end this process once its head has been gone for a minute: `head_is_gone` asks before each call
+        access = {PATIENCE: os.environ.get(PATIENCE, str(10**9)), **own_access()} if own_head else others_access(target)
         try:
-            with _keeps_handler(), _outlives_head() if own_head else contextlib.nullcontext():
+            with _keeps_handler(), environment(access), reached_at(ray, target):
                 # Ray reads its settings when it is imported; it may have been imported before they were made
                 ray._raylet.Config.initialize("")
                 ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
                 ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-            raise _no_answer(target, str(error).splitlines()[0]) from error
+            raise no_answer(target, str(error).splitlines()[0]) from error
         _joined = _Joined(asked=address, address=_address(ray), own=own_head)
         if own_head:
             _note_client()
     return ray
-
-
-def _need_answer(target: str) -> None:
-    """Raise `WorkbenchError` where nothing listens: Ray would try for minutes, and an interrupt would not end it."""
-    host, colon, port = target.rpartition(":")
-    if not colon or not port.isdigit() or "//" in host:
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_answer(target, str(error)) from error
-
-
-def _no_answer(target: str, reason: str) -> WorkbenchError:
-    return WorkbenchError(
-        f"no Ray cluster answers at {target!r} ({reason})",
-        "address= must name a running head as host:port, and its token must be known here: RAY_AUTH_TOKEN, "
-        "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as on the machine of the head",
-        "start one with `ray start --head`, or leave address= out",
-    )
 
 
 @contextlib.contextmanager
@@ -264,19 +234,6 @@ def _keeps_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _outlives_head() -> Iterator[None]:
-    """While this process joins a head: Ray is not to end it when that head has been gone for a minute. Whether it is
-    gone is asked before each call, see `head_is_gone`; the head's own processes keep Ray's minute."""
-    given = os.environ.get(PATIENCE)
-    os.environ.setdefault(PATIENCE, str(10**9))
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ[PATIENCE]
-
-
 def joined_head() -> str | None:
     """The address of this user's head, where this process is joined to it; None: to another cluster, or to none."""
     return _joined.address if _joined is not None and _joined.own else None
@@ -285,11 +242,7 @@ def joined_head() -> str | None:
 def head_is_gone(address: str) -> bool:
     """Whether the head of this user's that was joined at that address does not run any more, or was left since."""
     head = running_head()
-    return joined_head() != address or head is None or not _names(address, head)
-
-
-def _names(address: str, head: dict[str, Any]) -> bool:
-    return address.rsplit(":", 1)[1] == str(head["address"]).rsplit(":", 1)[1]
+    return joined_head() != address or head is None or head["address"] != address
 
 
 def _serves(ray: Any, address: str | None, head: dict[str, Any] | None) -> bool:
@@ -321,13 +274,7 @@ def _address(ray: Any) -> str:
 
 def _own(ray: Any, head: dict[str, Any] | None) -> bool:
     """Whether the cluster that this process is joined to is this user's head, and that lives."""
-    here = _address(ray)
-    host = here.rsplit(":", 1)[0]
-    if head is None or not _names(here, head):
-        return False
-    if _joined is not None and _joined.address == here:
-        return _joined.own
-    return host in ("127.0.0.1", ray.util.get_node_ip_address())  # Ray names the machine in place of 127.0.0.1
+    return head is not None and head["address"] == _address(ray)
 
 
 def joined_address(ray: Any) -> str | None:

@@ -15,7 +15,9 @@ from workbench.messages.calls import Call, HostInfo
 from workbench.workers.host import Host
 
 # What a host's `join` sets; DeepSpeed reads it.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+)  # fmt: skip
 
 
 class _Kernel:

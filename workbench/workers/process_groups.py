@@ -59,8 +59,10 @@ def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None)
     """
     rank, size = info.rank, info.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
-    if address == LOOPBACK:  # by default gloo listens on the address that the host's name has
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    # by default gloo listens on the address that the host's name has, and NCCL on an interface that it chooses
+    if interface := _interface_to(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if info.device.startswith("cuda") else "gloo"
         store = store or dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
@@ -93,6 +95,13 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
     return ParallelGroups(layout=layout, **made)
 
 
-def _loopback_interface() -> str:
+def _interface_to(store: str) -> str | None:
+    """The interface by which this machine takes part in a pool whose store has that address: the loopback, or the one
+    that has the address by which Ray knows this machine. None where no interface has it."""
+    mine = LOOPBACK
+    if store != LOOPBACK:
+        import ray
+
+        mine = ray.util.get_node_ip_address()
     found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if LOOPBACK in (one.address for one in addresses)), "lo")
+    return next((name for name, addresses in found if mine in (one.address for one in addresses)), None)

@@ -1,0 +1,150 @@
+"""Who can reach Ray, and how this process shows that it may: addresses, token, certificates.
+
+By default each of Ray's processes listens on all interfaces. A head of our own, with all that it starts, listens on
+the loopback alone: a setting that Ray has for macOS and Windows. A token protects it there from other local users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import BadInput, WorkbenchError
+from workbench.support.home import home
+
+RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
+CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for a process that starts a head
+ANSWER_S = 5.0
+
+
+def own_access() -> dict[str, str]:
+    """The environment with which a process starts or joins a head of this user: always with a token, whatever
+    RAY_AUTH_MODE says. The token is made where there is none. Raises `BadInput` for certificates that are not there."""
+    _check_certificates()
+    access = {"RAY_AUTH_MODE": "token"}
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return access
+    token = home() / "ray_token"
+    if not token.exists():
+        new = token.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32))
+        new.replace(token)
+    return access | {"RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+def others_access(address: str) -> dict[str, str]:
+    """The environment with which a process joins a cluster that somebody else started: with the token that Ray is set
+    up with (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or Ray's file in the home folder). Warns where there is none."""
+    _check_certificates()
+    found = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or RAYS_TOKEN.exists()
+    mode = os.environ.get("RAY_AUTH_MODE") or ("token" if found else "disabled")
+    if mode == "disabled":
+        warnings.warn(
+            f"the Ray cluster at {address} is joined without a token: if it asks for none, everyone who reaches its "
+            "ports can run code as its user. Start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, see SECURITY.md",
+            stacklevel=2,
+        )
+    return {"RAY_AUTH_MODE": mode}
+
+
+def _check_certificates() -> None:
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return
+    for name in CERTIFICATES:
+        if not os.access(os.environ.get(name, ""), os.R_OK):
+            raise BadInput(
+                f"{name}={os.environ.get(name)!r}",
+                "RAY_USE_TLS=1 asks for three files: " + ", ".join(CERTIFICATES),
+                "set it to a file that this user can read, or unset RAY_USE_TLS",
+            )
+
+
+def session_folder() -> Path:
+    """Where a head of ours keeps its sockets and logs. Ray opens its folder to all users, who could put a socket of
+    theirs in the place of one; only this user can enter the folder around it. The path is short, as that of a socket
+    holds 107 bytes."""
+    folder = Path(tempfile.gettempdir()) / f"wb-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BadInput(
+            f"{folder} (mode {found.st_mode & 0o777:o}, owner {found.st_uid})",
+            "Ray's sockets need a folder that only this user can enter",
+            "remove it, or set TMPDIR to a folder of your own with a short path",
+        )
+    return folder / "ray"
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have `values` in this process's environment for as long as it joins Ray: a program that it starts later must not
+    take them for the user's own settings, and start an open head because of them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def reached_at(ray: Any, target: str) -> Iterator[None]:
+    """Have Ray use the loopback for `target` where its head listens there alone: for 127.0.0.1 Ray would otherwise take
+    the machine's own address. Raises `WorkbenchError` where nothing listens: Ray would try for minutes, and an
+    interrupt would not end it."""
+    host, colon, port = target.rpartition(":")
+    if not colon or not port.isdigit() or "//" in host:
+        yield
+        return
+    host = host.strip("[]")
+    if reason := _silent(host, port):
+        raise no_answer(target, reason)
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    if _is_loopback(host) and _silent(ray.util.get_node_ip_address(), port):
+        constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _silent(host: str, port: str) -> str:
+    """Why nothing answers there; empty where something does."""
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def no_answer(target: str, reason: str) -> WorkbenchError:
+    """The error for a cluster that cannot be joined."""
+    return WorkbenchError(
+        f"no Ray cluster answers at {target!r} ({reason})",
+        "address= must name a running head as host:port, and its token must be known here: RAY_AUTH_TOKEN, "
+        "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as on the machine of the head",
+        "start one with `ray start --head`, or leave address= out",
+    )
