@@ -22,6 +22,11 @@ from jupyter_client import BlockingKernelClient
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
+# no inline scripts, nothing from elsewhere: JupyterLab checks its settings with eval, and anywidget loads from blobs
+POLICY = (
+    "default-src 'self'; script-src 'self' blob: 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' blob: ws:; worker-src 'self' blob:"
+)
 PATIENCE_S = 240  # what a busy machine may take for anything
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "runs" / "browser"
@@ -38,6 +43,7 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
     }
     settings = [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--no-browser", "--port=0"]
     settings += ["--ServerApp.disable_check_xsrf=True", "--allow-root", "--ip=127.0.0.1"]
+    settings.append(f"--ServerApp.tornado_settings={{'headers': {{'Content-Security-Policy': \"{POLICY}\"}}}}")
     quiet = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     quiet.parent.mkdir(parents=True)
     quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')

@@ -1,0 +1,129 @@
+"""Text from models, data, names and errors that tries to become a program of the page: a real browser, no mocks.
+
+The page of the first test ignores any Content-Security-Policy, so that nothing but our own escaping protects it. All
+tests of this folder run under a policy that forbids inline scripts: see `jupyter_lab`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.browser.notebook import PATIENCE_S, Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+OPEN = r"""
+from pathlib import Path
+import warnings
+import torch
+import workbench as wb
+from tests.cases import TINY, tiny_lab
+from workbench.batches.columns import Ragged
+EVIL = [
+    "<script>window.hit = 1</script>",
+    "<img src=x onerror='window.hit = 2'>",
+    "\"><svg onload=\"window.hit = 3\">",
+    "'><img src='http://192.0.2.1/spy.png'>",
+    "</style></textarea></title><iframe srcdoc='<script>parent.hit = 4</script>'></iframe>",
+    "[x](javascript:window.hit=5) ![](http://192.0.2.1/spy.png) <a href='javascript:window.hit=6'>x</a>",
+    "${window.hit = 7}{{7*7}}&lt;script&gt;",
+]
+ALL = " ".join(EVIL)
+data = [{"prompt": f"{text} {n}", "answer": text, EVIL[n % 3]: text} for n, text in enumerate(EVIL * 2)]
+data = [{**{name: "" for name in EVIL[:3]}, **row} for row in data]
+def reward(prompt, response, **row):
+    return float(len(response))
+reward.__name__ = reward.__qualname__ = EVIL[1]
+lab = tiny_lab(
+    "hostile", Path("runs"), backend="inline", if_exists="replace", prompts=data,
+    models={"actor": TINY, "critic": TINY, "reference": TINY, "reward": reward},
+)
+ppo = wb.PPO(lab, prompts=4, reward=reward, sampling=wb.Sampling(max_new_tokens=6))
+"""
+WORK = r"""
+ppo.iterate()
+def spy(prompt, response, **row):
+    raise ValueError(ALL)
+failed = []
+broken = wb.PPO(lab, prompts=2, reward=spy, sampling=wb.Sampling(max_new_tokens=2))
+for call in (broken.iterate, lambda: lab.metrics(ALL), lambda: lab.actor.generate_sequences(ALL), lambda: lab.move(ALL),
+             lambda: wb.open(ALL, models={"actor": ALL}), lambda: wb.Sampling(temperature=ALL)):
+    try:
+        call()
+    except Exception as error:
+        failed.append(error)
+batch = ppo.made["compute_advantages"]
+said = lab.runner.batches.tokenizer(ALL)["input_ids"]
+ids = Ragged.of([list(said)] * 2, torch.int64)
+put = lab.put({"prompt_ids": ids, "response_ids": ids, "old_log_prob": ids.like(torch.zeros(len(ids.values))),
+               "rewards": torch.zeros(2), EVIL[0]: [ALL, ALL]})
+"""
+SHOW = r"""
+from IPython.display import display
+for shown in (lab, ppo, lab.prompts, batch, put, lab.topology(), lab.timeline(), lab.metrics(), *failed):
+    display(shown)
+raise failed[0]
+"""
+
+
+@pytest.fixture
+def unprotected(browser: Any, lab_address: tuple[str, Path]) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1300, "height": 1100}, bypass_csp=True)
+    context.set_default_timeout(1000 * PATIENCE_S)
+    yield context
+    context.close()
+
+
+def test_no_text_becomes_a_program_or_a_request(unprotected: Any, lab_address: tuple[str, Path]) -> None:
+    address, folder = lab_address
+    page = unprotected.new_page()
+    asked: list[str] = []
+    unprotected.on("request", lambda request: asked.append(request.url))
+    notebook = Notebook(page, address, folder, [OPEN, WORK, SHOW, "panel = lab.panel(algorithm=ppo); panel"])
+    try:
+        for cell in (0, 1):
+            notebook.run(cell)
+        notebook.start(2)
+        notebook.wait_until_ended(2)
+        assert notebook.ask("len(failed)") >= 5
+        assert notebook.ask("'window.hit' in lab.decode(said)")
+        panel = notebook.run(3).locator(".wb-panel")
+        panel.locator('[data-stage="prompts"]').wait_for()
+        for name in panel.get_by_role("tab").all_inner_texts():
+            panel.get_by_role("tab", name=name, exact=True).click()
+            page.wait_for_function(
+                "name => [...document.querySelectorAll('.wb-panel [role=tab][aria-selected=true]')]"
+                ".every(tab => tab.innerText === name)", arg=name,
+            )  # fmt: skip
+            notebook.ask("1")
+            notebook.picture(f"hostile_{name.lower()}")
+        assert "window.hit" in page.content()  # the texts are there, as text
+        assert page.evaluate("window.hit") is None
+        assert (
+            page.locator("[onerror], [onload], iframe[srcdoc], img[src*='192.0.2.1'], a[href^='javascript:']").count()
+            == 0
+        )
+        ours = urlsplit(address).netloc
+        assert {urlsplit(url).netloc for url in asked if urlsplit(url).scheme in ("http", "https", "ws")} == {ours}
+        # this page would have run them
+        page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.hit = 2'>`)")
+        page.wait_for_function("window.hit === 2")
+    finally:
+        notebook.close()
+
+
+def test_the_pages_of_these_tests_forbid_inline_scripts(open_notebook: Callable[[Sequence[str]], Any]) -> None:
+    page = open_notebook([]).page
+    refused = page.evaluate(
+        """() => new Promise(done => {
+            document.addEventListener("securitypolicyviolation", event => done(event.effectiveDirective));
+            document.body.insertAdjacentHTML("beforeend", "<img src='data:,' onerror='window.hit = 2'>");
+        })"""
+    )
+    assert refused.startswith("script-src")
+    assert page.evaluate("window.hit") is None
