@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Table
 from workbench.batches.schema import TOKEN_COLUMNS
+from workbench.batches.schema_check import check_column
 from workbench.errors import BadInput
 from workbench.models import load_config
+from workbench.models.limits import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,19 +51,8 @@ class Vocabulary:
             )
 
     def check(self, table: Table, where: str) -> None:
-        """Raise `BadInput` naming column, row and id where a token column of a table has an id that is none."""
+        """Raise `BadInput` naming column, row and id where a column of token ids of a table holds something else."""
         for name in TOKEN_COLUMNS:
-            column = table.get(name)
-            if column is None or isinstance(column, list):
-                continue
-            values = column.values if isinstance(column, Ragged) else column
-            if not values.numel() or (int(values.min()) >= 0 and int(values.max()) < self.size):
-                continue
-            rows = column.rows() if isinstance(column, Ragged) else list(column)
-            outside = ((row, int(i)) for row, ids in enumerate(rows) for i in ids.flatten().tolist())
-            row, token_id = next((row, i) for row, i in outside if not 0 <= i < self.size)
-            raise BadInput(
-                f"{where}: {name!r} has token id {token_id} in row {row}",
-                f"{self.name!r} has ids 0 to {self.size - 1}",
-                "make the ids with this workbench's tokenizer; a Ragged has rows without padding",
-            )
+            if name in table:
+                column = table[name]
+                check_column(name, column, range(len(column)), Limits(vocabulary=self.size), f"{where}: ")

@@ -158,4 +158,10 @@ def _as_table(table: Any) -> Table:
                 "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
                 "turn an array into a tensor with torch.from_numpy(array); give one value a row",
             )
+        if isinstance(column, Ragged) and not column.is_whole:
+            raise BadInput(
+                f"put(): column {name!r} has {len(column.values)} values for lengths {column.lengths.tolist()!r:.60}",
+                "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
+                "make it with Ragged.of(rows, dtype)",
+            )
     return found
