@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.batches.columns import Table
+from workbench.batches.file_header import Identity
 from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.batches.schema_check import check_column
 from workbench.errors import BadInput
@@ -36,15 +36,15 @@ class Vocabulary:
         return hashlib.sha256(json.dumps(sorted(self._tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """What is kept beside token ids in a file."""
-        return {"name": self.name, "size": self.size, "digest": self.digest}
+        return Identity(name=self.name, size=self.size, digest=self.digest)
 
-    def check_identity(self, identity: Mapping[str, Any], where: str) -> None:
+    def check_identity(self, identity: Identity, where: str) -> None:
         """Raise `BadInput` where token ids that were kept are those of another vocabulary."""
-        if identity["digest"] != self.digest:
+        if identity.digest != self.digest:
             raise BadInput(
-                f"{where} holds token ids of {identity['name']!r} ({identity['size']} ids, {identity['digest']})",
+                f"{where} holds token ids of {identity.name!r} ({identity.size} ids, {identity.digest})",
                 f"this workbench has those of {self.name!r} ({self.size} ids, {self.digest}): the same ids are other "
                 "texts",
                 "load it in a workbench whose actor has that tokenizer, or carry its texts over and not its ids",
