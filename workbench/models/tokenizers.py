@@ -42,7 +42,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # which kind depends on the family, whose configuration it reads as well
             raise BadInput(
                 f"no tokenizer loads from {str(folder)!r} ({type(error).__name__})",
                 "a model folder holds its tokenizer as well",
