@@ -149,7 +149,7 @@ def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, name: 
         ):
             load(changed(tmp_path, name, num_hidden_layers=layers))
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(4)}
-    with pytest.raises(BadInput, match="has 1 weights .*'model.layers.0.self_attn.q_proj.bias'"):
+    with pytest.raises(BadInput, match=r"has 1 weights .*'model.layers.0.self_attn.q_proj.bias'"):
         load(changed(tmp_path, name, bias, num_hidden_layers=2))
 
 
@@ -164,7 +164,7 @@ def test_buffers_tied_heads_and_heads_of_others_are_no_such_weights(tmp_path: Pa
     if load is load_backbone:
         assert load(scored).config.num_hidden_layers == 2
         return
-    with pytest.raises(BadInput, match="has 1 weights .*'score.weight'"):  # a reward model is no policy
+    with pytest.raises(BadInput, match=r"has 1 weights .*'score.weight'"):  # a reward model is no policy
         load(scored)
 
 

@@ -83,5 +83,3 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
 )
 # columns of token ids, which are shown as text
 TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")
-# what stages and streams write: a data set has no column of such a name
-MADE_COLUMNS = frozenset((*SCHEMA, "ending"))

@@ -131,6 +131,17 @@ def render_prompt(
     )
 
 
+def is_text(value: object) -> bool:
+    """Whether a value is a text that a tokenizer takes: halves of surrogate pairs stand for no character."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after: int) -> list[int]:
     """Token ids between an assistant's turn and its next one: the first one's end, `messages`, the next one's head.
 

@@ -305,6 +305,4 @@ class CostWorker(RewardWorker):
 
 
 def _margin(batch: Shard) -> Tensor | None:
-    margin = batch.columns.get("margin")
-    assert margin is None or isinstance(margin, Tensor)
-    return margin
+    return batch.numbers("margin") if "margin" in batch.columns else None
