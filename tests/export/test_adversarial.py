@@ -446,3 +446,31 @@ def test_duplicate_ids_and_huge_outputs(tmp_path: Path, monkeypatch: pytest.Monk
     script = script_of(read_notebook(tmp_path / "x.ipynb").cells).text
     assert output(script, monkeypatch) == "b\n"
     assert len(script) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\nreturn", "'return' outside function"),
+        ("if True:\n    return 5", "'return' outside function"),
+        ("yield 5", "'yield' outside function"),
+        ("for x in ():\n    pass\nelse:\n    break", "'break' outside loop"),
+        ("continue", "'continue' not properly in loop"),
+        ("nonlocal x", "nonlocal declaration not allowed at module level"),
+        ("await f()\nreturn", "'return' outside function"),
+    ],
+)
+def test_a_line_that_would_end_the_script_is_refused(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=rf"cell.* 2.*, line \d: .*{said}.*cells are Python.*skip-export"):
+        script_of(page("first = 1", DO + text, "print('after')"))
+    assert "after" in script_of(page("first = 1", (DO + text, "skip-export"), DO + "print('after')")).text
+
+
+def test_a_return_inside_a_function_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = script_of(
+        page(
+            "def f():\n    for x in (1, 2):\n        if x == 1:\n            continue\n        return x",
+            DO + "print(f())",
+        )
+    )
+    assert output(script.text, monkeypatch).split() == ["2"]

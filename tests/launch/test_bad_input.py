@@ -230,7 +230,7 @@ def test_a_column_of_another_kind(lab: wb.Workbench, batch: wb.Batch) -> None:
     each = mask.like(torch.repeat_interleave(torch.ones(batch.rows), mask.lengths))
     lab.actor.update_actor(scored.join(lab.put({"advantages": each})))  # what the remedy says
     valued = lab.reward.compute_reward(lab.critic.compute_values(batch)).join(lab.put({"final_values": each}))
-    with pytest.raises(BadInput, match=r"'final_values' is a Ragged.*it must be a Tensor \[rows\]"):
+    with pytest.raises(BadInput, match=r"'final_values' is a Ragged.*it must be one number a row, a Tensor \[rows\]"):
         lab.compute_advantages(valued, bootstrap=True)
 
 

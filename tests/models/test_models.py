@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, load_backbone, load_causal_lm, load_config, resolve
 from workbench.models.bundled import gguf_path
+from workbench.models.heads import load_token_values
 from workbench.models.tiny import tiny_folder
 from workbench.models.tokenizers import load_tokenizer
 
@@ -126,6 +128,74 @@ def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     load_backbone("tiny-llama").save_pretrained(tmp_path)
     with pytest.raises(BadInput, match=r"lacks 1 weights .*'lm_head.weight'"):
         load_causal_lm(tmp_path)
+
+
+def changed(folder: Path, name: str, weights: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    """A copy of a model's folder with other fields in its configuration, and more weights."""
+    shutil.copytree(resolve(name), folder, dirs_exist_ok=True)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, **config}))
+    tensors = {**load_file(folder / "model.safetensors"), **(weights or {})}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_backbone, load_token_values])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])  # the configuration of Qwen counts layers itself
+def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, name: str, load: Any) -> None:
+    for layers, weights in ((1, 9), (0, 18)):
+        with pytest.raises(
+            BadInput, match=rf"has {weights} weights that \w+ does not have: .*layers.*num_hidden_layers"
+        ):
+            load(changed(tmp_path, name, num_hidden_layers=layers))
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(4)}
+    with pytest.raises(BadInput, match=r"has 1 weights .*'model.layers.0.self_attn.q_proj.bias'"):
+        load(changed(tmp_path, name, bias, num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_backbone])
+@pytest.mark.parametrize("name", TINY)
+def test_buffers_tied_heads_and_heads_of_others_are_no_such_weights(tmp_path: Path, name: str, load: Any) -> None:
+    weights = load_file(resolve(name) / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"].clone()
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    load(changed(tmp_path / "a", name, {buffer: torch.ones(4), "lm_head.weight": embedding}))
+    scored = changed(tmp_path / "b", name, {"score.weight": torch.ones(1, 4)})
+    if load is load_backbone:
+        assert load(scored).config.num_hidden_layers == 2
+        return
+    with pytest.raises(BadInput, match=r"has 1 weights .*'score.weight'"):  # a reward model is no policy
+        load(scored)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 64}, r"weights of other shapes than \w+: .* is \[.*\], not \[.*\]"),
+        ({"model_type": "x"}, "no model loads from .*model type `x`"),
+        ({"num_attention_heads": 0}, "no model loads from .*ZeroDivisionError"),
+        ({"num_attention_heads": "x"}, "no model loads from .*expected int, got str"),
+    ],
+)
+def test_configurations_that_describe_no_such_model(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        load_causal_lm(changed(tmp_path, "tiny-llama", **config))
+
+
+def test_folders_without_a_whole_model(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "tiny-llama")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(BadInput, match=r"no model loads from .*SafetensorError"):
+        load_causal_lm(folder)
+    weights.unlink()
+    with pytest.raises(BadInput, match=r"no model loads from .*no file named model.safetensors"):
+        load_causal_lm(folder)
+    for text in ("[]", "{", ""):
+        (folder / "config.json").write_text(text)
+        for load in (load_config, load_causal_lm, load_tokenizer):
+            with pytest.raises(BadInput, match="loads from"):
+                load(folder)
 
 
 def test_changing_a_loaded_weight_never_reaches_the_file() -> None:

@@ -69,7 +69,7 @@ def test_rewards_that_are_not_finite(lab: wb.Workbench, batch: wb.Batch, value: 
     table = lab.critic.compute_values(lab.actor.compute_log_prob(batch)).fetch()
     table["prompt_uid"], table["baseline_rewards"] = torch.tensor([0, 0, 1, 1]), torch.zeros(4)
     table["rewards"] = torch.tensor([0.0, 1.0, value, 1.0])
-    with pytest.raises(BadInput, match="'rewards' of row 2 on rank 0 is not finite"):
+    with pytest.raises(BadInput, match=f"column 'rewards' holds {value} in row 2.*finite"):
         lab.compute_advantages(lab.put(table), estimator=estimator)
 
 
@@ -213,3 +213,19 @@ def test_positions_from_shared_memory_are_taken_without_a_warning(recwarn: pytes
     positions.flags.writeable = False
     assert columns_of(rows_at(carry({"a": torch.arange(3)}), positions))["a"].tolist() == [2, 0]  # type: ignore[union-attr]
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ([1], r"put\(\): meta=\[1\].*plain values by name"),
+        ({1: 2}, r"put\(\): meta=\{1: 2\}"),
+        ({"iteration": "x"}, r"put\(\): meta\['iteration'\]='x'.*whole number"),
+        ({"iteration": -1}, r"meta\['iteration'\]=-1"),
+        ({"temperature": float("nan")}, r"meta\['temperature'\]=nan"),
+    ],
+)
+def test_meta_that_no_stage_can_read(lab: wb.Workbench, meta: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        lab.put({"x": torch.ones(2)}, meta=meta)
+    assert lab.put({"x": torch.ones(2)}, meta={"note": None, "iteration": 2}).meta["note"] is None

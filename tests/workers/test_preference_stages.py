@@ -247,7 +247,7 @@ def test_what_is_missing_is_named(lab: wb.Workbench, tmp_path: Path) -> None:
         lab.reward.update_reward(pairs, epochs=0)
     table = pairs.fetch()
     table["rejected_ids"] = Ragged.of([[2], [], [2], [2]], torch.int64)
-    with pytest.raises(BadInput, match="answer of no tokens"):
+    with pytest.raises(BadInput, match="'rejected_ids' has no token in row 1"):
         lab.reward.update_reward(lab.put(table))
     with tiny_lab("frozen", tmp_path, models={"reward": TINY}, training=FAST, backend="inline", prompts=None) as frozen:
         batch = frozen.pairs(PAIRS).next(4)

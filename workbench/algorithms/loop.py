@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
-from workbench.support.named_fields import check_names
+from workbench.support.named_fields import check_names, meant
 from workbench.support.validation import Whole, at_least, check_before_post_init, whole
 
 if TYPE_CHECKING:
@@ -54,6 +55,17 @@ class Algorithm(ABC):
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         check_names(cls.__name__, parameters, kwargs, len(args))
         return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; `BadInput` for a name that is none, which no stage would read."""
+        fields = [field.name for field in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else [name]
+        if name not in fields and not name.startswith("_") and not hasattr(type(self), name):
+            raise BadInput(
+                f"{type(self).__name__}.{name} = {value!r:.60}",
+                f"its fields are {', '.join(fields)}",
+                meant(name, fields) or f"a field of one's own is written in the class: {name}: float = 0.0",
+            )
+        super().__setattr__(name, value)
 
     @abstractmethod
     def define(self, lab: Any) -> None:
@@ -259,6 +271,9 @@ class Algorithm(ABC):
 
         whole("iterations", iterations, 1)
         whole("every", every, 1)
+        if evaluate is not None and not callable(evaluate):
+            remedy = "evaluate=lambda: lab.evaluate(held_out)"
+            raise BadInput(f"evaluate={evaluate!r:.60}", "must be a function without arguments, or None", remedy)
         self.lab.take_edits()
         rows = []
         self.lab.position.take_up(self)

@@ -18,7 +18,7 @@ from workbench.batches.batch_tools import BatchTools, rows_of
 from workbench.batches.carrier import carry, columns_of
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.references import Column, Maker, RowProvider, ShardCounts
-from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
+from workbench.batches.schema import SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
 from workbench.errors import BadInput, UnknownColumn
@@ -156,7 +156,7 @@ class Batch(BatchTools):
     @property
     def unknown_names(self) -> tuple[str, ...]:
         """Columns that are being made and might turn out to be text: those that no stage of ours writes."""
-        return tuple(name for name in self._open if name not in NUMBER_COLUMNS)
+        return tuple(name for name in self._open if name not in SCHEMA)
 
     def settle(self, *, wait: bool = True) -> None:
         """Take over what its runs have made; not `wait`: only if all are done."""

@@ -40,6 +40,13 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the lengths are those of rows which lie in `values` end to end."""
+        lengths = self.lengths
+        right = lengths.ndim == 1 and lengths.dtype == torch.int64 and not bool((lengths < 0).any())
+        return right and self.values.ndim >= 1 and int(lengths.sum()) == len(self.values)
+
     def rows(self) -> list[Tensor]:
         """Views of the rows."""
         return list(torch.split(self.values, self.lengths.tolist()))
@@ -83,3 +90,12 @@ def describe(column: ColumnValues) -> tuple[str, tuple[int | str, ...]]:
     if isinstance(column, Tensor):
         return str(column.dtype).removeprefix("torch."), tuple(column.shape[1:])
     return "object", ()
+
+
+def kind_of(column: ColumnValues) -> str:
+    """What a column is, for messages."""
+    if isinstance(column, Ragged):
+        return "a Ragged, with one number a token"
+    if isinstance(column, Tensor):
+        return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
+    return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"

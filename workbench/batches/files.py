@@ -4,8 +4,8 @@ A column c of a batch is one or two tensors of the file:
     Tensor   c.values  [rows, ...]
     Ragged   c.values  the rows end to end              c.lengths  [rows] int64
     list     c.values  each row as JSON, end to end     c.lengths  [rows] int64, in bytes of UTF-8
-What else there is to know stands in the file's metadata under "workbench", as JSON: format, rows, columns (the kind of
-each, in order), meta; and where columns are token ids, whose: name, size and digest of the vocabulary.
+What else there is to know stands in the file's header, see `file_header`: rows, columns (the kind of each, in order),
+meta; where columns are token ids, whose: name, size and digest of the vocabulary; and a digest of each tensor.
 
 Writer and reader hold one group of rows of a column, of about CHUNK_BYTES, in memory: what is written lies in files
 that are mapped into memory until all of it is there.
@@ -19,6 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
+from workbench.batches.file_header import CHUNK_BYTES, Header, Kind, check_tensors, digest, not_ours
 from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.errors import BadInput
 
@@ -51,9 +53,6 @@ class Savable(Protocol):
     def fetch(self, columns: Sequence[str] | None = None, *, rows: Any = None) -> Table: ...
 
 
-FORMAT = 1
-CHUNK_BYTES = 64 * 2**20
-
 # what both safetensors and columns have
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
@@ -68,20 +67,19 @@ def write(path: str | os.PathLike[str], batch: Savable) -> Path:
         if column.dtype not in (*DTYPES, "object"):
             rule = f"safetensors has {', '.join(DTYPES)}"
             raise BadInput(f"column {name!r} of {column.dtype}", rule, f"leave it out: batch.drop({name!r})")
-    known = {
-        "format": FORMAT,
-        "rows": batch.rows,
-        "columns": {name: _kind(column) for name, column in batch.columns.items()},
-        "meta": {key: json.loads(_json(value, f"meta {key!r}", "")) for key, value in batch.meta.items()},
-    }
-    if set(TOKEN_COLUMNS) & set(batch.columns):
-        known["vocabulary"] = batch.vocabulary.identity
+    header = Header(
+        rows=batch.rows,
+        columns={name: _kind(column) for name, column in batch.columns.items()},
+        meta={key: json.loads(_json(value, f"meta {key!r}", "")) for key, value in batch.meta.items()},
+        vocabulary=batch.vocabulary.identity if set(TOKEN_COLUMNS) & set(batch.columns) else None,
+    )
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         tensors: dict[str, Tensor] = {}
         for number, (name, column) in enumerate(batch.columns.items()):
             tensors |= _spool(batch, name, column, Path(folder) / str(number))
         whole = Path(folder) / "whole"
-        save_file(tensors, whole, metadata={"workbench": json.dumps(known)})
+        header = replace(header, digests={name: digest(tensor) for name, tensor in tensors.items()})
+        save_file(tensors, whole, metadata=header.texts())
         shutil.copymode(Path(folder) / "0", whole)  # safetensors gives it to its owner alone
         with whole.open("rb") as file:
             os.fsync(file.fileno())
@@ -89,7 +87,7 @@ def write(path: str | os.PathLike[str], batch: Savable) -> Path:
     return target
 
 
-def _kind(column: Column) -> str:
+def _kind(column: Column) -> Kind:
     if column.dtype == "object":
         return "list"
     return "ragged" if column.row_shape == ("*",) else "tensor"
@@ -162,17 +160,12 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
     try:
         file = safe_open(source, framework="pt")
     except SafetensorError as error:
-        raise _not_ours(source, f"is no whole safetensors file: {error}") from error
-    text = (file.metadata() or {}).get("workbench")
-    if text is None:
-        raise _not_ours(source, "is a safetensors file, but no batch")
-    known = json.loads(text)
-    if known["format"] != FORMAT:
-        what = f"{str(source)!r} is a batch of format {known['format']}"
-        raise BadInput(what, f"this version reads format {FORMAT}", "use the version of workbench that saved it")
-    if "vocabulary" in known:
-        vocabulary.check_identity(known["vocabulary"], repr(str(source)))
-    rows, columns = known["rows"], known["columns"]
+        raise not_ours(source, f"is no whole safetensors file: {error}") from error
+    header = Header.read(file.metadata() or {}, source)
+    if header.vocabulary is not None:
+        vocabulary.check_identity(header.vocabulary, repr(str(source)))
+    check_tensors(file, header, source)
+    rows, columns = header.rows, header.columns
     lengths = {name: _lengths(file, source, name, rows) for name, kind in columns.items() if kind != "tensor"}
     starts = {name: np.concatenate([[0], np.cumsum(counts.numpy())]).tolist() for name, counts in lengths.items()}
 
@@ -185,23 +178,22 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
                 out[name] = values[first:last]
                 continue
             ragged = Ragged(values[starts[name][first] : starts[name][last]], lengths[name][first:last])
-            out[name] = _from_json(ragged) if kind == "list" else ragged
+            out[name] = _from_json(ragged, name, source) if kind == "list" else ragged
         return out
 
-    return known["meta"], map(table, _chunks(rows, source.stat().st_size))
+    return header.meta, map(table, _chunks(rows, source.stat().st_size))
 
 
 def _lengths(file: Any, source: Path, name: str, rows: int) -> Tensor:
     lengths: Tensor = file.get_tensor(f"{name}.lengths")
     values = file.get_slice(f"{name}.values").get_shape()[0]
     if len(lengths) != rows or int(lengths.sum()) != values or bool((lengths < 0).any()):
-        raise _not_ours(source, f"is damaged: the rows of {name!r} do not add up")
+        raise not_ours(source, f"is damaged: the rows of {name!r} do not add up")
     return lengths
 
 
-def _from_json(texts: Ragged) -> list[Any]:
-    return [json.loads(row.numpy().tobytes()) for row in texts.rows()]
-
-
-def _not_ours(source: Path, what: str) -> BadInput:
-    return BadInput(f"{str(source)!r} {what}", "lab.load reads what batch.save wrote", "name such a file")
+def _from_json(texts: Ragged, name: str, source: Path) -> list[Any]:
+    try:
+        return [json.loads(row.numpy().tobytes()) for row in texts.rows()]
+    except (ValueError, RecursionError) as error:
+        raise not_ours(source, f"is damaged: column {name!r} is no JSON ({type(error).__name__})") from error

@@ -1,17 +1,85 @@
-"""The columns that workbench's own stages write and read."""
+"""The columns that workbench's own stages write and read, and what holds of each where a stage reads it.
+
+`schema_check` compares a batch with this table. A column that is not in it is a user's own, and may hold anything.
+"""
 
 from __future__ import annotations
 
-# what the stages that come with workbench write: numbers, all of them
-NUMBER_COLUMNS = frozenset(
-    (
-        *("response_ids", "response_mask", "finished", "rollout_log_prob", "old_log_prob", "ref_log_prob"),
-        *("values", "rewards", "baseline_rewards", "token_rewards", "advantages", "returns"),
-        *("turns", "environment_rewards", "final_values", "final_cost_values"),
-        *("cost_values", "costs", "cost_returns", "pretrain_ids", "pretrain_loss"),
-        *("chosen_rewards", "rejected_rewards", "chosen_costs", "rejected_costs"),
-        *("chosen_log_prob", "rejected_log_prob", "ref_chosen_log_prob", "ref_rejected_log_prob"),
-    )
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+Holds = Literal["token ids", "whole numbers", "zeros and ones", "numbers"]
+Row = Literal["one", "tokens", "either"]
+FINITE = sys.float_info.max
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSchema:
+    """What holds of a column.
+
+    holds: the kind of its numbers, which decides the dtype: token ids are int64 below the size of the model's
+    vocabulary, whole numbers have an integer dtype, zeros and ones any, and numbers are finite, of any real dtype.
+    row: "one" number a row (a Tensor [rows]), as many as "tokens" (a Ragged), or "either".
+    along: columns of the same name here have equally many tokens in each row. follows: the column of token ids whose
+    sequences these continue. empty: whether a row may have no token. least, most: the range, both ends included.
+    """
+
+    holds: Holds = "numbers"
+    row: Row = "one"
+    along: str = ""
+    follows: str = ""
+    empty: bool = True
+    least: float = -FINITE
+    most: float = FINITE
+
+
+_ids = partial(ColumnSchema, holds="token ids", row="tokens", least=0)
+_per_token = partial(ColumnSchema, row="tokens", along="response")
+_NUMBER, _SCORES = ColumnSchema(), ColumnSchema(row="either", along="response")
+_OF_OTHERS = ColumnSchema(row="either")  # of other responses, whose lengths are their own
+_TOKEN_NUMBER = _per_token()
+
+SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
+    {
+        "prompt_ids": _ids(empty=False),
+        "prompt_uid": ColumnSchema(holds="whole numbers"),
+        "response_ids": _ids(along="response", follows="prompt_ids"),
+        "response_mask": _per_token(holds="zeros and ones", least=0, most=1),
+        "finished": ColumnSchema(holds="zeros and ones", least=0, most=1),
+        "turns": ColumnSchema(holds="whole numbers", least=0),
+        "environment_rewards": _TOKEN_NUMBER,
+        "rollout_log_prob": _TOKEN_NUMBER,
+        "old_log_prob": _TOKEN_NUMBER,
+        "ref_log_prob": _TOKEN_NUMBER,
+        "rewards": _SCORES,
+        "baseline_rewards": _OF_OTHERS,
+        "token_rewards": _TOKEN_NUMBER,
+        "values": _TOKEN_NUMBER,
+        "final_values": _NUMBER,
+        "advantages": _TOKEN_NUMBER,
+        "returns": _TOKEN_NUMBER,
+        "costs": _SCORES,
+        "baseline_costs": _OF_OTHERS,
+        "cost_values": _TOKEN_NUMBER,
+        "final_cost_values": _NUMBER,
+        "cost_returns": _TOKEN_NUMBER,
+        "pretrain_ids": _ids(empty=False),
+        "pretrain_loss": _NUMBER,
+        "chosen_ids": _ids(follows="prompt_ids", empty=False),
+        "rejected_ids": _ids(follows="prompt_ids", empty=False),
+        "chosen_rewards": _NUMBER,
+        "rejected_rewards": _NUMBER,
+        "chosen_costs": _NUMBER,
+        "rejected_costs": _NUMBER,
+        "chosen_log_prob": _NUMBER,
+        "rejected_log_prob": _NUMBER,
+        "ref_chosen_log_prob": _NUMBER,
+        "ref_rejected_log_prob": _NUMBER,
+    }
 )
 # columns of token ids, which are shown as text
-TOKEN_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
+TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Table
+from workbench.batches.file_header import Identity
 from workbench.batches.schema import TOKEN_COLUMNS
+from workbench.batches.schema_check import check_column
 from workbench.errors import BadInput
 from workbench.models import load_config
+from workbench.models.limits import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,34 +36,23 @@ class Vocabulary:
         return hashlib.sha256(json.dumps(sorted(self._tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """What is kept beside token ids in a file."""
-        return {"name": self.name, "size": self.size, "digest": self.digest}
+        return Identity(name=self.name, size=self.size, digest=self.digest)
 
-    def check_identity(self, identity: Mapping[str, Any], where: str) -> None:
+    def check_identity(self, identity: Identity, where: str) -> None:
         """Raise `BadInput` where token ids that were kept are those of another vocabulary."""
-        if identity["digest"] != self.digest:
+        if identity.digest != self.digest:
             raise BadInput(
-                f"{where} holds token ids of {identity['name']!r} ({identity['size']} ids, {identity['digest']})",
+                f"{where} holds token ids of {identity.name!r} ({identity.size} ids, {identity.digest})",
                 f"this workbench has those of {self.name!r} ({self.size} ids, {self.digest}): the same ids are other "
                 "texts",
                 "load it in a workbench whose actor has that tokenizer, or carry its texts over and not its ids",
             )
 
     def check(self, table: Table, where: str) -> None:
-        """Raise `BadInput` naming column, row and id where a token column of a table has an id that is none."""
+        """Raise `BadInput` naming column, row and id where a column of token ids of a table holds something else."""
         for name in TOKEN_COLUMNS:
-            column = table.get(name)
-            if column is None or isinstance(column, list):
-                continue
-            values = column.values if isinstance(column, Ragged) else column
-            if not values.numel() or (int(values.min()) >= 0 and int(values.max()) < self.size):
-                continue
-            rows = column.rows() if isinstance(column, Ragged) else list(column)
-            outside = ((row, int(i)) for row, ids in enumerate(rows) for i in ids.flatten().tolist())
-            row, token_id = next((row, i) for row, i in outside if not 0 <= i < self.size)
-            raise BadInput(
-                f"{where}: {name!r} has token id {token_id} in row {row}",
-                f"{self.name!r} has ids 0 to {self.size - 1}",
-                "make the ids with this workbench's tokenizer; a Ragged has rows without padding",
-            )
+            if name in table:
+                column = table[name]
+                check_column(name, column, range(len(column)), Limits(vocabulary=self.size), f"{where}: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from workbench.data.reward_function import check_function
 from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
@@ -53,6 +54,9 @@ def check(description: Description) -> None:
             "the inline backend runs everything in the kernel, on one device",
             "use Placement.colocate(devices=1), or backend='ray'",
         )
+    for model in description.models.values():
+        if model.function is not None:
+            check_function(model.function)
     _check_workers(description)
     _check_rollout(description)
     _check_layouts(description)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.data.user_calls import accepted, call_each, event_loop, finite_number, short
 from workbench.errors import BadInput, RolloutError
-from workbench.models.tokenizers import render_reply
+from workbench.models.tokenizers import is_text, render_reply
 from workbench.settings.engines import Sampling
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Environments:
         rows = range(len(self._rows))
         texts = self._ask("reset", rows, [partial(begin, row) for row in rows])
         for row, text in enumerate(texts):
-            if not isinstance(text, str | None):
+            if text is not None and not is_text(text):
                 raise self._error("reset", row, f"returned {text!r:.60}", "it returns a text or None")
         first = [self._encode(text) for text in texts]
         for row, token_ids in enumerate(first):
@@ -153,9 +153,10 @@ class Environments:
         except (TypeError, ValueError):
             raise self._error("step", turn.row, f"returned {reply!r:.60}", REPLY) from None
         messages = isinstance(observation, list) and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in observation
+            isinstance(message, dict) and isinstance(message.get("role"), str) and is_text(message.get("content", ""))
+            for message in observation
         )
-        if not (messages or isinstance(observation, str | None)) or done not in (True, False):
+        if not (messages or observation is None or is_text(observation)) or done not in (True, False):
             raise self._error("step", turn.row, f"returned {reply!r:.60}", REPLY)
         ids = [] if done else self._tokens(turn, observation)
         return Reply(observation_ids=ids, reward=number, done=bool(done))

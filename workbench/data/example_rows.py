@@ -17,6 +17,8 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _MESSAGES = "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text"
 
+FLOAT32_MAX = 3.4028234663852886e38
+
 Message = dict[str, str]
 Conversation = str | list[Message]
 
@@ -79,8 +81,8 @@ def pair(row: Row, where: str) -> Example:
             "rename its columns, or drop the row",
         )
     margin = row.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise BadInput(f"{where}: margin={margin!r}", "a margin is a number", "correct it")
+    if margin is not None and not _is_finite(margin):
+        raise BadInput(f"{where}: margin={margin!r:.60}", "a margin is a finite number", "correct it")
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = next((name for name in PROMPTS if name in row), None)
     if prompt:
@@ -144,6 +146,11 @@ def _prompt(value: Any, where: str, column: str) -> Conversation:
     if not value.strip():
         raise BadInput(f"{where}: {column!r} is empty", "a prompt holds text", "drop the row")
     return value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value is a number that a float32 holds."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= FLOAT32_MAX
 
 
 def _answer(value: Any, where: str, column: str) -> str:

@@ -16,7 +16,7 @@ from workbench.data.example_rows import Conversation, Example, demonstration, di
 from workbench.data.sources import Row, Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import checked, one_of, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +73,8 @@ class Examples(EpochRows[Tokenized]):
         whole("max_tokens", max_tokens, 2)
         whole("held_out", held_out, 0)
         whole("seed", seed, 0)
+        checked("shuffle", shuffle, bool)
+        checked("chat", chat, bool | None)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.dropped = self.cut = self.equal = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.batches.schema import SCHEMA
 from workbench.data.epochs import EpochRows
 from workbench.data.sources import Row, Source, read_rows
 from workbench.data.user_calls import short
 from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.models import render_prompt
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import checked, one_of, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,8 @@ class Prompts(EpochRows[PromptRow]):
         one_of("overlong", overlong, ("filter", "cut", "error"))
         whole("max_prompt_tokens", max_prompt_tokens, 1)
         whole("seed", seed, 0)
+        checked("shuffle", shuffle, bool)
+        checked("chat", chat, bool | None)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
         self.dropped = self.cut = 0
         self._name = _name(source)
@@ -141,6 +144,12 @@ class Prompts(EpochRows[PromptRow]):
                 f"row {index} has a column {taken[0]!r} beside its prompt column {column!r}",
                 "reward functions and environments receive something else by this name",
                 "rename or drop the column before",
+            )
+        if taken := [key for key in extra if key in SCHEMA]:
+            raise BadInput(
+                f"row {index} has a column {taken[0]!r}",
+                "stages make a column of that name, and would take the data set's for it",
+                f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
         ids = self._render(conversation)
         if len(ids) <= self.max_prompt_tokens:

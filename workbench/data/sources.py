@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
+from workbench.models.tokenizers import is_text
 
 Row = dict[str, Any]
 Source = str | Path | Sequence[str] | Sequence[Row]
@@ -71,7 +72,21 @@ def read_rows(source: Source) -> Rows:
         )
     if not rows:
         raise BadInput(f"{rows.name} holds no rows", "a source has at least one row", _FORMS)
+    for index, row in enumerate(rows):
+        if broken := next((name for name, value in row.items() if not _is_readable(value)), None):
+            raise BadInput(
+                f"{rows.where(index)}: {broken!r} holds half of a surrogate pair: {row[broken]!r:.60}",
+                "a text is made of characters",
+                "decode the source with errors='replace', or drop the row",
+            )
     return rows
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether all texts in a value are made of characters."""
+    if isinstance(value, Mapping):
+        return all(map(_is_readable, value.values()))
+    return is_text(value) if isinstance(value, str) else not isinstance(value, list) or all(map(_is_readable, value))
 
 
 def _listed(items: Sequence[Any]) -> list[Row]:

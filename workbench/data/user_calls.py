@@ -157,6 +157,8 @@ def finite_number(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"returned {value!r:.60}") from None
+    except OverflowError:
+        raise ValueError("returned a number that is too large for a float") from None
     if isinstance(value, str):
         raise ValueError(f"returned {value!r:.60}")
     if not math.isfinite(number):

@@ -36,10 +36,12 @@ def python_of(cell: Cell) -> str:
         text = TransformerManager().transform_cell(text)
         try:
             tree = ast.parse(text)
-        except (SyntaxError, ValueError) as error:
-            line = getattr(error, "lineno", None)
+            # what no cell runs, but the body of `main` would: a `return` there would end the script
+            compile(text, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            line, said = getattr(error, "lineno", None), getattr(error, "msg", error)
             where = f", line {line}" if line else ""
-            raise BadInput(f"{cell}{where}: {error}", "cells are Python", "mend it, or tag it `skip-export`") from None
+            raise BadInput(f"{cell}{where}: {said}", "cells are Python", "mend it, or tag it `skip-export`") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
     return replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
 

@@ -49,6 +49,10 @@ class ColumnSummary:
         return f"{self.dtype} [{', '.join(('rows', *map(str, self.row_shape)))}]"
 
 
+class PeerFailed(StageError):
+    """On this rank nothing went wrong: it did not begin, because another rank of the stage could not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reply:
     """The answer of one rank to the controller, without tensors. stopped: where a stopped rank left the stage."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.columns import Ragged, Table, kind_of
 from workbench.errors import BadInput
 
 
@@ -36,7 +36,7 @@ class Shard:
         column = self.columns[name]
         if not isinstance(column, Ragged):
             raise BadInput(
-                f"column {name!r} is {_kind(column)}",
+                f"column {name!r} is {kind_of(column)}",
                 "it must be a Ragged, with one number a token of each row",
                 "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
                 "mask.like(torch.repeat_interleave(x, mask.lengths))",
@@ -47,14 +47,5 @@ class Shard:
         """A column of one number a row; `BadInput` where the column of that name is another kind."""
         column = self.columns[name]
         if not isinstance(column, Tensor) or column.ndim != 1:
-            raise BadInput(f"column {name!r} is {_kind(column)}", "it must be a Tensor [rows], one number a row")
+            raise BadInput(f"column {name!r} is {kind_of(column)}", "it must be a Tensor [rows], one number a row")
         return column
-
-
-def _kind(column: ColumnValues) -> str:
-    """What a column is, for messages."""
-    if isinstance(column, Ragged):
-        return "a Ragged, with one number a token"
-    if isinstance(column, Tensor):
-        return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
-    return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"

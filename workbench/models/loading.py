@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,14 +34,14 @@ def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
     """The configuration in a folder. Python code that lies beside the weights is never run."""
     try:
         return cast("PreTrainedConfig", auto.from_pretrained(folder, trust_remote_code=False))
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise BadInput(
-            f"the model {str(folder)!r} brings Python code of its own",
-            "code from a model folder is not run: anybody may have put it there",
-            "take a model whose architecture transformers has",
-        ) from error
+    except Exception as error:  # which kind depends on the family: each checks its own fields
+        if "trust_remote_code" in str(error):
+            raise BadInput(
+                f"the model {str(folder)!r} brings Python code of its own",
+                "code from a model folder is not run: anybody may have put it there",
+                "take a model whose architecture transformers has",
+            ) from error
+        raise _unreadable(folder, error) from error
 
 
 def read_config(name: str | Path) -> PreTrainedConfig:
@@ -69,7 +70,8 @@ def load_causal_lm(
     """The model with its output head, in evaluation mode.
 
     Raises `ModelUnavailable`, or `BadInput` for a checkpoint without some of the weights (transformers would fill them
-    with random numbers). Weights may be mapped from the file, privately: changing them never changes the file.
+    with random numbers), or with others (it would leave them out). Weights may be mapped from the file, privately:
+    changing them never changes the file.
     """
     from transformers import AutoModelForCausalLM
 
@@ -89,18 +91,57 @@ def _load(auto: Any, name: str | Path, dtype: torch.dtype, device: torch.device 
     folder = resolve(name)
     config = load_config(folder)
     with span("read", note=f"reading {Path(name).name}"), quiet_transformers():
-        model, report = auto.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        try:
+            model, report = auto.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                trust_remote_code=False,
+            )
+        except Exception as error:  # which kind depends on the family, and on the form of the weights
+            if "memory" in str(error):
+                raise
+            raise _unreadable(folder, error) from error
+    _check_weights(report, model, f"the checkpoint {str(name)!r}")
+    return model.to(device).eval()
+
+
+def _check_weights(report: Mapping[str, Any], model: PreTrainedModel, what: str) -> None:
+    """Raise `BadInput` unless a checkpoint had all weights of a model, in their shapes, and no others."""
+    kind = type(model).__name__
     if missing := sorted(report["missing_keys"]):
         raise BadInput(
-            f"the checkpoint {str(name)!r} lacks {len(missing)} weights of {type(model).__name__}: {missing[0]!r}, ...",
+            f"{what} lacks {len(missing)} weights of {kind}: {missing[0]!r}, ...",
             "a model starts from trained weights only",
             "name a checkpoint that was saved from a causal language model",
         )
-    return model.to(device).eval()
+    if others := sorted(report["mismatched_keys"]):
+        name, saved, wanted = others[0]
+        shapes = f"{name!r} is {list(saved)}, not {list(wanted)}"
+        raise BadInput(f"{what} has {len(others)} weights of other shapes than {kind}: {shapes}", *_OTHER_MODEL)
+    if more := [key for key in sorted(report["unexpected_keys"]) if not _of_a_head(model, key)]:
+        raise BadInput(f"{what} has {len(more)} weights that {kind} does not have: {more[0]!r}, ...", *_OTHER_MODEL)
+
+
+_OTHER_MODEL = (
+    "its config.json describes another model than the one whose weights these are",
+    "correct config.json (such as num_hidden_layers), or take those weights out of the folder",
+)
+
+
+def _of_a_head(model: PreTrainedModel, key: str) -> bool:
+    """Whether a weight is that of a head on top of the model, which a model without heads does without."""
+    inside = {name for name, _ in model.named_children()}
+    return model.base_model is model and key.removeprefix(f"{model.base_model_prefix}.").split(".")[0] not in inside
+
+
+def _unreadable(folder: Path, error: Exception) -> BadInput:
+    what = " ".join(str(error).split())
+    return BadInput(
+        f"no model loads from {str(folder)!r} ({type(error).__name__}: {what:.200})",
+        "a model folder holds config.json and the weights of that model, as transformers writes them",
+        "save it there with model.save_pretrained(folder)",
+    )

@@ -42,7 +42,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # which kind depends on the family, whose configuration it reads as well
             raise BadInput(
                 f"no tokenizer loads from {str(folder)!r} ({type(error).__name__})",
                 "a model folder holds its tokenizer as well",
@@ -129,6 +129,17 @@ def render_prompt(
             tokenizer_kwargs={"verbose": False},
         )
     )
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a text that a tokenizer takes: halves of surrogate pairs stand for no character."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after: int) -> list[int]:

@@ -88,6 +88,12 @@ class Training:
                 "a schedule that ends needs its length in optimizer steps",
                 "give total_steps=iterations x minibatches x epochs",
             )
+        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+            raise BadInput(
+                f"Training.warmup_steps={self.warmup_steps} with total_steps={self.total_steps}",
+                "the warm-up is a part of all steps",
+                f"use at most {self.total_steps}",
+            )
 
 
 @settings()

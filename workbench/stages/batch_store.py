@@ -24,6 +24,7 @@ from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
 from workbench.stages.ownership import Ownership
 from workbench.stages.planning import group_pulls
+from workbench.support.validation import NonNegativeFloat, NonNegativeInt, checked
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -51,8 +52,9 @@ class BatchStore:
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
     ) -> Batch:
         """See `Workbench.put`."""
-        found = _as_table(table)
-        self.vocabulary.check(found, "put()" if owner == "notebook" else owner)
+        found, where = _as_table(table), "put()" if owner == "notebook" else owner
+        meta = _as_meta(meta, where)
+        self.vocabulary.check(found, where)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
@@ -70,7 +72,7 @@ class BatchStore:
             columns[name] = Column(
                 dtype=dtype, row_shape=row_shape, nbytes=nbytes(column), owner=owner, location=location
             )
-        batch = Batch(f"batch{self._counters.batch}", columns, source=self, counts=self.shard_counts, meta=meta or {})
+        batch = Batch(f"batch{self._counters.batch}", columns, source=self, counts=self.shard_counts, meta=meta)
         origin = Origin(stage="put" if owner == "notebook" else owner)
         self.store.add(batch, origin, columns.values(), by_loop=self.looping)
         return batch
@@ -138,6 +140,19 @@ class BatchStore:
             self._hosts.backend.ask(host, "release", due[host])
 
 
+# what stages read of the meta; the rest is the user's own
+META: Mapping[str, Any] = {"iteration": NonNegativeInt, "temperature": NonNegativeFloat}
+
+
+def _as_meta(meta: Any, where: str) -> dict[str, Any]:
+    if not isinstance(meta, Mapping | None) or not all(isinstance(name, str) for name in meta or {}):
+        raise BadInput(f"{where}: meta={meta!r:.60}", "plain values by name", "meta={'iteration': 3}")
+    try:
+        return {name: checked(f"meta[{name!r}]", value, META.get(name, Any)) for name, value in (meta or {}).items()}
+    except BadInput as error:
+        raise BadInput(f"{where}: {error.value}", error.rule, error.remedy) from None
+
+
 def _as_table(table: Any) -> Table:
     """The columns of what a user puts, each of which has rows."""
     if hasattr(table, "to_dict") and hasattr(table, "columns"):
@@ -157,5 +172,11 @@ def _as_table(table: Any) -> Table:
                 f"put(): column {name!r} is {what}",
                 "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
                 "turn an array into a tensor with torch.from_numpy(array); give one value a row",
+            )
+        if isinstance(column, Ragged) and not column.is_whole:
+            raise BadInput(
+                f"put(): column {name!r} has {len(column.values)} values for lengths {column.lengths.tolist()!r:.60}",
+                "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
+                "make it with Ragged.of(rows, dtype)",
             )
     return found

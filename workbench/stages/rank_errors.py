@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from workbench.errors import StageError, UpstreamError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
-from workbench.messages.replies import Failure
+from workbench.messages.replies import Failure, PeerFailed
 
 STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() starts them again"
 
@@ -15,7 +15,8 @@ def one_error(
     role: str, pool: str, stage: str, run: int, failures: Mapping[int, Failure], *, stuck: bool
 ) -> WorkbenchError:
     """Of the first cause's own class where it is ours, else a `StageError`; equal causes are reported as one. The
-    frames on the ranks are its `failure`, and a note for tracebacks."""
+    frames on the ranks are its `failure`, and a note for tracebacks. Ranks that failed with another are left out."""
+    failures = {n: f for n, f in failures.items() if f.kind != PeerFailed.__name__} or failures
     alike: dict[object, list[int]] = {}
     for rank, failure in failures.items():
         alike.setdefault(failure.likeness, []).append(rank)

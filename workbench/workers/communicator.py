@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workbench.messages.replies import PeerFailed
 from workbench.telemetry import Recorder
 
 
@@ -95,6 +96,23 @@ class Communicator:
         if self.world_size > 1:
             with self._counted():
                 dist.barrier(group=self._group)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Inside, a rank may raise alone: then all ranks raise at the end, the others `PeerFailed`. One that went on
+        would wait in the next collective for the rank that raised."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        # hosts of one process form no group, and meet in no collective
+        met = self.world_size > 1 and dist.is_initialized()
+        failed = met and bool(self.all_reduce_max(torch.tensor([int(error is not None)])).item())
+        if error is not None:
+            raise error
+        if failed:
+            raise PeerFailed("this rank did not begin", "another rank of the stage could not")
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""

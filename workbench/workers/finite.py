@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.batches.columns import ColumnValues, Ragged, Table
-from workbench.batches.schema import NUMBER_COLUMNS
+from workbench.batches.schema import SCHEMA
+from workbench.batches.schema_check import first_of
 from workbench.errors import StageError
 from workbench.messages.calls import Call
 from workbench.messages.replies import Output
@@ -26,7 +28,7 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
     Columns of a user's own stages may hold any number.
     """
     for name, column in output.columns.items():
-        found = first_not_finite(column) if name in NUMBER_COLUMNS else None
+        found = first_not_finite(column) if name in SCHEMA else None
         if found is None:
             continue
         row, token, value = found
@@ -43,17 +45,9 @@ def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None
     values = column.values if isinstance(column, Ragged) else column
     if not isinstance(values, Tensor) or not values.is_floating_point():
         return None
-    bad = ~torch.isfinite(values)
-    if not bad.any():
+    if not values.numel() or all(map(math.isfinite, torch.aminmax(values.detach()))):
         return None
-    at = int(bad.flatten().nonzero()[0])
-    value = f"{float(values.flatten()[at])}"
-    if not isinstance(column, Ragged):
-        return at // max(1, values[0].numel()), None, value
-    ends = column.lengths.cumsum(0)
-    at //= max(1, values[0].numel())
-    row = int(torch.searchsorted(ends, at, right=True))
-    return row, at - int(ends[row] - column.lengths[row]), value
+    return first_of(column, ~torch.isfinite(values))
 
 
 def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:

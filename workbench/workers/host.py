@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from workbench.batches.schema_check import check_columns
 from workbench.errors import StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.metrics import Metrics, as_metrics
@@ -182,21 +184,27 @@ class Host(Shards):
         return self._last[1] if self._last is not None and self._last[0] == run else None
 
     def _carry_out(self, call: Call) -> Output:
-        recorder, arguments, shard = self.recorder, call.args, None
+        recorder, worker, arguments, shard = self.recorder, self.workers[call.role], call.args, None
         if call.rows is not None:
-            with recorder.span("transfer") as counted:
-                columns = self._pull(call, counted)
-            sizes, sample = call.minibatch_sizes, call.sample
-            shard = Shard(columns=columns, rows=call.rows, minibatch_sizes=sizes, sample=sample, meta=call.meta)
+            with worker.context.communicator.all_or_none():
+                shard = self._shard(call, call.rows, worker)
             arguments = (shard, *arguments)
         with recorder.span("compute"):
             self._device.turn_to(call.role, call.method)
             # looked up by name at call time, so that reloaded code takes effect with state kept
-            result = getattr(self.workers[call.role], call.method)(*arguments, **call.kwargs)
+            result = getattr(worker, call.method)(*arguments, **call.kwargs)
         output = result if isinstance(result, Output) else Output(value=result)
-        output = replace(output, notes=(*output.notes, *self.workers[call.role].take_notes()))
-        require_finite(output, call, shard, self.workers[call.role])
+        output = replace(output, notes=(*output.notes, *worker.take_notes()))
+        require_finite(output, call, shard, worker)
         return output
+
+    def _shard(self, call: Call, rows: np.ndarray, worker: Worker) -> Shard:
+        """This rank's rows of a stage's batch, which hold what their columns' schema says."""
+        with self.recorder.span("transfer") as counted:
+            columns = self._pull(call, counted)
+            check_columns(columns, rows, worker.limits)
+        sizes, sample = call.minibatch_sizes, call.sample
+        return Shard(columns=columns, rows=rows, minibatch_sizes=sizes, sample=sample, meta=call.meta)
 
     def replay(self, call: Call) -> Output:
         """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""

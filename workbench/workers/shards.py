@@ -157,7 +157,7 @@ def _check_column(name: str, column: Any, call: Call) -> None:
             "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
             "turn arrays into tensors with torch.from_numpy(array)",
         )
-    if isinstance(column, Ragged) and int(column.lengths.sum()) != len(column.values):
+    if isinstance(column, Ragged) and not column.is_whole:
         raise StageError(
             f"column {name!r} has {len(column.values)} values for lengths that add up to {int(column.lengths.sum())}",
             "a Ragged holds its rows end to end",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
+from workbench.models.limits import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
@@ -92,6 +93,13 @@ class Worker:
     def layout(self) -> Layout:
         """The layout of its weights on the ranks."""
         return self.context.layout
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What its model can read; without a model every length will do, and token ids are those of the tokenizer."""
+        if self.spec.name is None:
+            return replace(Limits.of(self.context.tokenizer_name), context=None)
+        return Limits.of(self.spec.name)
 
     @property
     def uses_device(self) -> bool:

@@ -244,32 +244,13 @@ class NumericWorker(Worker):
             metrics=metrics,
         )
 
-    def _scores(self, batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:
-        """A column of scores: [rows], or [rows, response tokens], 0 where a response has others inside its mask. Where
-        one is not finite, all ranks raise."""
+    @staticmethod
+    def _scores(batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:
+        """A column of scores: [rows], or [rows, response tokens], 0 where a response has others inside its mask."""
         column = batch.columns[name]
-        if isinstance(column, list):
-            kinds = ", ".join(sorted({type(value).__name__ for value in column}))
-            raise BadInput(
-                f"column {name!r} is a list of {kinds or 'Python objects'}",
-                "scores are a Tensor [rows], or a Ragged with one number a response token",
-                f"make the column of torch.tensor([float(x) for x in batch.fetch([{name!r}])[{name!r}]])",
-            )
+        assert not isinstance(column, list)  # the schema has numbers
         scores = column.pad() if isinstance(column, Ragged) else column
-        if scores.ndim == 2 and mask_BT is not None:
-            scores = torch.where(counted(mask_BT), scores, 0.0)
-        finite_B = scores.isfinite() if scores.ndim == 1 else scores.isfinite().all(-1)
-        wrong = next((int(row) for row, fine in zip(batch.rows, finite_B.tolist(), strict=True) if not fine), -1)
-        # a rank that raised alone would leave the others waiting for its part of the whitening
-        found = torch.cat(self.context.communicator.all_gather(torch.tensor([wrong]))).tolist()
-        rank = next((rank for rank, row in enumerate(found) if row >= 0), None)
-        if rank is not None:
-            raise BadInput(
-                f"{name!r} of row {found[rank]} on rank {rank} is not finite",
-                "one NaN or infinity would become the advantage of every row",
-                f"look at batch.df([{name!r}], rows=[{found[rank]}]), and replace or leave out that row",
-            )
-        return scores
+        return torch.where(counted(mask_BT), scores, 0.0) if scores.ndim == 2 and mask_BT is not None else scores
 
     @staticmethod
     def _token_rewards(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.engines.training.groups import Collectives
-from workbench.errors import BadInput
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.objectives.preference import binomial_interval
@@ -30,16 +29,12 @@ RowValues = Callable[[MicroBatch], Tensor]  # -> [B], a number a row
 PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics]]
 
 
-def as_rows(batch: Shard, data: Collectives) -> Shard:
+def as_rows(batch: Shard) -> Shard:
     """Pairs as rows: 2i is the chosen answer of pair i, 2i + 1 the rejected one.
 
     `response_mask` is 1 on the last token of every answer: a pair's loss counts there, once for each of its answers.
     """
     both = [batch.ragged(name) for name in ("chosen_ids", "rejected_ids")]
-    # every rank raises, or none: one that went on would wait for the others
-    empty = torch.tensor([sum(int((answers.lengths == 0).sum()) for answers in both)])
-    if data.all_reduce_max(empty).item():
-        raise BadInput("a pair with an answer of no tokens", "an answer has at least its EOS", "filter such rows out")
     prompts = [row for prompt in batch.ragged("prompt_ids").rows() for row in (prompt, prompt)]
     answers = [row for pair in zip(*(column.rows() for column in both), strict=True) for row in pair]
     responses = Ragged.of(answers, torch.int64)
@@ -67,7 +62,7 @@ def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) 
         loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
         return loss_BR, metrics if micro.weight else {}
 
-    return Term(shard=as_rows(batch, context.groups.data), inputs=reading.inputs, loss=each, together=2)
+    return Term(shard=as_rows(batch), inputs=reading.inputs, loss=each, together=2)
 
 
 def pair_values(batch: Shard, values: RowValues, budget: TokenBudget, context: Context) -> tuple[Tensor, Tensor]:
@@ -75,7 +70,7 @@ def pair_values(batch: Shard, values: RowValues, budget: TokenBudget, context: C
 
     In the micro-batches of `pair_term`, so that an update starts from these values to the last bit.
     """
-    rows = as_rows(batch, context.groups.data)
+    rows = as_rows(batch)
     values_B = each_row(rows, values, budget, context, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
 

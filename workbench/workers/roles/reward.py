@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged
-from workbench.batches.schema import NUMBER_COLUMNS, TOKEN_COLUMNS
+from workbench.batches.schema import SCHEMA
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput, RewardError
@@ -38,7 +38,7 @@ from workbench.workers.worker import Context
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
 OPTIONAL = (*OF_ROW, "response_mask")
-_NUMBERS = {*NUMBER_COLUMNS, *TOKEN_COLUMNS, "prompt_uid"} - set(OF_ROW)  # which it never is
+_NUMBERS = set(SCHEMA) - set(OF_ROW)  # which it never is
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
@@ -305,6 +305,4 @@ class CostWorker(RewardWorker):
 
 
 def _margin(batch: Shard) -> Tensor | None:
-    margin = batch.columns.get("margin")
-    assert margin is None or isinstance(margin, Tensor)
-    return margin
+    return batch.numbers("margin") if "margin" in batch.columns else None

@@ -18,6 +18,7 @@ from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
+from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
 from workbench.objectives.preference import dpo_loss
@@ -189,7 +190,7 @@ class SupervisedWorker(TrainedWorker):
 
     def _documents(self, texts: ColumnValues, name: str, max_tokens: int) -> Ragged:
         rows = texts if isinstance(texts, list) else [texts]
-        wrong = [row for row in rows if not isinstance(row, str)]
+        wrong = [row for row in rows if not is_text(row)]
         # every rank raises, or none: one that went on would wait for the others
         if self.context.groups.data.all_reduce_max(torch.tensor([len(wrong)])).item():
             raise BadInput(

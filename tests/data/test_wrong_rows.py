@@ -1,0 +1,141 @@
+"""Rows of data sets, and what functions return, that would give wrong results without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import TINY, stored, tiny_lab, vowels
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.schema import SCHEMA
+from workbench.data.examples import Examples
+from workbench.data.prompts import Prompts
+from workbench.data.sources import read_rows
+from workbench.errors import BadInput, RewardError, RolloutError
+from workbench.models import load_tokenizer
+
+HALF = "a\ud800"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("rows", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("name", SCHEMA)
+def test_a_data_set_makes_no_column_of_stages(tokenizer: Any, name: str) -> None:
+    rows: Any = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2", name: 1.0}]
+    with pytest.raises(BadInput, match=rf"row 1 has a column '{name}'.*(rename|drop)"):
+        Prompts(rows, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("make", [Prompts, lambda rows, **options: Examples(rows, "pairs", **options)])
+@pytest.mark.parametrize(("option", "value"), [("shuffle", "no"), ("shuffle", 0), ("chat", "maybe"), ("chat", 1)])
+def test_truth_values_are_no_texts(tokenizer: Any, make: Any, option: str, value: Any) -> None:
+    rows = [{"prompt": "a", "chosen": "x", "rejected": "y"}]
+    with pytest.raises(BadInput, match=f"{option}={value!r}.*True or False"):
+        make(rows, tokenizer=tokenizer, **{option: value})
+
+
+@pytest.mark.parametrize("margin", [float("nan"), float("inf"), 10**400, 1e39, True, "1"])
+def test_margins_are_finite(tokenizer: Any, margin: Any) -> None:
+    row = {"prompt": "a", "chosen": "x", "rejected": "y", "margin": margin}
+    with pytest.raises(BadInput, match=r"row 0.*margin=.*a margin is a finite number"):
+        Examples([row], "pairs", tokenizer=tokenizer)
+
+
+def test_a_margin_of_another_kind(tmp_path: Path) -> None:
+    ids = Ragged.of([[5], [6]], torch.int64)
+    pairs: Table = {"prompt_ids": ids, "chosen_ids": ids, "rejected_ids": ids, "margin": ["a", "b"]}
+    refused = pytest.raises(BadInput, match=r"column 'margin' is a list of str.*it must be a Tensor \[rows\]")
+    with tiny_lab("margin", tmp_path, backend="inline", models={"actor": TINY, "reward": TINY}) as lab, refused:
+        lab.reward.compute_pair_rewards(lab.put(pairs))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        HALF, {"prompt": HALF}, {"prompt": "a", "answer": HALF}, {"prompt": "a", "more": {"deep": ["b", HALF]}},
+        {"messages": [{"role": "user", "content": HALF}]},
+    ],
+)  # fmt: skip
+def test_halves_of_surrogate_pairs_are_no_text(row: Any) -> None:
+    good: Any = "a" if isinstance(row, str) else {"prompt": "a"}
+    with pytest.raises(BadInput, match=r"row 1.* holds half of a surrogate pair.*drop the row"):
+        read_rows([good, row])
+    assert len(read_rows([good, "é 𝄞" if isinstance(row, str) else {"prompt": "é 𝄞", "n": 1}])) == 2
+
+
+class Halves:
+    """An environment that says half of a surrogate pair, first or in reply."""
+
+    def __init__(self, first: Any, reply: Any) -> None:
+        self.first, self.reply = first, reply
+
+    def reset(self) -> Any:
+        return self.first
+
+    def step(self, response: str) -> tuple[Any, float, bool]:
+        return self.reply, 0.0, False
+
+
+@pytest.mark.parametrize(
+    ("first", "reply", "method"),
+    [(HALF, "b", "reset"), (None, HALF, "step"), (None, [{"role": "user", "content": HALF}], "step")],
+)
+def test_an_environment_speaks_in_characters(lab: wb.Workbench, first: Any, reply: Any, method: str) -> None:
+    asked: Any = {"max_new_tokens": 40, "max_turns": 2, "logit_bias": {2: 6.0, 36: 6.0}, "stop": ("=",)}
+    with pytest.raises(RolloutError, match=rf"{method} of environment .* returned .*ud800"):
+        lab.actor.generate_sequences(lab.prompts.next(2), environment=lambda: Halves(first, reply), **asked)
+    assert lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2).rows == 2
+
+
+@pytest.mark.parametrize("score", [10**400, -(10**400), [10**400] * 6])
+def test_a_score_that_no_float_holds(lab: wb.Workbench, score: Any) -> None:
+    rows = stored()
+    batch = lab.put({**rows, "prompt": ["a"] * 4})
+    with pytest.raises(RewardError, match=r"returned .*too large for a float|returned 6 numbers"):
+        lab.reward.compute_reward(batch, function=lambda prompt, response, **row: score)
+
+
+def test_a_reward_function_that_takes_nothing_is_refused_before_anything_opens(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"takes nothing.*write def fn\(prompt, response"):
+        tiny_lab("nothing", tmp_path, backend="inline", models={"actor": TINY, "reward": lambda: 1})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BadInput, match=r"Model.function=5"):
+        wb.Model(function=5)  # type: ignore[arg-type]
+    assert wb.Model(function=vowels).function is vowels
+
+
+def test_a_warm_up_is_a_part_of_all_steps() -> None:
+    with pytest.raises(BadInput, match=r"warmup_steps=10 with total_steps=5.*at most 5"):
+        wb.Training(warmup_steps=10, total_steps=5)
+    assert wb.Training(warmup_steps=5, total_steps=5).warmup_steps == 5
+
+
+def test_an_algorithm_has_no_other_fields(lab: wb.Workbench) -> None:
+    ppo = wb.PPO(lab, prompts=4)
+    for name, nearest in (("clipp", "write clip="), ("lr", "is written in the class"), ("sample", "write samples=")):
+        with pytest.raises(BadInput, match=rf"PPO\.{name} = 0\.5.*its fields are lab, prompts.*{nearest}"):
+            setattr(ppo, name, 0.5)
+        assert not hasattr(ppo, name)
+    ppo.clip, ppo._note = 0.1, "of one's own"
+    assert ppo.iterate() and ppo.clip == 0.1
+
+
+def test_an_evaluation_that_is_none_is_refused_before_an_iteration(lab: wb.Workbench) -> None:
+    ppo, before = wb.PPO(lab, prompts=4), lab.iteration
+    with pytest.raises(BadInput, match="evaluate=5"):
+        ppo.run(1, evaluate=5)  # type: ignore[arg-type]
+    assert lab.iteration == before

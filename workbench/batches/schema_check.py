@@ -1,0 +1,189 @@
+"""A batch against the schema of its columns: called once where it enters a stage, before any work.
+
+It reads numbers that lie in host memory, each once, and asks nothing of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import ColumnValues, Ragged, kind_of
+from workbench.batches.schema import FINITE, SCHEMA, ColumnSchema
+from workbench.errors import BadInput
+from workbench.models.limits import Limits
+
+Rows = Sequence[int] | np.ndarray  # the numbers of a shard's rows in the batch
+ROWS = {
+    "one": "one number a row, a Tensor [rows]",
+    "tokens": "one number a token of each row, a Ragged",
+    "either": "one number a row, a Tensor [rows], or one a response token, a Ragged",
+}
+
+
+def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limits, where: str = "") -> None:
+    """Raise `BadInput` naming column, row and value where a known column does not hold what its schema says, where
+    columns of one response have other lengths, and where a sequence is longer than the model's context.
+
+    limits: of the model that reads them. where: begins the message.
+    """
+    known = [name for name in columns if name in SCHEMA]
+    for name in known:
+        check_column(name, columns[name], rows, limits, where)
+    ragged = {name: column for name in known if isinstance(column := columns[name], Ragged)}
+    _check_lengths({name: column for name, column in ragged.items() if SCHEMA[name].along}, rows, where)
+    for name, column in ragged.items():
+        if SCHEMA[name].holds == "token ids":
+            _check_sequences(name, column, ragged.get(SCHEMA[name].follows), rows, limits, where)
+
+
+def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, where: str = "") -> None:
+    """Raise `BadInput` where a known column by itself does not hold what its schema says."""
+    schema = SCHEMA[name]
+    values = column.values if isinstance(column, Ragged) else column
+    right_rows = isinstance(column, Ragged) if schema.row == "tokens" else not isinstance(column, list)
+    if not isinstance(values, Tensor) or not right_rows or values.ndim != 1 or _wrong_row(schema, column):
+        raise _wrong_kind(name, column, schema, where)
+    if not _right_dtype(schema, values.dtype):
+        dtype = str(values.dtype).removeprefix("torch.")
+        wanted = "int64" if schema.holds == "token ids" else f"an {'integer' if _whole(schema) else 'real'} dtype"
+        raise BadInput(
+            f"{where}column {name!r} is {dtype}",
+            f"it holds {schema.holds}, of {wanted}",
+            "make it int64: Ragged.of(rows, torch.int64)" if _whole(schema) else "make it a tensor of float32",
+        )
+    most = schema.most
+    if schema.holds == "token ids" and limits.vocabulary is not None:
+        most = limits.vocabulary - 1
+    if not values.numel() or values.dtype == torch.bool or _within(values, schema, most):
+        return
+    bad = ~(torch.isfinite(values) & (values >= schema.least) & (values <= most))
+    if schema.holds == "zeros and ones":
+        bad |= (values != 0) & (values != 1)
+    row, token, value = first_of(column, bad)
+    raise _wrong_value(name, schema, most, rows[row], token, value, where)
+
+
+def first_of(column: ColumnValues, bad: Tensor) -> tuple[int, int | None, str]:
+    """(row, place in a row of tokens, value) of the first number that is marked.
+
+    bad: for each number of the column, of a Ragged's `values`, whether it is one.
+    """
+    values = column.values if isinstance(column, Ragged) else column
+    assert isinstance(values, Tensor)
+    at = int(bad.flatten().nonzero()[0])
+    value, row = f"{values.flatten()[at].item()}", at // max(1, values[0].numel())
+    if not isinstance(column, Ragged):
+        return row, None, value
+    ends, at = column.lengths.cumsum(0), row
+    row = int(torch.searchsorted(ends, at, right=True))
+    return row, at - int(ends[row] - column.lengths[row]), value
+
+
+def _within(values: Tensor, schema: ColumnSchema, most: float) -> bool:
+    """Whether all numbers are in the range; NaN are in none. One pass over them, which makes no other tensor."""
+    if values.is_floating_point() or values.device.type != "cpu":
+        low, high = (float(end) for end in torch.aminmax(values.detach()))
+    else:  # three times as fast as torch for whole numbers
+        array = values.numpy()
+        low, high = int(array.min()), int(array.max())
+    if not (schema.least <= low and high <= most):
+        return False
+    whole = schema.holds != "zeros and ones" or not values.is_floating_point()
+    return whole or bool(((values == 0) | (values == 1)).all())
+
+
+def _check_lengths(columns: Mapping[str, Ragged], rows: Rows, where: str) -> None:
+    """Raise `BadInput` unless the columns of a response have a number for each of its tokens."""
+    if not columns:
+        return
+    first = "response_ids" if "response_ids" in columns else next(iter(columns))
+    expected = columns[first].lengths
+    for name, column in columns.items():
+        if column.lengths is expected or torch.equal(column.lengths, expected):
+            continue
+        row = int((column.lengths != expected).nonzero()[0])
+        raise BadInput(
+            f"{where}column {name!r} has {int(column.lengths[row])} numbers in row {rows[row]}, where {first!r} has "
+            f"{int(expected[row])}",
+            "columns of one response have one number for each of its tokens",
+            f"make it with the lengths of the responses: batch.fetch([{first!r}])[{first!r}].like(values)",
+        )
+
+
+def _check_sequences(name: str, column: Ragged, before: Ragged | None, rows: Rows, limits: Limits, where: str) -> None:
+    """Raise `BadInput` where a row has no token and needs one, or is longer than the model's context with what it
+    follows."""
+    if not SCHEMA[name].empty and len(column) and int(column.lengths.min()) == 0:
+        row = rows[int((column.lengths == 0).nonzero()[0])]
+        raise BadInput(
+            f"{where}column {name!r} has no token in row {row}",
+            "a prompt has at least its BOS, an answer its EOS",
+            f"leave such rows out: batch.take(numpy.flatnonzero(batch.lengths({name!r})))",
+        )
+    if limits.context is None or not len(column):
+        return
+    lengths = column.lengths if before is None else column.lengths + before.lengths
+    if int(lengths.max()) > limits.context:
+        row = int(lengths.argmax())
+        what = repr(name) if before is None else f"{SCHEMA[name].follows!r} and {name!r}"
+        raise BadInput(
+            f"{where}row {rows[row]} has {int(lengths[row])} tokens in {what}",
+            f"the model reads at most {limits.context}: its numbers beyond that mean nothing",
+            "cut the row, leave it out, or take a model with a longer context",
+        )
+
+
+def _wrong_row(schema: ColumnSchema, column: ColumnValues) -> bool:
+    return schema.row == "one" and isinstance(column, Ragged)
+
+
+def _whole(schema: ColumnSchema) -> bool:
+    return schema.holds in ("token ids", "whole numbers")
+
+
+def _right_dtype(schema: ColumnSchema, dtype: torch.dtype) -> bool:
+    if schema.holds == "token ids":
+        return dtype == torch.int64
+    return not (dtype.is_complex or (_whole(schema) and (dtype.is_floating_point or dtype == torch.bool)))
+
+
+def _wrong_kind(name: str, column: ColumnValues, schema: ColumnSchema, where: str) -> BadInput:
+    remedy = ""
+    if isinstance(column, list):
+        remedy = f"make it of torch.tensor([float(x) for x in batch.fetch([{name!r}])[{name!r}]])"
+    elif isinstance(column, Tensor) and column.ndim == 2 and column.shape[1] == 1:
+        remedy = "x[:, 0] of a tensor [rows, 1] is one [rows]"
+    elif isinstance(column, Tensor) and schema.holds == "token ids":
+        remedy = "Ragged.of(rows, torch.int64) makes one of lists of token ids"
+    elif isinstance(column, Tensor):
+        remedy = (
+            "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+            "mask.like(torch.repeat_interleave(x, mask.lengths))"
+        )
+    return BadInput(f"{where}column {name!r} is {kind_of(column)}", f"it must be {ROWS[schema.row]}", remedy)
+
+
+def _wrong_value(
+    name: str, schema: ColumnSchema, most: float, row: int, token: int | None, value: str, where: str
+) -> BadInput:
+    place = f"row {row}" + ("" if token is None else f", token {token}")
+    if schema.holds == "token ids":
+        return BadInput(
+            f"{where}column {name!r} has token id {value} in {place}",
+            f"the model has ids 0 to {most:.0f}",
+            "make the ids with this workbench's tokenizer; a Ragged has rows without padding",
+        )
+    if schema.holds == "zeros and ones":
+        rule = "it is 1 (or True) on the tokens that count, and 0 on the others"
+    else:
+        least = f", at least {schema.least:g}" if schema.least != -FINITE else ""
+        rule = f"its numbers are finite{least}" + (f", at most {most:g}" if most != FINITE else "")
+    return BadInput(
+        f"{where}column {name!r} holds {value} in {place}",
+        rule,
+        f"look at batch.df([{name!r}], rows=[{row}]); replace the number, or leave that row out",
+    )
