@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from workbench.settings.engines import Generation as Generation
     from workbench.settings.engines import Sampling as Sampling
     from workbench.settings.engines import Training as Training
+    from workbench.support.calls.limits import limits as limits
 
 # Threads that wait for each other take no core meanwhile: beside a browser, which takes one too, an inline workbench on
 # a CPU was up to 25 times slower. OpenMP reads it when torch is imported.

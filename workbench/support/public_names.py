@@ -16,6 +16,7 @@ PUBLIC_NAMES = {
     "Training": "workbench.settings.engines",
     "Workbench": "workbench.controller",
     "attach": "workbench.launch.opening",
+    "limits": "workbench.support.calls.limits",
     "ls": "workbench.launch.listing",
     "open": "workbench.launch.opening",
     "restore": "workbench.launch.opening",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from workbench.data.user_calls import UserCalls
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
@@ -20,6 +21,7 @@ from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
+from workbench.workers.reload.sources import loaded
 from workbench.workers.stopping import Stopping
 from workbench.workers.weight_exchange import WeightExchange
 
@@ -34,7 +36,7 @@ class Context:
     there an interrupt stops the stage. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
     tokens. folder: where relative paths start: the working folder of the kernel that opened the workbench. exchange:
     for weights that roles publish, and take from each other. waits: whether the worker is built beside the one that it
-    replaces: see `Worker.begin`. room: the memory of the role's GPUs that the placement leaves, which decides automatic
+    replaces: see `Worker.begin`. calls: of the user's functions, in a process of the role's own. room: the memory of the role's GPUs that the placement leaves, which decides automatic
     sizes; None: on a CPU.
     """
 
@@ -50,6 +52,7 @@ class Context:
     waits: bool = False
     room: Room | None = None
     stopping: Stopping = field(default_factory=lambda: Stopping(1))
+    calls: UserCalls = field(default_factory=lambda: UserCalls(loaded.replaced_texts))
 
     @property
     def device(self) -> torch.device:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.util import resolve_name
 from typing import Any, Protocol
 
+from workbench.data.user_calls import UserCalls
 from workbench.errors import BadInput
 from workbench.models.spec import Model
 from workbench.support.fingerprint import fingerprint
@@ -132,6 +133,8 @@ class Patch:
 
     def keep(self) -> None:
         """Stay with it."""
+        if self._texts:
+            UserCalls.code_changed()
         loaded.take(self._texts)
         for source in self._texts.values():
             linecache.checkcache(source.path)
