@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 from workbench.data.reward_function import Score, score_rows
-from workbench.data.user_calls import UserCalls
 from workbench.errors import RewardError
+from workbench.support.calls.sessions import UserCalls
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,14 +73,14 @@ def test_what_a_function_keeps_stays_in_its_process_from_call_to_call_until_it_h
         seen.append(prompt)
         return float(len(seen))
 
-    assert sorted(run(count)) == [1.0, 2.0, 3.0]  # type: ignore[type-var]
+    assert sorted(run(count)) == [1.0, 2.0, 3.0]
     assert run(lambda prompt, response: 7.0) == [7.0] * 3
-    assert sorted(run(count)) == [4.0, 5.0, 6.0]  # type: ignore[type-var]
+    assert sorted(run(count)) == [4.0, 5.0, 6.0]
     seen.append("a cell changed it")
-    assert sorted(run(count)) == [2.0, 3.0, 4.0]  # type: ignore[type-var]
+    assert sorted(run(count)) == [2.0, 3.0, 4.0]
     with pytest.raises(RewardError, match=r"took more than 0.2 s"):
         run(lambda prompt, response: time.sleep(60), timeout_s=0.2)
-    assert sorted(run(count)) == [2.0, 3.0, 4.0]  # type: ignore[type-var]
+    assert sorted(run(count)) == [2.0, 3.0, 4.0]
     assert seen == ["a cell changed it"]
 
 
@@ -103,8 +102,8 @@ def test_what_a_function_keeps_stays_in_its_process_from_call_to_call_until_it_h
 def test_numbers_of_torch_and_numpy(value: Any, score: Score) -> None:
     tokens = len(score) if isinstance(score, list) else 3
     scores = score_rows(
-        lambda **row: value, [{}] * 2, [tokens] * 2, calls=CALLS, concurrency=1, timeout_s=5, where="rank 0", row_numbers=[0, 1],
-        progress=lambda done, total, tokens: None,
+        lambda **row: value, [{}] * 2, [tokens] * 2, calls=CALLS, concurrency=1, timeout_s=5, where="rank 0",
+        row_numbers=[0, 1], progress=lambda done, total, tokens: None,
     )  # fmt: skip
     assert scores == [score, score]
     assert type(scores[0]) is type(score)

@@ -22,8 +22,8 @@ import pytest
 
 import workbench as wb
 from workbench.data.reward_function import Score, check_function, score_rows
-from workbench.data.user_calls import UserCalls
 from workbench.errors import BadInput, RewardError
+from workbench.support.calls.sessions import UserCalls
 
 
 @pytest.fixture
@@ -151,13 +151,13 @@ def test_memory_is_limited_of_one_process_and_of_all_together(calls: UserCalls) 
 def test_a_fork_bomb_is_stopped_with_all_that_it_started(calls: UserCalls, tmp_path: Path) -> None:
     @wb.limits(tasks=40)
     def bomb(prompt: str, response: str) -> float:
-        for depth in range(8):  # 256 processes, where nobody stops them
-            if os.fork() == 0 and depth == 3:
-                os.setsid()  # out of the group
+        for _ in range(8):  # no bomb without end: at most 256 processes, should nobody stop them
+            os.fork()
             (tmp_path / str(os.getpid())).touch()
-            time.sleep(0.1)
-        time.sleep(60)
-        return 0.0
+        if int(os.getpid()) % 5 == 0:
+            os.setsid()  # out of the group
+        time.sleep(20)
+        os._exit(0)
 
     begun_s = time.monotonic()
     with pytest.raises(RewardError, match=r"is over a limit: its process has \d+ processes and threads.*may have 40"):
@@ -200,7 +200,7 @@ def test_nothing_is_left_behind(calls: UserCalls, tmp_path: Path) -> None:
 KILLED_HOST = """
 import os, re, sys, threading, time
 from tests.data.test_user_calls import run
-from workbench.data.user_calls import UserCalls
+from workbench.support.calls.sessions import UserCalls
 
 def holds(prompt, response):
     if child := os.fork():

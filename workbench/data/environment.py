@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.data import user_functions
-from workbench.data.user_calls import Session, UserCalls, name_of
 from workbench.data.user_functions import short
 from workbench.errors import BadInput, RolloutError
 from workbench.models.tokenizers import render_reply
 from workbench.settings.engines import Sampling
+from workbench.support.calls.sessions import Session, UserCalls, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

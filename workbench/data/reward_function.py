@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.data.user_calls import UserCalls, name_of, pickled
 from workbench.data.user_functions import Score, checked_score, parameters_of, score, short
 from workbench.errors import BadInput, RewardError
 from workbench.support.calls.limits import limits_of
+from workbench.support.calls.sessions import UserCalls, name_of, pickled
 from workbench.support.named_fields import meant
 
 RewardFunction = Callable[..., Any]

@@ -14,7 +14,7 @@ from workbench.errors.plain_text import plain_text
 
 OURS = f"{Path(__file__).resolve().parents[1]}/"
 # from a call of a host to the worker's method, and from there to a function of the user's
-DISPATCH = tuple(OURS + name for name in ("workers/host.py", "data/user_calls.py", "support/calls/", "backends/"))
+DISPATCH = tuple(OURS + name for name in ("workers/host.py", "data/user_functions.py", "support/calls/", "backends/"))
 LIBRARIES = tuple(
     f"{path}/" for path in {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )

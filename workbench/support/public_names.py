@@ -23,6 +23,7 @@ PUBLIC_NAMES = {
     "protocol": "workbench.messages.protocols",
     "register": "workbench.messages.operation",
     "mapping": "workbench",
+    "sandbox": "workbench.data",
     "script": "workbench.launch",
     "stop": "workbench.launch.opening",
     "verifiers": "workbench.data",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from workbench.data.user_calls import UserCalls
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
@@ -17,6 +16,7 @@ from workbench.models.limits import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
+from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
@@ -36,8 +36,8 @@ class Context:
     there an interrupt stops the stage. seed: the workbench's. tokenizer_name: the model whose tokenizer made the
     tokens. folder: where relative paths start: the working folder of the kernel that opened the workbench. exchange:
     for weights that roles publish, and take from each other. waits: whether the worker is built beside the one that it
-    replaces: see `Worker.begin`. calls: of the user's functions, in a process of the role's own. room: the memory of the role's GPUs that the placement leaves, which decides automatic
-    sizes; None: on a CPU.
+    replaces: see `Worker.begin`. room: the memory of the role's GPUs that the placement leaves, which decides automatic
+    sizes; None: on a CPU. calls: of the user's functions, in a process of the role's own.
     """
 
     host: HostInfo

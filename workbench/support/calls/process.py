@@ -8,9 +8,9 @@
     stop                                               print stream, text
     end                                                ended random states
 
-What is no sandbox: a function runs as the user who started the host, and can read and write what that user can. Against
-mistakes it is enough. Where a host is killed with SIGKILL, a process that the function has put into a session of its own
-outlives it.
+It is no sandbox: a function runs as the user who started the host, and can read and write what that user can; it is
+enough against mistakes. For programs that a model wrote: `workbench.data.sandbox`. Where a host is killed with SIGKILL,
+a process that the function has put into a session of its own outlives it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import random
 import re
 import select
 import signal
@@ -29,12 +28,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 
-from workbench.support.calls.limits import Limits
-from workbench.support.calls.server import HEAD, random_states, set_random_states
+from workbench.support.calls.server import HEAD
+
+if TYPE_CHECKING:
+    from workbench.support.calls.limits import Limits
 
 MOST_MESSAGE_BYTES = 2**28
 SEND_TIMEOUT_S = 30.0
@@ -65,7 +67,7 @@ class CallProcess:
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self._received = bytearray()
         self._tree: list[psutil.Process] = []
-        self._next_watch_s = 0.0
+        self._next_watch_s, self._others_tasks = 0.0, tasks_of_machine()
         descriptors = theirs.fileno(), lifeline, self._crash.fileno()
         arguments = ", ".join(map(str, (*descriptors, limits.most_bytes)))
         code = f"import sys; sys.path[:] = {sys.path!r}; from workbench.support.calls.server import serve; "
@@ -159,27 +161,18 @@ class CallProcess:
         began_s = time.monotonic()
         if began_s < self._next_watch_s:
             return
-        try:
-            leader = psutil.Process(self._popen.pid)
-            self._tree[:] = [leader, *leader.children(recursive=True)]
-        except psutil.Error:
-            return  # it has ended: `receive` says so
-        tasks = resident = 0
-        for process in self._tree:
-            with contextlib.suppress(psutil.Error):
-                tasks += process.num_threads()
-                resident += process.memory_info().rss
-        if tasks > self.limits.most_tasks:
-            raise LimitPassed(
-                f"has {tasks} processes and threads", f"it may have {self.limits.most_tasks} (wb.limits(tasks=...))"
-            )
-        if len(self._tree) > 1 and resident > self.limits.most_bytes:
-            shared = 0  # pages of several processes, of which each has its part
-            for process in self._tree:
-                with contextlib.suppress(psutil.Error):
-                    shared += process.memory_full_info().pss
-            if shared > self.limits.most_bytes:
-                raise LimitPassed(f"takes {shared:,} bytes in {len(self._tree)} processes", self.memory_rule)
+        most_tasks, everybodys = self.limits.most_tasks, tasks_of_machine()
+        frozen = everybodys - self._others_tasks > most_tasks
+        if frozen:  # against one that forks without end, only who looks at a group that stands still can win
+            os.killpg(self._popen.pid, signal.SIGSTOP)
+        self._tree[:], tasks, used_bytes = use_of(self._popen.pid, most_tasks, self.limits.most_bytes)
+        self._others_tasks = everybodys - tasks
+        if tasks > most_tasks:
+            raise LimitPassed(f"has {tasks} processes and threads", f"it may have {most_tasks} (wb.limits(tasks=...))")
+        if len(self._tree) > 1 and used_bytes > self.limits.most_bytes:  # one alone the system keeps below
+            raise LimitPassed(f"takes {used_bytes:,} bytes in {len(self._tree)} processes", self.memory_rule)
+        if frozen:
+            os.killpg(self._popen.pid, signal.SIGCONT)
         now_s = time.monotonic()
         self._next_watch_s = now_s + max(0.05, (now_s - began_s) / WATCH_SHARE)
 
@@ -199,6 +192,36 @@ class CallProcess:
         return max(threads, key=lambda i: used[1].get(threads[i], 0.0) - used[0].get(threads[i], 0.0))
 
 
+def tasks_of_machine() -> int:
+    """The processes and threads of this machine, or container; the cost does not grow with them."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def use_of(pid: int, most_tasks: int, most_bytes: int) -> tuple[list[psutil.Process], int, int]:
+    """A process with all below it, their processes and threads, and the bytes that they hold: where they are more than
+    `most_tasks`, not looked at; where they hold more than `most_bytes`, pages of several processes counted once."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        leader = psutil.Process(pid)
+        tree = [leader, *leader.children(recursive=True)]
+    if len(tree) > most_tasks:
+        return tree, len(tree), 0
+    tasks = resident = shared = 0
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            tasks += process.num_threads()
+            resident += process.memory_info().rss
+    if resident <= most_bytes:
+        return tree, tasks, resident
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            shared += process.memory_full_info().pss
+    return tree, tasks, shared
+
+
 def _end(
     host: int,
     popen: subprocess.Popen[bytes],
@@ -207,7 +230,7 @@ def _end(
     connection: socket.socket,
     crash: BinaryIO,
 ) -> None:
-    """Kill a process with all that it started, those that left its group and those whose parents have ended included."""
+    """Kill a process with all that it started: also those that left its group, and those whose parents have ended."""
     if os.getpid() != host:  # a fork of the host ends
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):

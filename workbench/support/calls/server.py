@@ -148,7 +148,7 @@ class Server:
             self._functions[key] = pickle.loads(payload)
         except BaseException as error:
             self._functions.pop(key, None)
-            self._send(("unloadable", *_told(error)))
+            self.send(("unloadable", *_told(error)))
 
     def _forget(self, key: str) -> None:
         self._functions.pop(key, None)
@@ -174,7 +174,7 @@ class Server:
                         i = work.get_nowait()
                     except queue.Empty:
                         return
-                    self._send(("begun", i, threading.get_native_id(), threading.get_ident()))
+                    self.send(("begun", i, threading.get_native_id(), threading.get_ident()))
                 try:
                     value = call(invoke, finish, self._function, self._state, calls[i], self._loop)
                     packed = pickle.dumps(("done", i, value))
@@ -192,12 +192,12 @@ class Server:
             while not self._work.empty():
                 self._work.get_nowait()
         self._loop.call_soon_threadsafe(cancel_tasks, self._loop)
-        self._send(("stopped",))
+        self.send(("stopped",))
 
     def _end(self) -> None:
         self._session.close()
         self._state = {}
-        self._send(("ended", random_states()))
+        self.send(("ended", random_states()))
 
     # --- the wire -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Server:
             parts += part
         return bytes(parts)
 
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self._write(pickle.dumps(message))
 
     def _write(self, packed: bytes) -> None:
@@ -281,5 +281,5 @@ def serve(connection: int, lifeline: int, crash: int, most_bytes: int) -> None:
     limit = min(most_bytes, hard) if (hard := resource.getrlimit(resource.RLIMIT_DATA)[1]) > 0 else most_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     server = Server(socket.socket(fileno=connection))
-    sys.stdout, sys.stderr = (Output(name, server._send) for name in ("stdout", "stderr"))
+    sys.stdout, sys.stderr = (Output(name, server.send) for name in ("stdout", "stderr"))
     server.run()

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from importlib.util import resolve_name
 from typing import Any, Protocol
 
-from workbench.data.user_calls import UserCalls
 from workbench.errors import BadInput
 from workbench.models.spec import Model
+from workbench.support.calls.sessions import UserCalls
 from workbench.support.fingerprint import fingerprint
 from workbench.workers.reload.changed_statements import imports_from, rerun
 from workbench.workers.reload.sources import SourceFile, loaded

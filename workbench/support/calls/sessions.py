@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from workbench.data.calls_in_host import InHost
 from workbench.errors import BadInput
 from workbench.errors.frames import RaisedElsewhere
 from workbench.errors.plain_text import plain_text
+from workbench.support.calls.in_host import InHost
 from workbench.support.calls.limits import limits_of
 from workbench.support.calls.process import CallProcess, LimitPassed, ProcessEnded
 from workbench.support.calls.server import event_loop, random_states, set_random_states
@@ -282,14 +282,18 @@ class _Isolated:
         now_s = time.monotonic()
         if not self._open and now_s - self._heard_s > LOAD_TIMEOUT_S:
             self._kill()
-            raise fail(0, f"was not loaded in its process within {LOAD_TIMEOUT_S:g} s",
-                       "its process imports the modules that it uses", "mend what they do when they are imported")  # fmt: skip
+            raise fail(
+                0, f"was not loaded in its process within {LOAD_TIMEOUT_S:g} s",
+                "its process imports the modules that it uses", "mend what they do when they are imported",
+            )  # fmt: skip
         late = {i: call.thread for i, call in self._open.items() if now_s - call.begun_s > timeout_s}
         if late:
             i = self._process.busiest(late)
             self._kill()
-            raise fail(i, f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call",
-                       "raise call_timeout_s, or mend the function; its process was killed")  # fmt: skip
+            raise fail(
+                i, f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call",
+                "raise call_timeout_s, or mend the function; its process was killed",
+            )  # fmt: skip
 
     def _ended(self, problem: ProcessEnded, fail: Fail) -> Exception:
         """The error for a process that is gone."""
