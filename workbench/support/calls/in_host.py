@@ -15,8 +15,8 @@ from workbench.support.calls.server import WrongValue, call
 
 
 class InHost:
-    """A session, see `workbench.support.calls.sessions.Session`, in threads of this process. A call past its time limit is
-    abandoned: Python cannot end a thread.
+    """A session, see `workbench.support.calls.sessions.Session`, in threads of this process. A call past its time limit
+    is abandoned: Python cannot end a thread.
 
     threads: False calls in the thread of `each`, one after the other, without a time limit, and what functions raise is
     raised as it is.
