@@ -42,8 +42,11 @@ MATHS = """
         return 0.2
 """
 REWARDS = """
+    import workbench as wb
+
     seen = []
 
+    @wb.limits(own_process=False)
     def score(prompt, response, **row):
         return 1.0
 """

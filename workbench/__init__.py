@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm as Algorithm
     from workbench.batches.batch import Batch as Batch
     from workbench.controller import Workbench as Workbench
+    from workbench.data import sandbox as sandbox
     from workbench.data import verifiers as verifiers
     from workbench.launch import script as script
     from workbench.launch.listing import ls as ls
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from workbench.settings.engines import Generation as Generation
     from workbench.settings.engines import Sampling as Sampling
     from workbench.settings.engines import Training as Training
+    from workbench.support.calls.limits import limits as limits
 
 # Threads that wait for each other take no core meanwhile: beside a browser, which takes one too, an inline workbench on
 # a CPU was up to 25 times slower. OpenMP reads it when torch is imported.
@@ -47,7 +49,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {**ALGORITHMS, **PUBLIC_NAMES}
-_MODULES = ("mapping", "script", "verifiers")
+_MODULES = ("mapping", "sandbox", "script", "verifiers")
 
 __all__ = sorted(_PUBLIC)
 

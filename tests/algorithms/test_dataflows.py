@@ -199,6 +199,7 @@ class TestDynamicSampling:
         algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=even, rounds=2, overlong_buffer=0)
         calls = []
 
+        @wb.limits(own_process=False)
         def replaced(prompt: str, response: str, **row: Any) -> float:
             calls.append(response)
             return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import traceback
 from collections.abc import Iterator
@@ -153,6 +154,10 @@ def test_the_users_frames_are_there(lab: wb.Workbench, monkeypatch: pytest.Monke
 
     with pytest.raises(RewardError) as caught:
         lab.reward.compute_reward(batch, function=my_reward)
+    assert caught.value.failure is not None
+    assert re.findall("in my_\\w+", "\n".join(caught.value.failure.lines())) == ["in my_reward", "in my_helper"]
+    with pytest.raises(RewardError) as caught:
+        lab.reward.compute_reward(batch, function=wb.limits(own_process=False)(my_reward))
     assert {"my_reward", "my_helper"} <= set(frames(caught.value))
 
     (host,) = hosts_of(lab).values()

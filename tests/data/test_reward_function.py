@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,16 @@ import torch
 
 from workbench.data.reward_function import Score, score_rows
 from workbench.errors import RewardError
+from workbench.support.calls.sessions import UserCalls
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    yield
+    CALLS.close()
+
+
+CALLS = UserCalls()
 
 
 def run(function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 5.0) -> list[Score]:
@@ -19,6 +29,7 @@ def run(function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_
         function,
         [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
         [i + 1 for i in range(n)],
+        calls=CALLS,
         concurrency=concurrency,
         timeout_s=timeout_s,
         where="rank 1 of pool shared",
@@ -43,13 +54,34 @@ def test_token_scores_and_coroutines() -> None:
     assert run(score) == [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]
 
 
-def test_calls_run_at_the_same_time() -> None:
-    meeting = threading.Barrier(3, timeout=5)
-
+def test_calls_run_at_the_same_time(tmp_path: Path) -> None:
     def meet(prompt: str, response: str) -> int:
-        return meeting.wait() * 0
+        (tmp_path / prompt).touch()
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.001)
+        return 0
 
     assert run(meet, concurrency=3) == [0.0, 0.0, 0.0]
+
+
+def test_what_a_function_keeps_stays_in_its_process_from_call_to_call_until_it_has_to_be_killed() -> None:
+    seen: list[str] = []
+
+    def count(prompt: str, response: str) -> float:
+        if prompt == "hang":
+            time.sleep(60)
+        seen.append(prompt)
+        return float(len(seen))
+
+    assert sorted(run(count)) == [1.0, 2.0, 3.0]
+    assert run(lambda prompt, response: 7.0) == [7.0] * 3
+    assert sorted(run(count)) == [4.0, 5.0, 6.0]
+    seen.append("a cell changed it")
+    assert sorted(run(count)) == [2.0, 3.0, 4.0]
+    with pytest.raises(RewardError, match=r"took more than 0.2 s"):
+        run(lambda prompt, response: time.sleep(60), timeout_s=0.2)
+    assert sorted(run(count)) == [2.0, 3.0, 4.0]
+    assert seen == ["a cell changed it"]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +102,8 @@ def test_calls_run_at_the_same_time() -> None:
 def test_numbers_of_torch_and_numpy(value: Any, score: Score) -> None:
     tokens = len(score) if isinstance(score, list) else 3
     scores = score_rows(
-        lambda **row: value, [{}] * 2, [tokens] * 2, concurrency=1, timeout_s=5, where="rank 0", row_numbers=[0, 1],
-        progress=lambda done, total, tokens: None,
+        lambda **row: value, [{}] * 2, [tokens] * 2, calls=CALLS, concurrency=1, timeout_s=5, where="rank 0",
+        row_numbers=[0, 1], progress=lambda done, total, tokens: None,
     )  # fmt: skip
     assert scores == [score, score]
     assert type(scores[0]) is type(score)
@@ -124,32 +156,35 @@ def test_a_call_that_hangs_is_abandoned() -> None:
     assert time.monotonic() - begun_s < 8
 
 
-def test_a_call_that_hangs_is_abandoned_while_others_keep_finishing() -> None:
-    begun_s, scored = time.monotonic(), []
+def test_a_call_that_hangs_is_abandoned_while_others_keep_finishing(tmp_path: Path) -> None:
+    begun_s = time.monotonic()
 
     def work(prompt: str, response: str) -> float:
         time.sleep(10 if prompt == "p0" else 0.01)
-        scored.append(prompt)
+        (tmp_path / prompt).touch()
         return 0.0
 
     with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
         run(work, n=400, timeout_s=0.2)
     assert time.monotonic() - begun_s < 8
-    assert 0 < len(scored) < 200
+    assert 0 < len(list(tmp_path.iterdir())) < 200
 
 
-def test_coroutines_share_one_event_loop() -> None:
-    one_at_a_time, loops = asyncio.Semaphore(1), set()  # of one event loop: another one would refuse it
+def test_coroutines_share_one_event_loop_and_one_that_hangs_is_cancelled() -> None:
+    kept: dict[str, Any] = {}
 
     async def score(prompt: str, response: str) -> float:
-        loops.add(asyncio.get_running_loop())
-        async with one_at_a_time:
+        loop = asyncio.get_running_loop()
+        before = kept.setdefault("loop", loop)
+        if before is not loop:
+            assert before.is_closed()
+            return -1.0
+        async with kept.setdefault("one at a time", asyncio.Semaphore(1)):  # another loop would refuse it
             await asyncio.sleep(0.01)
         return float(len(response))
 
     assert run(score, n=6, concurrency=4) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    (loop,) = loops
-    assert loop.is_closed()
+    assert run(score) == [-1.0] * 3
     with pytest.raises(RewardError, match=r"took more than 0.1 s"):
         run(hangs, timeout_s=0.1)
 

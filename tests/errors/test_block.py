@@ -73,7 +73,16 @@ def test_a_failed_stage_is_one_block(kernel: Kernel) -> None:
     assert "RewardError: reward.compute_reward failed on rank 0: reward function broken raised ZeroDiv" in shown
     assert re.search(r"on rank 0:\n  Cell In\[\d+\], line 2, in broken\n    share = len\(response\) / 0", shown)
     assert "lab.debug()" in shown
-    for noise in ("runner.py", "run.py", "host.py", "scheduler.py", "user_calls.py", "direct cause"):
+    for noise in (
+        "runner.py",
+        "run.py",
+        "host.py",
+        "scheduler.py",
+        "user_calls.py",
+        "user_functions.py",
+        "server.py",
+        "direct cause",
+    ):
         assert noise not in shown
     assert shown.count("Traceback") == 1
     _, shown = kernel.run("lab.reward.compute_reward(batch, concurrency=0)")
@@ -103,7 +112,7 @@ def test_the_debugger_stops_in_the_users_function(kernel: Kernel) -> None:
 
 @pytest.mark.slow
 def test_the_frames_of_a_block_can_be_entered(kernel: Kernel) -> None:
-    kernel.run("lab.reward.compute_reward(batch, function=broken)")
+    kernel.run("lab.reward.compute_reward(batch, function=wb.limits(own_process=False)(broken))")
     printed, _ = kernel.run("%debug", typed=["exceptions 0", "p 'seen ' + prompt[:7]", "q"])
     assert "seen What is" in printed
 

@@ -68,7 +68,7 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     texts = {name: files.path(name).read_text() for name in ("maths", "rewards")}
     files.edit("maths", "SCALE = 2.0", "SCALE = 4.0")
     files.edit("rewards", "return 1.0", "return 1.0)")
-    with pytest.raises(BadInput, match=r"two_rewards\.py, line 5: SyntaxError: unmatched '\)'"):
+    with pytest.raises(BadInput, match=r"two_rewards\.py, line 8: SyntaxError: unmatched '\)'"):
         lab.reload()
     assert lab.critic.told() == before
     assert rewards(lab) == [1.0] * 4

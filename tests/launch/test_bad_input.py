@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -232,6 +233,27 @@ def test_a_column_of_another_kind(lab: wb.Workbench, batch: wb.Batch) -> None:
     valued = lab.reward.compute_reward(lab.critic.compute_values(batch)).join(lab.put({"final_values": each}))
     with pytest.raises(BadInput, match=r"'final_values' is a Ragged.*it must be one number a row, a Tensor \[rows\]"):
         lab.compute_advantages(valued, bootstrap=True)
+
+
+def test_a_function_that_cannot_be_sent_to_its_process_is_refused_before_anything_is_opened(
+    lab: wb.Workbench, batch: wb.Batch, tmp_path: Path
+) -> None:
+    lock = threading.Lock()
+
+    def locked(prompt: str, response: str, **row: Any) -> float:
+        with lock:
+            return 2.0
+
+    message = r"locked cannot be sent to a process of its own: .*lock.*own_process=False"
+    with pytest.raises(BadInput, match=message):
+        lab.reward.compute_reward(batch, function=locked)
+    with pytest.raises(BadInput, match=message):
+        tiny_lab("locked", tmp_path, backend="inline", models={"actor": TINY, "reward": locked})
+    with pytest.raises(BadInput, match=r"takes nothing.*write def fn\(prompt, response, \*\*row\)"):
+        tiny_lab("locked", tmp_path, backend="inline", models={"actor": TINY, "reward": lambda: 1})
+    assert "locked" not in [found["name"] for found in wb.ls()]
+    in_host = wb.limits(own_process=False)(locked)
+    assert set(lab.reward.compute_reward(batch, function=in_host).fetch(["rewards"])["rewards"].tolist()) == {2.0}
 
 
 def test_a_reward_function_that_fails_names_the_prompt(lab: wb.Workbench, batch: wb.Batch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from workbench.errors import BadInput, ModelUnavailable
-from workbench.models import BUNDLED, TINY, load_causal_lm, load_tokenizer, render_prompt
+from workbench.models import BUNDLED, TINY, chat_template, load_causal_lm, load_tokenizer, render_prompt
 from workbench.models.bundled import gguf_path
 from workbench.models.tokenizers import render_reply
 
@@ -153,9 +154,38 @@ def test_replies_that_a_template_cannot_render(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny-llama")
     for template, message in (
         (None, "has no chat template"),
-        ("{{ raise_exception('no tools') }}", "the chat template refuses them: no tools"),
+        ("{{ raise_exception('no tools') }}", "the chat template of .* refuses them: TemplateError: no tools"),
         ("{{ messages[-1]['content'] }}", "drops earlier turns"),
     ):
         tokenizer.chat_template = template
         with pytest.raises(BadInput, match=message):
             render_reply(tokenizer, [{"role": "tool", "content": "42"}], after=2)
+
+
+@pytest.mark.parametrize("hides", ["", "{% set ns = namespace(n=0) %}"])
+def test_a_template_that_loops_is_stopped_and_the_thread_goes_on(hides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "TIMEOUT_S", 0.5)
+    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer.chat_template = hides + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    for _ in range(2):
+        begun_s = time.monotonic()
+        with pytest.raises(BadInput, match=r"chat template of .* took more than 0.5 s for \[\{'role': 'user'"):
+            render_prompt(tokenizer, "Hi", chat=True)
+        assert time.monotonic() - begun_s < 5
+        time.sleep(0.6)  # nothing is raised later
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert tokenizer.decode(render_prompt(tokenizer, "Hi", chat=True)) == "Hi"
+
+
+def test_a_template_that_raises_is_a_typed_error_without_what_a_terminal_obeys() -> None:
+    tokenizer = load_tokenizer("tiny-llama")
+    for template, said in (
+        ("{{ raise_exception('\x1b[31mno system role') }}", "TemplateError: no system role"),
+        ("{{ messages[7]['content'] }}", "UndefinedError"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ ().__class__.__bases__[0].__subclasses__() }}", "SecurityError"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(BadInput, match=rf"the chat template of .* refuses them: {said}") as caught:
+            render_prompt(tokenizer, "Hi", chat=True)
+        assert "\x1b" not in str(caught.value)

@@ -100,7 +100,7 @@ def test_operations_come_change_and_go(lab: Any, files: Files) -> None:
 def test_a_syntax_error_leaves_the_old_code_running(lab: Any, files: Files) -> None:
     files.edit("maths", "return 0.2", "return 0.01")
     files.edit("rewards", "return 1.0", "return (1.0")
-    with pytest.raises(BadInput, match=r"_rewards\.py, line 5: SyntaxError: '\(' was never closed: 'return \(1\.0'"):
+    with pytest.raises(BadInput, match=r"_rewards\.py, line 8: SyntaxError: '\(' was never closed: 'return \(1\.0'"):
         lab.reload()
     assert lab.critic.told() == [(0, 0.2, 2.0)]
     files.edit("rewards", "return (1.0", "return 2.0")
@@ -112,7 +112,7 @@ def test_code_that_raises_at_import_leaves_the_old_code_running(lab: Any, files:
     files.edit("maths", "return 0.2", "return 0.01")
     files.edit("rewards", "seen = []", "seen = [][0]")
     with pytest.raises(
-        ReloadError, match=r"in kernel: IndexError: list index out of range \(.*_rewards\.py, line 2\)"
+        ReloadError, match=r"in kernel: IndexError: list index out of range \(.*_rewards\.py, line 4\)"
     ) as e:
         lab.reload()
     report: Any = e.value.report

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from workbench.batches.schema import SCHEMA
 from workbench.data.epochs import EpochRows
 from workbench.data.sources import Row, Source, read_rows
-from workbench.data.user_calls import short
+from workbench.data.user_functions import short
 from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.models import render_prompt

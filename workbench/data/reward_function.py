@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from workbench.data.user_calls import accepted, call_each, event_loop, finite_number, parameters_of, short
+from workbench.data.user_functions import Score, checked_score, parameters_of, score, short
 from workbench.errors import BadInput, RewardError
+from workbench.support.calls.limits import limits_of
+from workbench.support.calls.sessions import UserCalls, name_of, pickled
 from workbench.support.named_fields import meant
 
 RewardFunction = Callable[..., Any]
-Score = float | list[float]
 ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
 
 
 def check_function(function: Any) -> None:
-    """Raise `BadInput` for what cannot be called with a prompt and a response."""
+    """Raise `BadInput` for what cannot be called with a prompt and a response, or not be sent to its process."""
     if not callable(function):
         raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
+    if limits_of(function).own_process:
+        pickled(function)
     parameters = parameters_of(function)
     if parameters is None:
         return
@@ -30,7 +29,7 @@ def check_function(function: Any) -> None:
     lacks = [name for name in ("prompt", "response") if name not in parameters and not takes_all]
     if lacks:
         raise BadInput(
-            f"function={getattr(function, '__name__', function)} takes {', '.join(parameters) or 'nothing'}",
+            f"function={name_of(function)} takes {', '.join(parameters) or 'nothing'}",
             f"it is called with prompt=, response= and the row's other columns by name, and takes no {lacks[0]!r}",
             "write def fn(prompt, response, **row)",
         )
@@ -43,7 +42,7 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
             near = meant(parameter.name, given, str)
             raise BadInput(
-                f"reward function {getattr(function, '__name__', function)} takes {parameter.name!r}",
+                f"reward function {name_of(function)} takes {parameter.name!r}",
                 f"it is called with what a row has, by name: {', '.join(given)}",
                 f"{near + ', ' if near else ''}give it a default, or add the column to the data",
             )
@@ -54,6 +53,7 @@ def score_rows(
     rows: Sequence[Mapping[str, Any]],
     response_tokens: Sequence[int],
     *,
+    calls: UserCalls,
     concurrency: int,
     timeout_s: float,
     where: str,
@@ -64,44 +64,32 @@ def score_rows(
     `async def` functions work too; all their calls share one event loop.
 
     Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows.
-    concurrency, timeout_s: see `call_each`; a call that takes longer fails the stage.
-    Raises `RewardError` naming the prompt, the row and the rank when a call raises, runs out of time, or returns
-    neither a finite number nor as many finite numbers as the response has tokens; and when some rows get one number
-    and others several.
+    calls: of the functions of this role. concurrency, timeout_s: see `Session.each`; a call that takes longer fails the
+    stage.
+    Raises `RewardError` naming the prompt, the row and the rank when a call raises, passes a limit, or returns neither
+    a finite number nor as many finite numbers as the response has tokens; and when some rows get one number and others
+    several.
     """
     scores: dict[int, Score] = {}
-    name = getattr(function, "__name__", repr(function))
+    name = name_of(function)
 
     def fail(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
         prompt = short(str(rows[i].get("prompt", "")))
+        rule = rule or ("it must return one finite number, or one a response token" * what.startswith("returned"))
         return RewardError(
             f"reward function {name} {what} for row {row_numbers[i]} on {where}, prompt {prompt!r}", rule, remedy
         )
 
-    def done(i: int, value: Any) -> None:
-        try:
-            scores[i] = _checked(value, response_tokens[i])
-        except ValueError as problem:
-            raise fail(i, str(problem), "it must return one finite number, or one a response token") from None
+    def done(i: int, value: Score) -> None:
+        scores[i] = value
         progress(len(scores), len(rows), 0)
 
-    calls = [partial(function, **accepted(function, row)) for row in rows]
-    with event_loop() as loop:
-        call_each(
-            calls, concurrency=concurrency, timeout_s=timeout_s, done=done, fail=fail, loop=loop,
-            tick=lambda: progress(len(scores), len(rows), 0),
+    with calls.session(function) as session:
+        session.each(
+            score, checked_score, list(zip(rows, response_tokens, strict=True)), concurrency=concurrency,
+            timeout_s=timeout_s, done=done, fail=fail, tick=lambda: progress(len(scores), len(rows), 0),
         )  # fmt: skip
-    for i, score in sorted(scores.items()):
-        if isinstance(score, list) != isinstance(scores[0], list):
-            raise fail(i, f"returned {score!r:.60}, but {scores[0]!r:.60} for row {row_numbers[0]},", ALIKE)
+    for i, found in sorted(scores.items()):
+        if isinstance(found, list) != isinstance(scores[0], list):
+            raise fail(i, f"returned {found!r:.60}, but {scores[0]!r:.60} for row {row_numbers[0]},", ALIKE)
     return [scores[i] for i in range(len(rows))]
-
-
-def _checked(value: Any, tokens: int) -> Score:
-    if isinstance(value, Tensor | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != tokens:
-            raise ValueError(f"returned {len(value)} numbers for a response of {tokens} tokens")
-        return [finite_number(item) for item in value]
-    return finite_number(value)

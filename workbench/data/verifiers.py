@@ -17,7 +17,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from workbench.data.user_calls import short
+from workbench.data.user_functions import short
 from workbench.errors import BadInput
 
 _NUMBER = re.compile(

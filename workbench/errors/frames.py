@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from workbench.errors.plain_text import plain_text
+
 OURS = f"{Path(__file__).resolve().parents[1]}/"
 # from a call of a host to the worker's method, and from there to a function of the user's
-DISPATCH = tuple(OURS + name for name in ("workers/host.py", "data/user_calls.py", "backends/"))
+DISPATCH = tuple(OURS + name for name in ("workers/host.py", "data/user_functions.py", "support/calls/", "backends/"))
 LIBRARIES = tuple(
     f"{path}/" for path in {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -64,14 +66,27 @@ class Raised:
         return [line for frame in self.frames for line in frame.lines(cells)] + said.splitlines()
 
 
+class RaisedElsewhere(Exception):
+    """Stands for an exception that was raised in another process: its class's name, its message, its frames."""
+
+    def __init__(self, kind: str, message: str, chain: tuple[Raised, ...]) -> None:
+        super().__init__(kind, message, chain)
+        self.chain = chain
+
+    def __str__(self) -> str:
+        return "\n".join(line for raised in self.chain for line in raised.lines({}))
+
+
 def chain_of(error: BaseException) -> tuple[Raised, ...]:
     """An exception that was just caught and what caused it, the first cause first, with the frames of the user's and
     our code: those of libraries are counted, and those of dispatch left out."""
     found: list[Raised] = []
     step: BaseException | None = error
     while step is not None and len(found) < MOST_CAUSES:
+        if isinstance(step, RaisedElsewhere):
+            return (*step.chain, *reversed(found))
         frames = tuple(_shown(traceback.extract_tb(step.__traceback__)))
-        found.append(Raised(type(step).__name__, str(step), frames))
+        found.append(Raised(type(step).__name__, plain_text(str(step)), frames))
         step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
     return tuple(reversed(found))
 

@@ -147,6 +147,7 @@ def examine(*, deep: bool = False) -> Report:
             _shared_memory(),
             _bundled_model(),
             _browser(),
+            _sandbox(),
         ),
         deep,
     )
@@ -358,3 +359,12 @@ def _browser() -> Check:
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     found = path or "no chromium: the browser tests are skipped"
     return Check("browser", path is not None, found, "install chromium (Debian: `apt install chromium`)")
+
+
+def _sandbox() -> Check:
+    """Whether programs that a model wrote can be run by a reward function."""
+    from workbench.data.sandbox import REMEDY, problem_here
+
+    problem = problem_here()
+    found = f"none for model-written programs: {problem}" if problem else "bubblewrap, for model-written programs"
+    return Check("sandbox", not problem, found, REMEDY)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.models.bundled import BUNDLED, gguf_path, is_converted
+from workbench.models.chat_template import rendered
 from workbench.models.quiet import no_chatter, quiet_transformers
 from workbench.models.resolve import resolve
 
@@ -118,17 +119,9 @@ def render_prompt(
             "messages and chat=True need one",
             "pass texts with chat=False, choose an instruction-tuned model, or set tokenizer.chat_template",
         )
-    messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
-    # return_dict: transformers 5 wraps the ids in a BatchEncoding unless told otherwise.
-    return list(
-        tokenizer.apply_chat_template(
-            messages,  # type: ignore[arg-type]
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
-    )
+    messages: Sequence[Any] = [{"role": "user", "content": prompt}] if is_text else prompt
+    # the template writes all special tokens; how long it may be, the caller knows
+    return list(tokenizer(rendered(tokenizer, messages), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def is_text(value: object) -> bool:
@@ -157,10 +150,7 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str
             "reply with a text, which is put in as it stands",
         )
     conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": turn}, *messages]
-    try:
-        text = str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # templates raise what they like
-        raise BadInput(f"messages {messages!r:.80}", f"the chat template refuses them: {error}") from error
+    text = rendered(tokenizer, conversation)
     _, found, rest = text.partition(turn)
     if not found:
         raise BadInput("this chat template", "drops earlier turns of the assistant", "reply with a text instead")

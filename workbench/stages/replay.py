@@ -14,13 +14,13 @@ import torch
 
 from workbench.backends import Backend, InlineBackend
 from workbench.backends.starting import Step, join_pools, settle
-from workbench.data.user_calls import in_place
 from workbench.errors import BadInput
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.replies import Output
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of
+from workbench.support.calls.sessions import in_place
 from workbench.support.validation import one_of
 from workbench.workers.host import Host
 from workbench.workers.model_worker import set_random_state

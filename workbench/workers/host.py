@@ -304,6 +304,7 @@ class Host(Shards):
         for role in closed:
             worker = self.workers.pop(role)
             worker.close()
+            worker.context.calls.close()
             worker.context.leave_groups()
         gc.collect()  # engines have reference cycles
         for role, spec in dict(engines).items():
@@ -389,5 +390,6 @@ class Host(Shards):
         """Free the workers and batches. The process group ends with the process, or inline with the last workbench."""
         for worker in self.workers.values():
             worker.close()
+            worker.context.calls.close()
         self.workers.clear()
         self._shards.clear()

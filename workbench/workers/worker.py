@@ -16,10 +16,12 @@ from workbench.models.limits import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
+from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
+from workbench.workers.reload.sources import loaded
 from workbench.workers.stopping import Stopping
 from workbench.workers.weight_exchange import WeightExchange
 
@@ -35,7 +37,7 @@ class Context:
     tokens. folder: where relative paths start: the working folder of the kernel that opened the workbench. exchange:
     for weights that roles publish, and take from each other. waits: whether the worker is built beside the one that it
     replaces: see `Worker.begin`. room: the memory of the role's GPUs that the placement leaves, which decides automatic
-    sizes; None: on a CPU.
+    sizes; None: on a CPU. calls: of the user's functions, in a process of the role's own.
     """
 
     host: HostInfo
@@ -50,6 +52,7 @@ class Context:
     waits: bool = False
     room: Room | None = None
     stopping: Stopping = field(default_factory=lambda: Stopping(1))
+    calls: UserCalls = field(default_factory=lambda: UserCalls(loaded.replaced_texts))
 
     @property
     def device(self) -> torch.device:

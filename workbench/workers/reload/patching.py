@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from workbench.errors import BadInput
 from workbench.models.spec import Model
+from workbench.support.calls.sessions import UserCalls
 from workbench.support.fingerprint import fingerprint
 from workbench.workers.reload.changed_statements import imports_from, rerun
 from workbench.workers.reload.sources import SourceFile, loaded
@@ -132,6 +133,8 @@ class Patch:
 
     def keep(self) -> None:
         """Stay with it."""
+        if self._texts:
+            UserCalls.code_changed()
         loaded.take(self._texts)
         for source in self._texts.values():
             linecache.checkcache(source.path)

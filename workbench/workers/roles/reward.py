@@ -90,6 +90,8 @@ class RewardWorker(ModelWorker):
                 spec.name, dtype=dtype, device=context.loading_device, seed=spec.seed, init="normal"
             )
             self.hold(module, trained=spec.trained)
+        if spec.function is not None:
+            context.calls.prepare(spec.function)
 
     def state(self) -> dict[str, Any]:
         return {**self.trained_state(), "shift": self._module.shift} if self.spec.trained else {}
@@ -204,7 +206,7 @@ class RewardWorker(ModelWorker):
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
         concurrency, call_timeout_s: calls of the function under way at once, and the time limit of one. A call past it
-        fails the stage, but Python cannot end it: it goes on in its host until it returns.
+        fails the stage, and ends the process in which the function runs; other limits: `wb.limits`.
         """
         return self._score(batch, "rewards", function, concurrency, call_timeout_s)
 
@@ -250,6 +252,7 @@ class RewardWorker(ModelWorker):
                     function,
                     rows,
                     [len(response) for response in responses],
+                    calls=context.calls,
                     concurrency=concurrency,
                     timeout_s=call_timeout_s,
                     where=where,

@@ -234,6 +234,7 @@ class SamplingWorker(Worker):
             sampling,
             [{**row, "sample_seed": seed} for row, seed in zip(rows[here], seeds[own], strict=True)],
             self.tokenizer,
+            calls=self.context.calls,
             where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
             row_numbers=batch.rows[here].tolist(),
         )

@@ -1,0 +1,216 @@
+"""Programs that a model wrote, in a sandbox of the system: bubblewrap (https://github.com/containers/bubblewrap).
+
+    def reward(prompt, response, tests, **row):
+        return float(wb.sandbox.passes_tests(response, tests))
+
+A program sees the system's programs and this Python with its packages, read-only; a /tmp of its own; no other file, no
+process, no device, no environment variable, and no network unless it is asked for. It starts no process; time, memory,
+threads and what it writes are limited. Where there is no bubblewrap, `MissingDependency` says so: nothing runs without
+a sandbox. Not kept from it: mistakes of the kernel, on whose user namespaces bubblewrap builds.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import platform
+import secrets
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from workbench.errors import BadInput, MissingDependency
+from workbench.support.calls.process import use_of
+
+MOST_FILE_BYTES = 2**24  # of each file that a program writes, its output among them
+MOST_SHOWN_BYTES = 2**16
+TICK_S = 0.05
+OWN_TASKS = 2  # of bubblewrap
+PROBE_TIMEOUT_S = 20.0
+REMEDY = "install bubblewrap 0.8 or newer (Debian: `apt install bubblewrap`), and allow user namespaces"
+PROGRAM = "/tmp/program.py"
+CLONE3, CLONE_THREAD = 435, 0x00010000
+# by machine: what the kernel calls it, and its system calls clone, and fork and vfork
+ARCHITECTURES: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "x86_64": (0xC000003E, 56, (57, 58)),
+    "aarch64": (0xC00000B7, 220, ()),
+}
+# limits that the program inherits and cannot raise; then the program
+START = """
+import resource, runpy, sys
+memory, files = map(int, sys.argv[1:])
+for name, limit in (("DATA", memory), ("FSIZE", files), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+sys.argv[:] = ["program.py"]
+runpy.run_path("/tmp/program.py", run_name="__main__")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What came of a program. ended: "exit", or the limit that ended it. exit_code: 0 where all went well; None: it was
+    ended. stdout, stderr: the first 64 KiB of each."""
+
+    ended: Literal["exit", "time", "threads"]
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    duration_s: float
+
+
+def run_python(
+    program: str,
+    *,
+    stdin: str = "",
+    timeout_s: float = 10.0,
+    memory_bytes: int = 2**29,
+    threads: int = 32,
+    network: bool = False,
+) -> Ran:
+    """Run a Python program in a sandbox, and wait until it has ended.
+
+    memory_bytes: of the program, and again of its /tmp. threads: at one time; it may start no process.
+    Raises `MissingDependency` where no sandbox works here.
+    """
+    for name, value in (("timeout_s", timeout_s), ("memory_bytes", memory_bytes), ("threads", threads)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise BadInput(f"run_python({name}={value!r:.60})", "must be a positive number")
+    if not isinstance(program, str) or not isinstance(stdin, str):
+        raise BadInput("run_python: program and stdin", "must be texts")
+    if problem := problem_here():
+        raise MissingDependency(f"no sandbox works here: {problem}", "model-written programs run in none else", REMEDY)
+    return _run(program, stdin, timeout_s, memory_bytes, threads, network)
+
+
+def passes_tests(program: str, tests: str, **limits: float) -> bool:
+    """Whether a program and then tests, such as lines of assert, run to their end. limits: as of `run_python`.
+
+    Both run in one interpreter, as users of such data sets do it: a program that looks for the tests can deceive them.
+    Where that matters, compare `run_python(...).stdout` with what is expected.
+    """
+    passed = secrets.token_hex(16)  # else a program that ends itself without an error would pass
+    ran = run_python(f"{program}\n\n{tests}\n\nprint({passed!r})\n", **limits)  # type: ignore[arg-type]
+    return ran.exit_code == 0 and ran.stdout.rstrip().endswith(passed)
+
+
+@functools.cache
+def problem_here() -> str:
+    """Why no sandbox works on this machine; empty where one does."""
+    if shutil.which("bwrap") is None:
+        return "there is no bwrap"
+    if platform.machine() not in ARCHITECTURES:
+        return f"no filter of system calls for {platform.machine()}"
+    try:
+        ran = _run("", "", PROBE_TIMEOUT_S, 2**29, 32, False)
+    except OSError as error:
+        return f"bwrap: {error}"
+    return "" if ran.exit_code == 0 else ran.stderr.strip()[:300] or f"bwrap ended with {ran.exit_code} ({ran.ended})"
+
+
+def command(program: int, no_processes: int, memory_bytes: int, network: bool) -> list[str]:
+    """The command line of bubblewrap. program, no_processes: descriptors of the text, and of `filter_of_calls`."""
+    python = [sys.executable, "-I", "-c", START, str(memory_bytes), str(MOST_FILE_BYTES)]
+    return [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",  # users, processes, network, mounts, names, shared memory, groups
+        *(["--share-net"] if network else []),
+        "--die-with-parent",
+        "--new-session",  # no terminal
+        "--clearenv",
+        *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
+        *_seen(network),
+        *("--proc", "/proc", "--dev", "/dev", "--size", str(memory_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--ro-bind-data", str(program), PROGRAM),
+        *("--seccomp", str(no_processes), "--cap-drop", "ALL", "--"),
+        *python,
+    ]
+
+
+def filter_of_calls() -> bytes:
+    """A program for the kernel, see seccomp(2): no system call makes a process, only threads. A limit of processes that
+    somebody watches over loses against a program that forks without end, and the system's own does not bind root."""
+    architecture, clone, forks = ARCHITECTURES[platform.machine()]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, fail = 0x7FFF0000, 0x00050000
+    refuse = 10 + len(forks)  # the number of that line; the one behind it is for what the C library tries otherwise
+    lines = [  # operation, lines that are left out where it is true, value
+        (load, 0, 4), (equal, 1, architecture), (give, 0, fail | errno.EPERM),
+        (load, 0, 0), (at_least, refuse - 5, 0x40000000), (equal, refuse + 1 - 6, CLONE3),
+        *((equal, refuse - 7 - n, fork) for n, fork in enumerate(forks)), (equal, 1, clone), (give, 0, allow),
+        (load, 0, 16), (any_bit, 2, CLONE_THREAD),
+        (give, 0, fail | errno.EAGAIN), (give, 0, fail | errno.ENOSYS), (give, 0, allow),
+    ]  # fmt: skip
+    return b"".join(struct.pack("=HBBI", operation, jump, 0, value) for operation, jump, value in lines)
+
+
+def _seen(network: bool) -> Iterator[str]:
+    """The parts of the file system that a program sees, read-only."""
+    for name in ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/sbin"):
+        path = Path(name)
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), name)
+        elif path.is_dir():
+            yield from ("--ro-bind", name, name)
+    names = ["ld.so.cache", "alternatives", *(["resolv.conf", "ssl", "nsswitch.conf", "hosts"] if network else [])]
+    for name in names:
+        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
+    for folder in dict.fromkeys((sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parent.parent))):
+        if Path(folder) not in (Path("/"), Path("/usr")):
+            yield from ("--ro-bind", folder, folder)
+
+
+def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads: int, network: bool) -> Ran:
+    with (
+        _file(program.encode(errors="replace")) as text,
+        _file(filter_of_calls()) as calls,
+        _file(stdin.encode(errors="replace")) as given,
+        _file(b"") as out,
+        _file(b"") as err,
+    ):
+        begun_s = time.monotonic()
+        process = subprocess.Popen(
+            command(text.fileno(), calls.fileno(), int(memory_bytes), network),
+            stdin=given, stdout=out, stderr=err, pass_fds=(text.fileno(), calls.fileno()), start_new_session=True,
+        )  # fmt: skip
+        ended: Literal["exit", "time", "threads"] = "exit"
+        try:
+            while ended == "exit":
+                try:
+                    process.wait(TICK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    tasks = use_of(process.pid, threads + OWN_TASKS, sys.maxsize)[1]
+                if time.monotonic() - begun_s > timeout_s:
+                    ended = "time"
+                elif tasks > threads + OWN_TASKS:
+                    ended = "threads"
+        finally:
+            process.kill()  # with it ends all that is in the sandbox: its first process is the sandbox's own
+            process.wait()
+        return Ran(
+            ended=ended,
+            exit_code=process.returncode if ended == "exit" else None,
+            stdout=_beginning(out),
+            stderr=_beginning(err),
+            duration_s=time.monotonic() - begun_s,
+        )
+
+
+def _file(content: bytes) -> IO[bytes]:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _beginning(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MOST_SHOWN_BYTES).decode(errors="replace")

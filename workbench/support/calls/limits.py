@@ -1,0 +1,67 @@
+"""Limits of a user's function: `@wb.limits(...)`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from workbench.errors import BadInput
+from workbench.support.machine import cores, total_bytes
+from workbench.support.validation import PositiveInt, settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+NAME = "__workbench_limits__"
+
+
+@settings(called="limits: ")
+class Limits:
+    """Of the process in which a reward or cost function, or an environment, runs. One process serves a role on a host.
+
+    memory_bytes: of each of its processes, and of all together; None: a quarter of the machine's memory, 2 to 32 GiB.
+    tasks: its processes and threads at one time, those of libraries included; None: 512, or eight for each core.
+    own_process: False runs the function in its host, with neither limit, where a call that does not return cannot be
+        ended: for functions that hold what no other process can have, such as a live model.
+    """
+
+    memory_bytes: PositiveInt | None = None
+    tasks: PositiveInt | None = None
+    own_process: bool = True
+
+    @property
+    def most_bytes(self) -> int:
+        return self.memory_bytes or min(max(total_bytes() // 4, 2**31), 2**35)
+
+    @property
+    def most_tasks(self) -> int:
+        return self.tasks or max(512, 8 * cores())
+
+
+def limits(*, memory_bytes: int | None = None, tasks: int | None = None, own_process: bool = True) -> Callable[[F], F]:
+    """A decorator of reward and cost functions and of environments, which says how their process is limited.
+
+        @wb.limits(memory_bytes=4 * 2**30)
+        def reward(prompt, response, **row): ...
+
+    Raises `BadInput` for values that cannot be. The fields: `Limits`.
+    """
+    values = {"memory_bytes": memory_bytes, "tasks": tasks, "own_process": own_process}
+    Limits(**values)  # type: ignore[arg-type]
+
+    def decorate(function: F) -> F:
+        try:
+            setattr(function, NAME, values)  # plain values: the process that gets the function imports little
+        except AttributeError:
+            raise BadInput(
+                f"limits of {function!r:.60}", "it takes no attributes", "wrap it in a function of your own"
+            ) from None
+        return function
+
+    return decorate
+
+
+def limits_of(function: Any) -> Limits:
+    """What `limits` has said of a function, of the one that a partial calls, or of an object's class."""
+    while isinstance(function, functools.partial) and not hasattr(function, NAME):
+        function = function.func
+    return Limits(**getattr(function, NAME, {}))

@@ -1,0 +1,261 @@
+"""A process for calls of a user's functions, as its host sees it: it can be killed, with all that it started.
+
+    host -> process                                    process -> host
+    texts {module: (file, text)}                       unloadable class, message, frames, no memory
+    load key, function      forget key                 begun i, thread, thread's id in a dump
+    begin key, random states                           done i, value
+    calls invoke, finish, [arguments], concurrency     wrong i, message      raised i, class, message, frames, no memory
+    stop                                               print stream, text
+    end                                                ended random states
+
+It is no sandbox: a function runs as the user who started the host, and can read and write what that user can; it is
+enough against mistakes. For programs that a model wrote: `workbench.data.sandbox`. Where a host is killed with SIGKILL,
+a process that the function has put into a session of its own outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import psutil
+
+from workbench.support.calls.server import HEAD
+
+if TYPE_CHECKING:
+    from workbench.support.calls.limits import Limits
+
+MOST_MESSAGE_BYTES = 2**28
+SEND_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0
+WATCH_SHARE = 0.05  # of the host's time, which looking after the limits may take
+KILL_ROUNDS = 100
+
+
+class ProcessEnded(Exception):
+    """The process of the calls is gone; the message says how it ended."""
+
+
+class LimitPassed(Exception):
+    """The process of the calls has more than it may have. The message says of what; `rule` is the limit."""
+
+    def __init__(self, what: str, rule: str) -> None:
+        super().__init__(what, rule)
+        self.what, self.rule = what, rule
+
+
+class CallProcess:
+    """One process. It starts at once, in the background; `send` waits for nothing."""
+
+    def __init__(self, limits: Limits, *, threads: int, texts: Mapping[str, tuple[str, str]]) -> None:
+        self.limits = limits
+        self._socket, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        self._crash = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        self._received = bytearray()
+        self._tree: list[psutil.Process] = []
+        self._next_watch_s, self._others_tasks = 0.0, tasks_of_machine()
+        descriptors = theirs.fileno(), lifeline, self._crash.fileno()
+        arguments = ", ".join(map(str, (*descriptors, limits.most_bytes)))
+        code = f"import sys; sys.path[:] = {sys.path!r}; from workbench.support.calls.server import serve; "
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", f"{code}serve({arguments})"],
+                pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )  # fmt: skip
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self.end = weakref.finalize(
+            self, _end, os.getpid(), self._popen, self._tree, self._lifeline, self._socket, self._crash
+        )
+        if texts:
+            self.send("texts", dict(texts))
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.end.alive) and self._runs()
+
+    def _runs(self) -> bool:
+        """Whether it runs. It is not reaped here: until `end`, its number is that of its group."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._popen.pid, flags) is None
+
+    def send(self, *message: Any) -> None:
+        """Raises `ProcessEnded` where the process takes no message, and what pickle raises."""
+        packed = pickle.dumps(message)
+        self._socket.settimeout(SEND_TIMEOUT_S)
+        try:
+            self._socket.sendall(HEAD.pack(len(packed)) + packed)
+        except TimeoutError:
+            raise ProcessEnded(f"took no message for {SEND_TIMEOUT_S:.0f} s") from None
+        except OSError:
+            raise ProcessEnded(self._how_it_ended()) from None
+
+    def receive(self, timeout_s: float) -> list[tuple[Any, ...]]:
+        """The messages that have come, once one has or after the time. Raises `ProcessEnded`, and `LimitPassed`."""
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            if not self._runs():
+                raise ProcessEnded(self._how_it_ended())
+        else:
+            try:
+                part = self._socket.recv(2**20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return []
+            except OSError:
+                part = b""
+            if not part:
+                raise ProcessEnded(self._how_it_ended())
+            self._received += part
+        return list(self._messages())
+
+    def _messages(self) -> Any:
+        while len(self._received) >= HEAD.size:
+            size = HEAD.unpack_from(self._received)[0]
+            if size > MOST_MESSAGE_BYTES:
+                raise LimitPassed(f"returned {size:,} bytes", f"a call returns at most {MOST_MESSAGE_BYTES:,}")
+            if len(self._received) < HEAD.size + size:
+                return
+            packed = bytes(self._received[HEAD.size : HEAD.size + size])
+            del self._received[: HEAD.size + size]
+            yield pickle.loads(packed)
+
+    def _how_it_ended(self) -> str:
+        deadline_s = time.monotonic() + 1.0
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (found := os.waitid(os.P_PID, self._popen.pid, flags)) is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        if found is None:
+            return "closed its connection to the host"
+        if found.si_code == os.CLD_EXITED:
+            return f"ended its process with exit code {found.si_status}"
+        name = signal.Signals(found.si_status).name
+        killed = " (the system kills a process where memory runs out)" if name == "SIGKILL" else ""
+        return f"crashed its process with {name}{killed}"
+
+    def crashed_in(self) -> tuple[int | None, str]:
+        """The thread that a crash was in, and its frames, as far as the process could still write them."""
+        self._crash.seek(0)
+        dump = self._crash.read(2**20).decode(errors="replace")
+        found = re.search(r"Current thread 0x([0-9a-f]+).*?(?=\n\n|\Z)", dump, re.DOTALL)
+        return (int(found[1], 16), found[0]) if found else (None, dump)
+
+    # --- limits -------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Raise `LimitPassed` where it has too many processes and threads, or they too much memory together."""
+        began_s = time.monotonic()
+        if began_s < self._next_watch_s:
+            return
+        most_tasks, everybodys = self.limits.most_tasks, tasks_of_machine()
+        frozen = everybodys - self._others_tasks > most_tasks
+        if frozen:  # against one that forks without end, only who looks at a group that stands still can win
+            os.killpg(self._popen.pid, signal.SIGSTOP)
+        self._tree[:], tasks, used_bytes = use_of(self._popen.pid, most_tasks, self.limits.most_bytes)
+        self._others_tasks = everybodys - tasks
+        if tasks > most_tasks:
+            raise LimitPassed(f"has {tasks} processes and threads", f"it may have {most_tasks} (wb.limits(tasks=...))")
+        if len(self._tree) > 1 and used_bytes > self.limits.most_bytes:  # one alone the system keeps below
+            raise LimitPassed(f"takes {used_bytes:,} bytes in {len(self._tree)} processes", self.memory_rule)
+        if frozen:
+            os.killpg(self._popen.pid, signal.SIGCONT)
+        now_s = time.monotonic()
+        self._next_watch_s = now_s + max(0.05, (now_s - began_s) / WATCH_SHARE)
+
+    @property
+    def memory_rule(self) -> str:
+        return f"its process may take {self.limits.most_bytes:,} bytes (wb.limits(memory_bytes=...))"
+
+    def busiest(self, threads: Mapping[int, int]) -> int:
+        """Which of some calls computes, by its thread: it may keep the others from going on. {call: thread}"""
+        used: list[dict[int, float]] = []
+        for pause_s in (0.1, 0.0):
+            with contextlib.suppress(psutil.Error):
+                used.append({t.id: t.user_time + t.system_time for t in psutil.Process(self._popen.pid).threads()})
+            time.sleep(pause_s)
+        if len(used) < 2:
+            return next(iter(threads))
+        return max(threads, key=lambda i: used[1].get(threads[i], 0.0) - used[0].get(threads[i], 0.0))
+
+
+def tasks_of_machine() -> int:
+    """The processes and threads of this machine, or container; the cost does not grow with them."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def use_of(pid: int, most_tasks: int, most_bytes: int) -> tuple[list[psutil.Process], int, int]:
+    """A process with all below it, their processes and threads, and the bytes that they hold: where they are more than
+    `most_tasks`, not looked at; where they hold more than `most_bytes`, pages of several processes counted once."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        leader = psutil.Process(pid)
+        tree = [leader, *leader.children(recursive=True)]
+    if len(tree) > most_tasks:
+        return tree, len(tree), 0
+    tasks = resident = shared = 0
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            tasks += process.num_threads()
+            resident += process.memory_info().rss
+    if resident <= most_bytes:
+        return tree, tasks, resident
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            shared += process.memory_full_info().pss
+    return tree, tasks, shared
+
+
+def _end(
+    host: int,
+    popen: subprocess.Popen[bytes],
+    tree: list[psutil.Process],
+    lifeline: int,
+    connection: socket.socket,
+    crash: BinaryIO,
+) -> None:
+    """Kill a process with all that it started: also those that left its group, and those whose parents have ended."""
+    if os.getpid() != host:  # a fork of the host ends
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, signal.SIGSTOP)  # all of the group at once: none of them forks any more
+    for _ in range(KILL_ROUNDS):
+        with contextlib.suppress(psutil.Error):
+            tree += psutil.Process(popen.pid).children(recursive=True)
+        left = [process for process in dict.fromkeys(tree) if process.pid != popen.pid and _runs(process)]
+        if not left:
+            break
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        tree.clear()
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.wait()
+    os.close(lifeline)
+    connection.close()
+    crash.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
