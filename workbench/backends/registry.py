@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 FORMAT = 4  # of a record; an older one has other files
 
 JOURNAL = "journal.pkl"
+NAME_BYTES = 100  # of a workbench: the names of its folders and hosts begin with it
 
 opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
 
@@ -70,17 +71,20 @@ class Record:
 
 def check_name(name: str) -> str:
     """Return `name`, or raise `BadInput` if no workbench can be called that."""
-    if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-        raise BadInput(f"name {name!r}", "a workbench's name has letters, digits, '-', '_' and '.', and is not empty")
+    text = isinstance(name, str) and name and all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
+    if not text or len(name.encode()) > NAME_BYTES:
+        rule = "a workbench's name has letters, digits, '-', '_' and '.', and is not empty"
+        raise BadInput(f"name {name!r:.80}", f"{rule}; it has at most {NAME_BYTES} bytes")
     return name
 
 
-def write(record: Record, description: Description) -> None:
-    """Record a workbench as it is now."""
+def write(record: Record, description: Description) -> Record:
+    """Record a workbench as it is now; gives the record, with the models of its roles. Raises `WriteFailed`."""
     private_folder(record.folder)
     files.write_bytes(record.folder / "description.pkl", cloudpickle.dumps(description))
-    roles = {role: str(model) for role, model in description.models.items()}
-    files.write_json(record.folder / "lab.json", asdict(replace(record, roles=roles)))
+    record = replace(record, roles={role: str(model) for role, model in description.models.items()})
+    files.write_json(record.folder / "lab.json", asdict(record))
+    return record
 
 
 def rewrite(description: Description, hosts: dict[str, Process]) -> None:
@@ -99,7 +103,12 @@ def records() -> list[Record]:
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
             values.setdefault("format", 1)
             found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
-        except (OSError, ValueError, KeyError, TypeError):  # removed this moment, or by another version, or another user
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # removed just now; of another version, or another user
             continue
     return sorted(found, key=lambda record: record.name)
 

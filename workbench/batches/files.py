@@ -161,7 +161,9 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
     try:
         files.opened(source, follow=True, limit=None).close()
     except FileNotFoundError:
-        raise BadInput(f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path") from None
+        raise BadInput(
+            f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path"
+        ) from None
     try:
         file = safe_open(source, framework="pt")
     except SafetensorError as error:

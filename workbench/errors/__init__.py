@@ -6,7 +6,7 @@
     ├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
     ├── MissingDependency   (ImportError)   an engine or tracker that is not installed
     ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
-    ├── WriteFailed         (OSError)       a file that cannot be written; the message says what it takes and what is free
+    ├── WriteFailed         (OSError)       a file that cannot be written; the message says what is free
     ├── NameTaken           (ValueError)    a workbench of that name lives and differs
     ├── NotFound            (LookupError)   no workbench of that name
     ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may only read

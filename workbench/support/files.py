@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -54,12 +55,17 @@ def path_of(value: object, what: str) -> Path:
     return path
 
 
+def real_path(value: object, what: str) -> Path:
+    """The same, absolute and without links."""
+    return Path(os.path.realpath(path_of(value, what)))
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def opened(
     path: Path, *, within: Path | None = None, own: bool = False, follow: bool = False, limit: int | None = LIMIT_BYTES
-) -> BinaryIO:
+) -> io.BufferedReader:
     """A regular file, open for reading. Raises `FileNotFoundError`, or `BadInput` for all that is not such a file.
 
     within: a folder that `path` is relative to, and does not leave, by ".." or by a link on the way. own: the file must
@@ -158,9 +164,7 @@ def replacing(path: Path, *, needed: int = 0, mode: int = PRIVATE, flush: bool =
 
 
 @contextlib.contextmanager
-def beside(
-    path: Path, *, needed: int = 0, mode: int = PRIVATE, flush: bool = False
-) -> Iterator[tuple[Path, BinaryIO]]:
+def beside(path: Path, *, needed: int = 0, mode: int = PRIVATE, flush: bool = False) -> Iterator[tuple[Path, BinaryIO]]:
     """As `replacing`, with the path of the new file as well, for libraries that write files by themselves."""
     with disk_errors(path, needed):
         check_place(path)
@@ -224,7 +228,7 @@ def new_or_empty(path: Path) -> Path:
     with disk_errors(path):
         if path.is_symlink() and not path.exists():
             raise BadInput(f"{str(path)!r} is a link to nothing", "it is saved where it is named", "choose another")
-        folder = path.resolve()
+        folder = Path(os.path.realpath(path))
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise BadInput(f"{str(folder)!r} holds something", "it is saved to a new or empty folder", "choose another")
     return folder

@@ -237,7 +237,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises `NotFound` where there is none, `BadInput` where it cannot be read.
     """
-    folder = files.path_of(path, "path").resolve()
+    folder = files.real_path(path, "path")
     if (folder / MANIFEST).is_file():
         return read_checkpoint(folder)
     inside = ("*", f"{AUTOMATIC}/*", f"*/{AUTOMATIC}/*")

@@ -160,6 +160,7 @@ def arguments_of(description: Description) -> dict[str, Any]:
         "address",
         "share_memory",
         "idle_hours",
+        "record",
     )
     return {"models": description.declared, **description.defaults, **{n: getattr(description, n) for n in same}}
 

@@ -203,7 +203,9 @@ def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
         for number, (stage, value) in enumerate(algorithm.made.items()):
             found = value.result() if isinstance(value, Run) else value
             if isinstance(found, Batch):
-                made[stage] = {"batch": str(write(folder / "made" / f"{number}.safetensors", found).relative_to(folder))}
+                made[stage] = {
+                    "batch": str(write(folder / "made" / f"{number}.safetensors", found).relative_to(folder))
+                }
             elif isinstance(found, Mapping):
                 made[stage] = {"metrics": dict(found)}
             else:
