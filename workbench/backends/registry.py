@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 FORMAT = 4  # of a record; an older one has other files
 
 JOURNAL = "journal.pkl"
+ROOM_BYTES = 64 * 2**10  # of the files beside the description
 NAME_BYTES = 100  # of a workbench: the names of its folders and hosts begin with it
 
 opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
@@ -92,6 +93,14 @@ def rewrite(description: Description, hosts: dict[str, Process]) -> None:
     record = next((record for record in records() if record.id == description.id), None)
     if record is not None:
         write(replace(record, hosts=hosts, digests=description.digests), description)
+
+
+def check_room(description: Description) -> None:
+    """Raise `WriteFailed` where the disk has no room for another record of a workbench."""
+    with _unless_closed(description.id):
+        probe = _folder(description.id) / "room"
+        files.write_bytes(probe, bytes(2 * len(cloudpickle.dumps(description)) + ROOM_BYTES))
+        probe.unlink()
 
 
 def records() -> list[Record]:

@@ -208,6 +208,8 @@ def write_manifest(
     }
     files.write_bytes(folder / RANDOM, save(random))
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    for name in names:  # libraries write as the umask says
+        (folder / name).chmod(files.PRIVATE)
     with ThreadPoolExecutor(4) as pool:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder, name, to_disk=True), names), strict=True))
     written = signed(json.loads(json.dumps({"format": FORMAT, **values, "files": entries})))
