@@ -98,9 +98,7 @@ def rewrite(description: Description, hosts: dict[str, Process]) -> None:
 def check_room(description: Description) -> None:
     """Raise `WriteFailed` where the disk has no room for another record of a workbench."""
     with _unless_closed(description.id):
-        probe = _folder(description.id) / "room"
-        files.write_bytes(probe, bytes(2 * len(cloudpickle.dumps(description)) + ROOM_BYTES))
-        probe.unlink()
+        files.check_room(_folder(description.id), 2 * len(cloudpickle.dumps(description)) + ROOM_BYTES)
 
 
 def records() -> list[Record]:

@@ -34,12 +34,14 @@ from workbench.session.checkpoint.restoring import Restoring, arguments_of, chec
 from workbench.session.journal import SessionJournal, read_journal
 from workbench.session.taking_over import take_over as take_over_session
 from workbench.settings.engines import Generation, ShareMemory, Training
-from workbench.support.files import real_path
+from workbench.support.files import check_room, real_path
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked, private_folder
 from workbench.support.machine import available_bytes, cores, gpu_bytes
 from workbench.support.notebook_cell import in_notebook
 from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
+
+ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry
 
 
 @overridable
@@ -154,10 +156,10 @@ def _open(
         restoring.check(lab.prompts)
     replaced = [] if living is None else _processes(name)
     when_free(wait_s, note, lambda: _check_memory(description, replaced))
-    private_folder(run_folder)
-    if living is not None:
-        stop(name)
     try:
+        check_room(private_folder(run_folder), ROOM_BYTES)
+        if living is not None:
+            stop(name)
         _tracked(lab, trackers)  # a tracker that does not start is refused before models load
         waits = lab.hosts.start(lab.ownership.controller, note, began_s, wait_s)
         record_opening(lab.hosts.backend, lab.hosts.infos, lab.telemetry, waits)

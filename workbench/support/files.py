@@ -243,6 +243,13 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
     return path
 
 
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raise `WriteFailed` where a file of so many bytes cannot be written to a folder now."""
+    probe = folder / f".room.{secrets.token_hex(4)}"
+    write_bytes(probe, bytes(nbytes))
+    probe.unlink()
+
+
 def check_place(path: Path) -> None:
     """Raise `BadInput` where something other than a regular file has this path."""
     try:

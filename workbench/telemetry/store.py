@@ -219,11 +219,11 @@ class TelemetryStore:
         except OSError as error:
             self._keep(name, text, error)
             return
+        written = 0
         try:
             end = os.fstat(descriptor).st_size
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
                 os.write(descriptor, b"\n")  # a writer ended here: its rest must not swallow our first line
-            written = 0
             while written < len(text):
                 written += os.write(descriptor, text[written:])
         except OSError as error:  # half a line may be there: no reader takes it, and it is written again
