@@ -1,4 +1,4 @@
-"""A file system of a few MiB in memory, filled to its last byte: every write is refused by the kernel, none by a test."""
+"""A file system of a few MiB in memory, filled to its last byte: the system refuses every write, no test does."""
 
 from __future__ import annotations
 
