@@ -73,7 +73,8 @@ def stages(disk: Path) -> None:
         filler.unlink()
         lab.autosave(None)
         made.append(wb.GRPO(lab, prompts=4, samples=2, sampling=wb.Sampling(max_new_tokens=4)).iterate())
-        assert lab.telemetry.unwritten == 0 or lab.telemetry.flush() is None
+        lab.telemetry.flush()
+        assert lab.telemetry.unwritten == 0
         assert batch.save(disk / "batch.safetensors").is_file()
         assert lab.save(disk / "saved", models=False).iteration == 6
         from workbench.telemetry.store import TelemetryStore

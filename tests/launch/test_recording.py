@@ -167,13 +167,13 @@ def test_scrub_masks_all_that_is_text_and_names_what_is_not(
 
 
 def test_scrub_signs_a_manifest_again_and_finds_secrets_in_pickles(tmp_path: Path) -> None:
-    __main__.TOKEN, keyed.__module__ = KEY, "__main__"  # type: ignore[attr-defined]
+    __main__.TOKEN, keyed.__module__ = KEY, "__main__"
     try:
         with tiny_lab("keyed", tmp_path, backend="inline", models={"actor": TINY, "reward": keyed}) as lab:
             saved = lab.save(tmp_path / "saved", models=False).folder
     finally:
         keyed.__module__ = __name__
-        del __main__.TOKEN  # type: ignore[attr-defined]
+        del __main__.TOKEN
     values = dict(find_checkpoint(saved).values)
     files.write_json(saved / "checkpoint.json", signed({**values, "placement": f"Bearer {KEY}"}))
     done = scrub(saved)

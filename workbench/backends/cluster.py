@@ -165,12 +165,13 @@ def _try_start_head(note: Note) -> dict[str, Any]:
                 raise HostDied(f"the Ray head did not start (see {log})", said, "run `wb doctor`")
             note("starting Ray")
             time.sleep(0.1)
+        created = psutil.Process(process.pid).create_time()
+        head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": created}
+        files.write_json(_head_file(), head)
     except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
         _end_family(process.pid)
         process.wait()
         raise
-    head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-    files.write_json(_head_file(), head)
     return head
 
 
