@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,10 @@ def opening(disk: Path) -> None:
             head, until = running_head(), time.monotonic() + 20
             assert head is not None
             while True:
-                every = psutil.Process(head["pid"]).children(recursive=True)
-                found = {one.pid for one in every if any("HostActor" in word for word in one.cmdline())}
+                found = set[int]()
+                for one in psutil.Process(head["pid"]).children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        found |= {one.pid} if any("HostActor" in word for word in one.cmdline()) else set()
                 if len(found) == wanted or not wanted or time.monotonic() > until:
                     return found
                 time.sleep(0.2)
