@@ -38,7 +38,11 @@ def load_config(name: str | Path) -> PreTrainedConfig:
 def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
     """The configuration in a folder. Python code that lies beside the weights is never run."""
     file = folder / "config.json"
-    _check_counts(read_json(file, follow=True, limit=CONFIG_BYTES), file)
+    try:
+        values = read_json(file, follow=True, limit=CONFIG_BYTES)
+    except (OSError, BadInput) as error:
+        raise _unreadable(folder, error) from error
+    _check_counts(values, file)
     try:
         return cast("PreTrainedConfig", auto.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # which kind depends on the family: each checks its own fields
