@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
+from workbench.support.files import path_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,6 +114,13 @@ def parser() -> argparse.ArgumentParser:
         "--set", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="for --check: values of parameters"
     )
     export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
+    scrub = add("scrub", _scrub, "mask secrets in the record, logs and checkpoints of an old run; see docs/export.md")
+    scrub.add_argument("run", metavar="RUN", help="a run folder, runs/NAME/DATE, or a checkpoint")
+    trust = add(
+        "trust", _trust, "sign a checkpoint that was written by another user, or on another machine: its code may run",
+        answers=False,
+    )  # fmt: skip
+    trust.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
     back = add("notebook", _notebook, "make a notebook of an exported script", answers=False)
     back.add_argument("script", metavar="SCRIPT")
     back.add_argument("-o", "--output", metavar="NOTEBOOK", help="default: the script's name, .ipynb, in this folder")
@@ -171,7 +179,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     from workbench.telemetry.store import TelemetryStore
 
     living = [record.run_folder for record in registry.records() if record.name == arguments.run]
-    folder = Path(living[0] if living else arguments.run)
+    folder = path_of(living[0] if living else arguments.run, "NAME_OR_RUN_FOLDER")
     if not folder.is_dir() or TelemetryStore(folder).spans().empty:
         raise BadInput(
             f"{folder} holds no spans",
@@ -232,8 +240,8 @@ def _export(arguments: argparse.Namespace) -> int:
     from workbench.export.cells import read_notebook
     from workbench.export.proof import prove, settings_of
 
-    notebook = Path(arguments.notebook)
-    output = Path(arguments.output or f"{notebook.stem}.py")
+    notebook = path_of(arguments.notebook, "NOTEBOOK")
+    output = path_of(arguments.output or f"{notebook.stem}.py", "-o")
     if output.suffix != ".py":
         raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
     _keep_what_is_there(output, arguments.output)
@@ -260,10 +268,29 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0 if proof.ok else 1
 
 
+def _scrub(arguments: argparse.Namespace) -> int:
+    from workbench.launch.scrubbing import scrub
+
+    done = scrub(arguments.run)
+    left = {str(path): why for path, why in done.left.items()}
+    answer = {"cleaned": [str(path) for path in done.cleaned], "left": left, "private": done.private}
+    print(json.dumps(answer, indent=2) if arguments.json else done)
+    return 1 if left else 0
+
+
+def _trust(arguments: argparse.Namespace) -> int:
+    from workbench.session.checkpoint import find_checkpoint
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    checkpoint.trust()
+    print(f"{checkpoint.folder} is trusted: wb.restore runs the code that it holds")
+    return 0
+
+
 def _notebook(arguments: argparse.Namespace) -> int:
     from workbench.export.back import write_notebook
 
-    output = Path(arguments.output or f"{Path(arguments.script).stem}.ipynb")
+    output = path_of(arguments.output or f"{Path(arguments.script).stem}.ipynb", "-o")
     _keep_what_is_there(output, arguments.output)
     print(write_notebook(arguments.script, output))
     return 0

@@ -70,6 +70,7 @@ from workbench.stages.run_log import RunLog
 from workbench.stages.runner import StageRunner
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.weight_sync import RolloutCaller, refresh_reference
+from workbench.support.files import path_of
 from workbench.support.named_fields import meant
 from workbench.support.notebook_cell import notebook_path
 from workbench.telemetry.memory import MemoryReading
@@ -226,10 +227,12 @@ class Workbench:
     def __repr__(self) -> str:
         state = " (closed)" if self.ownership.closed else ""
         shared = "; reference: the actor" if self.description.actor_is_reference else ""
+        state += f" ({unwritten} rows of telemetry not on disk)" if (unwritten := self.telemetry.unwritten) else ""
         return f"<Workbench {self.name}{state}: {self.placement}{shared}>"[:79]
 
     def _repr_html_(self) -> str:
         state = ", closed" if self.ownership.closed else ""
+        state += f", {unwritten} rows of telemetry not on disk" if (unwritten := self.telemetry.unwritten) else ""
         caption = f"Workbench {self.name} ({self.description.backend}{state}), run folder {self.run_folder}"
         return self._topology.summary_html(caption)
 
@@ -265,6 +268,7 @@ class Workbench:
         if not self.hosts.inline:
             registry.forget(self.description.id)
             stop_idle_head()
+        self.telemetry.flush()
 
     def before_close(self, act: Callable[[], object]) -> None:
         """Have `act` called when the workbench closes, while its hosts still answer."""
@@ -725,12 +729,17 @@ class Workbench:
         """Write this notebook as a script: `lab.export("script.py")`; `.told` says what its reader should know.
 
         notebook: its file; None: the one that this kernel belongs to, where the front end tells. Save it first: the
-        file is what is read, beside the record of what was run. options: see `workbench.export.export_notebook`. `wb
-        export NOTEBOOK --check` proves that the two agree.
+        file is what is read, beside the record of what was run; `BadInput` after wb.open(record=False). options: see
+        `workbench.export.export_notebook`. `wb export NOTEBOOK --check` proves that the two agree.
         """
         from workbench.export import export_notebook
 
-        output = Path(output)
+        if not self.description.record:
+            raise BadInput(
+                f"{self.name!r} was opened with record=False", "what its cells did was not recorded",
+                "`wb export NOTEBOOK` writes the page as it stands",
+            )  # fmt: skip
+        output = path_of(output, "output")
         if output.suffix != ".py":
             raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
         runs = sorted(

@@ -34,8 +34,7 @@ def opened(description: Description, **changes: Any) -> registry.Record:
         id=description.id, name=description.name, digests=description.digests, run_folder="runs", address=None,
         hosts={"shared-0": Process.current()},
     )  # fmt: skip
-    registry.write(replace(record, **changes), description)
-    return record
+    return registry.write(replace(record, **changes), description)
 
 
 def test_each_opening_has_an_id_of_its_own_and_the_same_digest() -> None:

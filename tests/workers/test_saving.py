@@ -18,10 +18,10 @@ def test_where_the_first_rank_cannot_write_all_ranks_raise_and_go_on(tmp_path: P
     (tmp_path / "file").write_text("no folder")
     one, other = run_ranks(save_here_and_there, 2, str(tmp_path), ["file", "free", "free"])
     assert one == other
-    for (kind, message), cause in zip(one[:2], ("FileExistsError", "NotADirectoryError"), strict=True):
-        assert kind == "StageError"
+    for kind, message in one[:2]:
+        assert kind == "WriteFailed"
         assert "nothing was saved to" in message
-        assert cause in message
+        assert "File exists" in message
     assert one[2:4] == [("", "free/save_model"), ("", "free/save_adapter")]
     assert [kind for kind, _ in one[4:]] == ["BadInput"] * 2
     assert (tmp_path / "free" / "save_model" / "config.json").is_file()

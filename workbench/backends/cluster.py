@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -34,6 +33,7 @@ from workbench.backends.ray_access import (
     session_folder,
 )
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
+from workbench.support import files
 from workbench.support.home import home, locked
 
 NAMESPACE = "workbench"
@@ -72,7 +72,7 @@ def _set_up_ray() -> None:
 def running_head() -> dict[str, Any] | None:
     """{"address": .., "pid": ..} of the head that this user's workbenches share, or None."""
     try:
-        head = json.loads(_head_file().read_text())
+        head = files.read_json(_head_file(), own=True)
         process = psutil.Process(head["pid"])
         alive = process.create_time() == head["created"] and process.status() != psutil.STATUS_ZOMBIE
     except (OSError, ValueError, KeyError, psutil.Error):
@@ -151,7 +151,8 @@ def _try_start_head(note: Note) -> dict[str, Any]:
     ]
     with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE}
     # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
-    with log.open("w") as out:
+    log.unlink(missing_ok=True)
+    with open(files.open_to_append(log), "w") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=with_token
         )
@@ -164,13 +165,13 @@ def _try_start_head(note: Note) -> dict[str, Any]:
                 raise HostDied(f"the Ray head did not start (see {log})", said, "run `wb doctor`")
             note("starting Ray")
             time.sleep(0.1)
+        created = psutil.Process(process.pid).create_time()
+        head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": created}
+        files.write_json(_head_file(), head)
     except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
         _end_family(process.pid)
         process.wait()
         raise
-    head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-    _head_file().with_suffix(".new").write_text(json.dumps(head))
-    _head_file().with_suffix(".new").replace(_head_file())
     return head
 
 
@@ -285,16 +286,16 @@ def joined_address(ray: Any) -> str | None:
 def _note_client() -> None:
     """Record that this process is joined to the head, which stays while any process is."""
     folder = home() / "clients"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / str(os.getpid())).write_text(repr(psutil.Process().create_time()))
+    files.make_folder(folder, 0o700)
+    files.write_bytes(folder / str(os.getpid()), repr(psutil.Process().create_time()).encode())
 
 
 def other_clients() -> list[int]:
     """Process ids of notebooks and commands, other than this one, that are joined to this user's head."""
     alive = []
-    for note in (home() / "clients").glob("*"):
+    for note in (home() / "clients").glob("[0-9]*"):
         try:
-            same = psutil.Process(int(note.name)).create_time() == float(note.read_text())
+            same = psutil.Process(int(note.name)).create_time() == float(files.read_bytes(note, own=True))
         except (psutil.Error, OSError, ValueError):
             same = False
         if not same:

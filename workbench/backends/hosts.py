@@ -107,6 +107,11 @@ class Hosts:
             processes = self.backend.processes
             registry.rewrite(self.description, {info.name: processes[info.name] for info in self.infos})
 
+    def check_room(self, description: Description) -> None:
+        """Raise `WriteFailed` where the disk has no room to record hosts of this description."""
+        if isinstance(self.backend, RayBackend):
+            registry.check_room(description)
+
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def describe(self, without: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -1,19 +1,23 @@
 """The file of a journal: entries one after the other, each behind a mark, its length and its checksum.
 
 A disk that is full, or a kernel that is killed, may leave half an entry anywhere. A reader skips what does not check,
-and goes on at the next mark.
+and goes on at the next mark. An entry has texts, numbers and bytes: reading it runs no code.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
-import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from workbench.errors import BadInput
+from workbench.support import files
 
 MARK = b"\xf5entry\r\n\x00"
 HEAD = struct.Struct("<QI")  # of the pickled entry: length, crc32
@@ -22,29 +26,26 @@ Stamp = tuple[int, int]
 
 
 def append(path: Path, entry: Mapping[str, Any]) -> None:
-    """Add an entry. A write that fails leaves the file as it was, where the disk allows that, and raises `OSError`."""
-    with path.open("ab", buffering=0) as file:
-        size = file.seek(0, 2)
-        left = memoryview(_framed(entry))
+    """Add an entry. A write that fails leaves the file as it was, where the disk allows that, and raises
+    `WriteFailed`."""
+    left = memoryview(_framed(entry))
+    with files.disk_errors(path, len(left)):
+        descriptor = files.open_to_append(path)
+        size = os.fstat(descriptor).st_size
         try:
             while left:
-                left = left[file.write(left) :]
+                left = left[os.write(descriptor, left) :]
         except BaseException:
             with suppress(OSError):
-                file.truncate(size)
+                os.ftruncate(descriptor, size)
             raise
+        finally:
+            os.close(descriptor)
 
 
 def start(path: Path, entry: Mapping[str, Any]) -> None:
-    """Put one entry in the place of all; a reader sees the old file or the new."""
-    new = path.with_suffix(f".{secrets.token_hex(4)}")  # two kernels may do this at once
-    try:
-        new.write_bytes(_framed(entry))
-        new.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink()
-        raise
+    """Put one entry in the place of all; a reader sees the old file or the new. Raises `WriteFailed`."""
+    files.write_bytes(path, _framed(entry))
 
 
 def stamp(path: Path) -> Stamp | None:
@@ -59,8 +60,8 @@ def stamp(path: Path) -> Stamp | None:
 def entries(path: Path) -> Iterator[dict[str, Any]]:
     """The entries that check, oldest first."""
     try:
-        data = path.read_bytes()
-    except OSError:
+        data = files.read_bytes(path, own=True, limit=None)
+    except (OSError, BadInput):
         return
     at = data.find(MARK)
     while at >= 0:
@@ -79,9 +80,16 @@ def _framed(entry: Mapping[str, Any]) -> bytes:
     return MARK + HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
+class _PlainValues(pickle.Unpickler):
+    """Of values that need no class: a class runs code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"an entry of a journal names {module}.{name}")
+
+
 def _unpickled(payload: memoryview) -> dict[str, Any] | None:
     try:
-        found = pickle.loads(payload)
+        found = _PlainValues(io.BytesIO(payload)).load()
     except Exception:  # zeros check too
         return None
     return found if isinstance(found, dict) else None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
+from workbench.support import files
 from workbench.support.home import home
 
 RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
@@ -36,11 +37,8 @@ def own_access() -> dict[str, str]:
         return access
     token = home() / "ray_token"
     if not token.exists():
-        new = token.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        new.touch(mode=0o600)
-        new.write_text(secrets.token_hex(32))
-        new.replace(token)
+        files.write_bytes(token, secrets.token_hex(32).encode())
+    files.opened(token, own=True).close()  # one that another user has put there is refused
     return access | {"RAY_AUTH_TOKEN_PATH": str(token)}
 
 

@@ -3,7 +3,7 @@
 A folder belongs to one opening, not to a name: who closes a workbench removes its own record and nobody else's, also
 when another workbench of that name has been opened in the meantime.
 
-    labs/<id>/lab.json          name, processes, address: read by all
+    labs/<id>/lab.json          name, processes, address, models by role: read by all
     labs/<id>/description.pkl   what it was opened with, or moved to; needs the modules of its functions: for `attach`
     labs/<id>/owner.json        which kernel drives it
     labs/<id>/journal.pkl       what a later kernel goes on from, entry by entry: see `workbench.session.journal`
@@ -12,19 +12,19 @@ when another workbench of that name has been opened in the meantime.
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from workbench.backends import journal_file
-from workbench.errors import BadInput, MissingDependency, NotFound
+from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
+from workbench.support import files
 from workbench.support.home import home, private_folder
 from workbench.support.machine import Process
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 FORMAT = 4  # of a record; an older one has other files
 
 JOURNAL = "journal.pkl"
+ROOM_BYTES = 64 * 2**10  # of the files beside the description
+NAME_BYTES = 100  # of a workbench: the names of its folders and hosts begin with it
 
 opened: dict[str, Any] = {}  # by name: those that this process opened or attached to
 
@@ -43,7 +45,8 @@ class Record:
     """A workbench on Ray that was opened and not closed.
 
     id: of this opening. digests: of its descriptions. address: of its cluster; None: this user's own Ray head.
-    hosts: the process of each host, by the host's name. format: of the version of workbench that wrote it.
+    hosts: the process of each host, by the host's name. format: of the version of workbench that wrote it. roles: the
+    model of each, as text.
     """
 
     id: str
@@ -53,6 +56,7 @@ class Record:
     address: str | None
     hosts: dict[str, Process]
     format: int = FORMAT
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool | None:
@@ -68,17 +72,20 @@ class Record:
 
 def check_name(name: str) -> str:
     """Return `name`, or raise `BadInput` if no workbench can be called that."""
-    if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-        raise BadInput(f"name {name!r}", "a workbench's name has letters, digits, '-', '_' and '.', and is not empty")
+    text = isinstance(name, str) and name and all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
+    if not text or len(name.encode()) > NAME_BYTES:
+        rule = "a workbench's name has letters, digits, '-', '_' and '.', and is not empty"
+        raise BadInput(f"name {name!r:.80}", f"{rule}; it has at most {NAME_BYTES} bytes")
     return name
 
 
-def write(record: Record, description: Description) -> None:
-    """Record a workbench as it is now."""
+def write(record: Record, description: Description) -> Record:
+    """Record a workbench as it is now; gives the record, with the models of its roles. Raises `WriteFailed`."""
     private_folder(record.folder)
-    (record.folder / "description.new").write_bytes(cloudpickle.dumps(description))
-    (record.folder / "description.new").replace(record.folder / "description.pkl")
-    _replace(record.folder / "lab.json", asdict(record))
+    files.write_bytes(record.folder / "description.pkl", cloudpickle.dumps(description))
+    record = replace(record, roles={role: str(model) for role, model in description.models.items()})
+    files.write_json(record.folder / "lab.json", asdict(record))
+    return record
 
 
 def rewrite(description: Description, hosts: dict[str, Process]) -> None:
@@ -88,16 +95,27 @@ def rewrite(description: Description, hosts: dict[str, Process]) -> None:
         write(replace(record, hosts=hosts, digests=description.digests), description)
 
 
+def check_room(description: Description) -> None:
+    """Raise `WriteFailed` where the disk has no room for another record of a workbench."""
+    with _unless_closed(description.id):
+        files.check_room(_folder(description.id), 2 * len(cloudpickle.dumps(description)) + ROOM_BYTES)
+
+
 def records() -> list[Record]:
     """Every workbench that is recorded, by name."""
     found = []
     for path in (home() / "labs").glob("*/lab.json"):
         try:
-            values = json.loads(path.read_text())
+            values = files.read_json(path, own=True)
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
             values.setdefault("format", 1)
             found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
-        except (OSError, ValueError, KeyError, TypeError):  # removed this moment, or written by another version
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # removed just now; of another version, or another user
             continue
     return sorted(found, key=lambda record: record.name)
 
@@ -130,8 +148,8 @@ def get(name: str) -> Record:
 
 
 def description(record: Record) -> Description:
-    """What a workbench was opened with. Raises `BadInput` where another version of workbench has written it,
-    `MissingDependency` where code that it names cannot be imported."""
+    """What a workbench was opened with. Raises `BadInput` where another version of workbench, or another user, has
+    written it, `MissingDependency` where code that it names cannot be imported."""
     if record.format != FORMAT:
         raise BadInput(
             f"workbench {record.name!r} was opened by another version of workbench: its record has format "
@@ -139,7 +157,7 @@ def description(record: Record) -> Description:
             f"attach with the version that opened it, or end it with `wb stop {record.name}` and open it again",
         )  # fmt: skip
     try:
-        value: Description = pickle.loads((record.folder / "description.pkl").read_bytes())
+        value: Description = pickle.loads(files.read_bytes(record.folder / "description.pkl", own=True))
     except OSError:
         raise NotFound(f"no workbench named {record.name!r}", "it was closed a moment ago", "open it again") from None
     except (ImportError, AttributeError) as error:
@@ -159,16 +177,16 @@ def forget(lab: str) -> None:
 
 
 def append_to_journal(lab: str, entry: Mapping[str, Any]) -> None:
-    """Add an entry to the journal; nothing is added to that of a workbench that was closed elsewhere. Raises `OSError`
-    where it cannot be written."""
-    with contextlib.suppress(FileNotFoundError):
+    """Add an entry to the journal; nothing is added to that of a workbench that was closed elsewhere. Raises
+    `WriteFailed`."""
+    with _unless_closed(lab):
         journal_file.append(_folder(lab) / JOURNAL, entry)
 
 
 def start_journal(lab: str, entry: Mapping[str, Any]) -> None:
     """Put one entry in the place of the journal; nothing is written for a workbench that was closed elsewhere. Raises
-    `OSError` where it cannot be written."""
-    with contextlib.suppress(FileNotFoundError):
+    `WriteFailed`."""
+    with _unless_closed(lab):
         journal_file.start(_folder(lab) / JOURNAL, entry)
 
 
@@ -203,15 +221,15 @@ class Owner:
 
 def own(lab: str, controller: str) -> None:
     """Record that this process's controller drives the workbench with this id."""
-    with contextlib.suppress(FileNotFoundError):
+    with _unless_closed(lab):
         owner = Owner(controller=controller, process=Process.current(), since_s=time.time())
-        _replace(_folder(lab) / "owner.json", asdict(owner))
+        files.write_json(_folder(lab) / "owner.json", asdict(owner))
 
 
 def owner(lab: str) -> Owner | None:
     """Which kernel drives the workbench with this id; None where none is known."""
     try:
-        values = json.loads((_folder(lab) / "owner.json").read_text())
+        values = files.read_json(_folder(lab) / "owner.json", own=True)
         return Owner(**{**values, "process": Process(**values["process"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -237,7 +255,11 @@ def _folder(lab: str) -> Path:
     return home() / "labs" / lab
 
 
-def _replace(path: Path, values: dict[str, Any]) -> None:
-    """Write so that a reader sees the old text or the new, never half of one."""
-    path.with_suffix(".new").write_text(json.dumps(values, indent=1))
-    path.with_suffix(".new").replace(path)
+@contextlib.contextmanager
+def _unless_closed(lab: str) -> Iterator[None]:
+    """What cannot be written because the record is gone is not written."""
+    try:
+        yield
+    except WriteFailed:
+        if _folder(lab).is_dir():
+            raise

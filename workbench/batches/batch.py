@@ -22,6 +22,7 @@ from workbench.batches.schema import SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
 from workbench.errors import BadInput, UnknownColumn
+from workbench.support.files import SHARED
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class Batch(BatchTools):
         Columns pass through this process a chunk at a time. A file that is there is replaced, at the end and at once.
         Text and other objects are saved as JSON; `BadInput` where they are not plain values.
         """
-        return files.write(path, self)
+        return files.write(path, self, mode=SHARED)
 
     def peek(self, n: int = 4) -> pd.DataFrame:
         """The first n rows to read: text, scalars, means of ragged numbers over the tokens that the policy chose."""

@@ -33,6 +33,7 @@ from workbench.batches.columns import Ragged, Table
 from workbench.batches.file_header import CHUNK_BYTES, Header, Kind, check_tensors, digest, not_ours
 from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.errors import BadInput
+from workbench.support import files
 
 if TYPE_CHECKING:
     from workbench.batches.references import Column
@@ -57,9 +58,9 @@ class Savable(Protocol):
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
-def write(path: str | os.PathLike[str], batch: Savable) -> Path:
+def write(path: str | os.PathLike[str], batch: Savable, *, mode: int = files.PRIVATE) -> Path:
     """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
-    target = Path(path).expanduser()
+    target = files.path_of(path, "path")
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else "lies in a folder that is not there"
         raise BadInput(f"{str(target)!r} {what}", "a batch is saved as one file", "name a file in a folder that exists")
@@ -73,17 +74,19 @@ def write(path: str | os.PathLike[str], batch: Savable) -> Path:
         meta={key: json.loads(_json(value, f"meta {key!r}", "")) for key, value in batch.meta.items()},
         vocabulary=batch.vocabulary.identity if set(TOKEN_COLUMNS) & set(batch.columns) else None,
     )
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+    needed = sum(column.nbytes for column in batch.columns.values())
+    with (
+        files.beside(target, needed=needed, mode=mode, flush=True) as (new, _),
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".batch.") as folder,
+    ):
         tensors: dict[str, Tensor] = {}
         for number, (name, column) in enumerate(batch.columns.items()):
             tensors |= _spool(batch, name, column, Path(folder) / str(number))
         whole = Path(folder) / "whole"
         header = replace(header, digests={name: digest(tensor) for name, tensor in tensors.items()})
         save_file(tensors, whole, metadata=header.texts())
-        shutil.copymode(Path(folder) / "0", whole)  # safetensors gives it to its owner alone
-        with whole.open("rb") as file:
-            os.fsync(file.fileno())
-        whole.replace(target)
+        shutil.copymode(new, whole)  # safetensors gives it to its owner alone
+        whole.replace(new)
     return target
 
 
@@ -154,9 +157,13 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
 
     Raises `BadInput` for any other file, and for one whose token ids are not those of `vocabulary`.
     """
-    source = Path(path).expanduser()
-    if not source.is_file():
-        raise BadInput(f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
+    source = files.path_of(path, "path")
+    try:
+        files.opened(source, follow=True, limit=None).close()
+    except FileNotFoundError:
+        raise BadInput(
+            f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path"
+        ) from None
     try:
         file = safe_open(source, framework="pt")
     except SafetensorError as error:

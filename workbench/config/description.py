@@ -34,7 +34,7 @@ class Description:
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
     changed them. opened: the digest at the opening, where it differs from the present one. None of these is part of the
-    `digest`.
+    `digest`. record: whether cells and command lines are recorded.
     """
 
     id: str
@@ -52,6 +52,7 @@ class Description:
     idle_hours: float | None = None
     moved: tuple[HostInfo, ...] = ()
     opened: str = ""
+    record: bool = True
 
     @classmethod
     def of(
@@ -71,6 +72,7 @@ class Description:
         address: str | None,
         share_memory: ShareMemory = False,
         idle_hours: float | None = None,
+        record: bool = True,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
         if not isinstance(models, Mapping):
@@ -127,6 +129,7 @@ class Description:
             defaults=defaults,
             share_memory=share_memory,
             idle_hours=idle_hours,
+            record=record,
         )
         check(description)
         return description
@@ -289,7 +292,9 @@ class Description:
     @property
     def _compared(self) -> dict[str, Any]:
         return {
-            field: value for field, value in vars(self).items() if field not in ("id", "idle_hours", "moved", "opened")
+            field: value
+            for field, value in vars(self).items()
+            if field not in ("id", "idle_hours", "moved", "opened") and (field, value) != ("record", True)
         }
 
     def differences(self, other: Description) -> list[str]:

@@ -6,6 +6,7 @@
     ├── UnknownColumn       (KeyError)      a batch lacks a column that an operation reads
     ├── MissingDependency   (ImportError)   an engine or tracker that is not installed
     ├── ModelUnavailable    (OSError)       a model that is neither here nor reachable
+    ├── WriteFailed         (OSError)       a file that cannot be written; the message says what is free
     ├── NameTaken           (ValueError)    a workbench of that name lives and differs
     ├── NotFound            (LookupError)   no workbench of that name
     ├── NotDriving          (RuntimeError)  another kernel drives the workbench; this one may only read
@@ -76,6 +77,11 @@ class MissingDependency(WorkbenchError, ImportError):
 
 class ModelUnavailable(WorkbenchError, OSError):
     """A model or data set that is neither on this machine nor reachable from it."""
+
+
+class WriteFailed(WorkbenchError, OSError):
+    """A file or folder that cannot be written: the message has its path, the bytes it takes, and those that are
+    free."""
 
 
 class NameTaken(WorkbenchError, ValueError):

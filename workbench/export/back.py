@@ -10,6 +10,7 @@ from typing import Any
 from workbench.errors import BadInput
 from workbench.export.program import lines_in_strings
 from workbench.export.statements import first_line
+from workbench.support.files import SHARED, path_of, read_text, write_bytes
 
 RULE = "a script as `wb export` writes it: imports, definitions, and one function that is run at the end"
 
@@ -62,10 +63,13 @@ def write_notebook(script: str | Path, output: str | Path) -> Path:
     """Write the notebook of a script file; returns its path."""
     import nbformat
 
-    path, target = Path(script), Path(output)
-    if not path.is_file():
-        raise BadInput(str(path), "a script that exists", "give the path of a .py file")
-    nbformat.write(notebook_of(path.read_text(encoding="utf-8"), path.name), target)
+    path, target = path_of(script, "script"), path_of(output, "output")
+    try:
+        source = read_text(path, follow=True)
+    except FileNotFoundError:
+        raise BadInput(str(path), "a script that exists", "give the path of a .py file") from None
+    text = nbformat.writes(notebook_of(source, path.name)) + "\n"
+    write_bytes(target, text.encode(), mode=SHARED)
     return target
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.support.files import path_of, read_json
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,15 @@ class Notebook:
 
 def read_notebook(path: str | os.PathLike[str]) -> Notebook:
     """The cells of an .ipynb file of format 4. `BadInput` for what is none, or is not Python."""
-    path = Path(path)
+    path = path_of(path, "notebook")
     rule = "a notebook file of Jupyter, format 4, with a Python kernel"
-    if not path.is_file():
-        raise BadInput(str(path), rule, "give the path of an .ipynb file that exists; save the notebook first")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, follow=True)
         cells, metadata = content["cells"], content.get("metadata", {})
-    except (ValueError, KeyError, TypeError) as error:
+    except FileNotFoundError:
+        remedy = "give the path of an .ipynb file that exists; save the notebook first"
+        raise BadInput(str(path), rule, remedy) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "open it in Jupyter and save it again" if path.suffix == ".ipynb" else "give an .ipynb file"
         raise BadInput(f"{path}: {type(error).__name__} {error}", rule, remedy) from None
     language = metadata.get("kernelspec", {}).get("language", "python")

@@ -16,6 +16,7 @@ from workbench.export.parameters import TAGS, Parameter, take_parameters
 from workbench.export.program import program, repeat_name
 from workbench.export.selection import Selection, select
 from workbench.export.statements import Statement, statements_of
+from workbench.support.secrets import secrets_in
 
 SKIPPED = "skip-export"
 TEXT_WIDTH = 94  # of a comment within main
@@ -81,7 +82,21 @@ def script_of(
     ]
     text = program(_title(cells), options, steps, selection.bound, _explanations(cells, selection))
     compile(text, "script", "exec")
+    told += _secrets_told(cells, text)
     return Script(text, tuple(told), tuple(option.name for option in options))
+
+
+def _secrets_told(cells: Sequence[Cell], text: str) -> list[str]:
+    """Where cells hold what looks like a secret that is in the script as well: cell and line."""
+    told = []
+    for cell in cells:
+        lines = dict.fromkeys(line for line, secret in secrets_in(cell.text) if secret in text)
+        if lines:
+            told.append(
+                f"{cell} holds what looks like a secret in line {', '.join(map(str, lines))}, and so does the script: "
+                "read it from the environment instead"
+            )
+    return told
 
 
 def _title(cells: Sequence[Cell]) -> str:

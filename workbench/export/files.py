@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from workbench.errors import BadInput
 from workbench.export.cells import Notebook, read_notebook
 from workbench.export.exporting import Script, script_of
 from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
+from workbench.support.files import SHARED, path_of, write_bytes
 
 Order = Literal["written", "run"]
 
@@ -39,11 +39,12 @@ def export_notebook(
     for name, value, known in (("order", order, ("written", "run")), ("moves", moves, ("opening", "steps"))):
         if value not in known:
             raise BadInput(f"{name}={value!r}", f"it is one of {', '.join(map(repr, known))}")
-    path = Path(notebook)
+    path = path_of(notebook, "notebook")
     page = read_notebook(path)
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise BadInput(str(output), f"there is no folder {Path(output).parent}", "make it first, or name another one")
-    folders = find_record(page, path) if runs is None else [Path(run) for run in runs]
+    output = None if output is None else path_of(output, "output")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise BadInput(str(output), f"there is no folder {output.parent}", "make it first, or name another one")
+    folders = find_record(page, path) if runs is None else [path_of(run, "runs") for run in runs]
     for folder in folders:
         if not (folder / "events.jsonl").is_file():
             raise BadInput(
@@ -60,7 +61,7 @@ def export_notebook(
     )
     script = replace(script, told=(*_doubts(page, record, order), *script.told))
     if output is not None:
-        Path(output).write_text(script.text, encoding="utf-8")
+        write_bytes(output, script.text.encode(), mode=SHARED)
     return script
 
 

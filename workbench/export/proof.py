@@ -22,6 +22,7 @@ from workbench.export.cells import Cell
 from workbench.export.parameters import TAGS, take_parameters
 from workbench.export.statements import statements_of
 from workbench.support.home import home
+from workbench.support.signing import share_key
 from workbench.telemetry.store import TelemetryStore
 
 TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove
@@ -77,6 +78,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
             (own / "home").mkdir(parents=True)
             (home() / "models").mkdir(parents=True, exist_ok=True)
             (own / "home" / "models").symlink_to(home() / "models")
+            share_key(own / "home")  # both may go on from a checkpoint
             forced = {**(opening or {}), "runs": str(own / "runs")}
             environment = {
                 **os.environ, "WORKBENCH_HOME": str(own / "home"), "WORKBENCH_WIDGETS": "static",

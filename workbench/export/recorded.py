@@ -97,7 +97,10 @@ def find_record(notebook: Notebook, path: Path) -> list[Path]:
     folders = sorted((f for place in places for f in place.glob("*/*/events.jsonl")), key=lambda f: f.parent.name)
     found: list[tuple[str, Path]] = []
     for file in folders:
-        cells = [details for kind, details in _events(file.parent) if kind == "cell"]
+        try:
+            cells = [details for kind, details in _events(file.parent) if kind == "cell"]
+        except BadInput:  # no record of ours: a link, a pipe
+            continue
         ours = [cell for cell in cells if cell["id"] in ids]
         if ours and 2 * len(ours) >= len([cell for cell in cells if cell["id"]]):
             found.append((str(ours[-1]["kernel"]), file.parent))

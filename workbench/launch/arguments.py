@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from workbench.settings.engines import SHARE_MEMORY, DType, ShareMemory
+from workbench.support.files import path_of
 from workbench.support.validation import SEQUENCE, NonNegativeInt, PositiveFloat, PositiveInt, Rule
 
 
@@ -20,6 +21,11 @@ def _check_name(name: str) -> str:
     from workbench.backends.registry import check_name
 
     return check_name(name)
+
+
+def _check_path(path: str | Path) -> str | Path:
+    path_of(path, "the path")
+    return path
 
 
 def _check_trackers(trackers: str | Sequence[str]) -> list[str]:
@@ -33,7 +39,7 @@ def _check_trackers(trackers: str | Sequence[str]) -> list[str]:
 
 TEXT = Rule("must be a text, and not empty")
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name), TEXT]
-Folder = Annotated[Annotated[str, Field(min_length=1)] | Path, TEXT]
+Folder = Annotated[Annotated[str, Field(min_length=1)] | Path, AfterValidator(_check_path), TEXT]
 Backend = Literal["ray", "inline"]
 Device = Literal["cpu", "cuda"]
 IfExists = Literal["attach", "replace", "error"]
@@ -72,4 +78,5 @@ ARGUMENTS: Mapping[str, Argument] = {
     "dtype": Argument(DType | None),
     "share_memory": Argument(Sharing),
     "idle_hours": Argument(IdleHours | None),
+    "record": Argument(bool),
 }

@@ -33,18 +33,14 @@ def ls() -> list[dict[str, Any]]:
 
 
 def _held(record: registry.Record) -> dict[str, Any]:
-    """What a workbench holds, as far as its record and its processes here say."""
+    """What a workbench holds, as far as its record and its processes here say. Nothing is unpickled."""
     owner, used_s = registry.owner(record.id), registry.last_used_s(record.id)
-    try:
-        roles = {role: str(model) for role, model in registry.description(record).models.items()}
-    except Exception:  # it needs modules that are not here, or that have changed
-        roles = {}
     here = [process.here for process in record.hosts.values()]
     driver = None
     if owner is not None:
         driver = {"process": owner.process.pid, "machine": owner.process.machine, "alive": owner.lives}
     return {
-        "roles": roles,
+        "roles": dict(record.roles),
         "devices": len(record.hosts),
         "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
         "iteration": read_counters(record.id).get("iteration"),

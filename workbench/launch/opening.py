@@ -34,11 +34,14 @@ from workbench.session.checkpoint.restoring import Restoring, arguments_of, chec
 from workbench.session.journal import SessionJournal, read_journal
 from workbench.session.taking_over import take_over as take_over_session
 from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.support.files import check_room, real_path
 from workbench.support.gpus import read_gpus
-from workbench.support.home import locked
+from workbench.support.home import locked, private_folder
 from workbench.support.machine import available_bytes, cores, gpu_bytes
 from workbench.support.notebook_cell import in_notebook
 from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
+
+ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry
 
 
 @overridable
@@ -64,6 +67,7 @@ def open(
     resume: arguments.Folder | None = None,
     save_every: PositiveInt | None = None,
     wait_s: float = 0.0,
+    record: bool = True,
 ) -> Workbench:
     """Open a workbench: start its hosts, load its models, and return the controller.
 
@@ -96,6 +100,8 @@ def open(
     save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
     wait_s: how long to wait for devices, or memory of GPUs, that others hold. 0: `DevicesTaken` says within seconds who
         holds them, since when, how much, and how to stop it.
+    record: whether the notebook's cells, and the command line and options of a script, are written to the run folder,
+        with secrets masked. False: they are kept nowhere, and the order in which cells were run cannot be exported.
 
     A script's command line and the environment variable WORKBENCH_OPEN override these arguments: see `wb.script` and
     `workbench.launch.overrides`.
@@ -111,10 +117,10 @@ def open(
     description = Description.of(
         name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
         dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-        share_memory=share_memory, idle_hours=idle_hours,
+        share_memory=share_memory, idle_hours=idle_hours, record=record,
     )  # fmt: skip
     restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
-    run_folder = Path(runs).resolve() / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     with Progress(f"opening {name}") as bar:
         # the second of two notebooks that open the same name at once attaches to what the first opened
         turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
@@ -150,9 +156,10 @@ def _open(
         restoring.check(lab.prompts)
     replaced = [] if living is None else _processes(name)
     when_free(wait_s, note, lambda: _check_memory(description, replaced))
-    if living is not None:
-        stop(name)
     try:
+        check_room(private_folder(run_folder), ROOM_BYTES)
+        if living is not None:
+            stop(name)
         _tracked(lab, trackers)  # a tracker that does not start is refused before models load
         waits = lab.hosts.start(lab.ownership.controller, note, began_s, wait_s)
         record_opening(lab.hosts.backend, lab.hosts.infos, lab.telemetry, waits)
@@ -230,14 +237,16 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
 
 def _workbench(description: Description, run_folder: Path) -> Workbench:
     lab = Workbench(description, run_folder)
-    if overrides.running is not None:
+    if overrides.running is not None and description.record:
         lab.history.script_options = overrides.running.options
     return lab
 
 
 def _record(lab: Workbench, event: str) -> None:
-    """Record that a workbench was opened or attached, and from now on the cells that run."""
-    lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement))
+    """Record that a workbench was opened or attached, and from now on, if it is so opened, the cells that run."""
+    lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement), record=lab.description.record)
+    if not lab.description.record:
+        return
     record_cells(lab.telemetry, lambda: lab.ownership.closed)
 
 

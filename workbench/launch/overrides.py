@@ -100,7 +100,8 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
         call.arguments.update({name: checked(name, value, ARGUMENTS[name].hint) if name in ARGUMENTS else value
                                for name, value in given.items()})  # fmt: skip
         lab = opens(*call.args, **call.kwargs)
-        if changed:
+        recorded = lab.description.record
+        if changed and recorded:
             lab.telemetry.append_event(
                 "overridden",
                 arguments={
@@ -112,8 +113,9 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
             lab.stays = running.keep
             if lab not in running.labs:
                 running.labs.append(lab)
-            options = {name: _plain(value) for name, value in running.options.items()}
-            lab.telemetry.append_event("script", command=list(running.command), options=options)
+            if recorded:
+                options = {name: _plain(value) for name, value in running.options.items()}
+                lab.telemetry.append_event("script", command=list(running.command), options=options)
         return lab
 
     return open

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +12,15 @@ import torch
 from workbench.errors import BadInput
 from workbench.models.quiet import quiet_transformers
 from workbench.models.resolve import config_file, resolve
+from workbench.support.files import read_json
 from workbench.telemetry import span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+CONFIG_BYTES = 64 * 2**20
+MOST_PARTS = 100_000  # layers, or experts of a layer
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
@@ -32,6 +37,12 @@ def load_config(name: str | Path) -> PreTrainedConfig:
 
 def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
     """The configuration in a folder. Python code that lies beside the weights is never run."""
+    file = folder / "config.json"
+    try:
+        values = read_json(file, follow=True, limit=CONFIG_BYTES)
+    except (OSError, BadInput) as error:
+        raise _unreadable(folder, error) from error
+    _check_counts(values, file)
     try:
         return cast("PreTrainedConfig", auto.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # which kind depends on the family: each checks its own fields
@@ -53,8 +64,11 @@ def read_config(name: str | Path) -> PreTrainedConfig:
 
     file = config_file(name)
     try:
-        values = json.loads(file.read_text())
+        values = read_json(file, follow=True, limit=CONFIG_BYTES)
+        _check_counts(values, file)
         config: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except BadInput:
+        raise
     except Exception as error:  # which kind depends on the family: each checks its own fields
         raise BadInput(
             f"{str(file)!r} ({type(error).__name__}: {' '.join(str(error).split())})",
@@ -62,6 +76,19 @@ def read_config(name: str | Path) -> PreTrainedConfig:
             "name a model, its folder, or such a file",
         ) from error
     return config
+
+
+def _check_counts(values: object, file: Path) -> None:
+    """Raise `BadInput` for more layers or experts than any model has: transformers makes lists of them."""
+    if not isinstance(values, dict):
+        return
+    for name, value in values.items():
+        _check_counts(value, file)
+        if isinstance(value, int) and value > MOST_PARTS and re.search("layer|expert", name):
+            raise BadInput(
+                f"{name}={value:,} in {str(file)!r}", f"a model has at most {MOST_PARTS:,} of them",
+                "name a model, its folder, or such a file",
+            )  # fmt: skip
 
 
 def load_causal_lm(

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workbench.errors import BadInput, MissingDependency
+from workbench.support.files import new_folder
 from workbench.support.validation import FINITE, SEQUENCE, PositiveFloat, PositiveInt, Rule, settings
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrained
     """A folder that `peft.PeftModel.from_pretrained(base, folder)` loads."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    model.peft_config[ADAPTER].save_pretrained(str(folder))
-    save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with new_folder(folder, needed=sum(weight.nbytes for weight in weights.values())) as part:
+        model.peft_config[ADAPTER].save_pretrained(str(part))
+        save_file(dict(weights), part / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from workbench.models.quiet import quiet_transformers
 from workbench.models.resolve import resolve
 from workbench.models.tokenizers import load_tokenizer
+from workbench.support.files import new_folder
 
 
 def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *, scalar_head: bool) -> None:
@@ -23,11 +23,7 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
 
     origin = resolve(name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    with quiet_transformers():
+    with quiet_transformers(), new_folder(folder, needed=sum(w.nbytes for w in weights.values())) as part:
         config = AutoConfig.from_pretrained(origin, trust_remote_code=False)
         config.dtype = next(iter(weights.values())).dtype
         if scalar_head:
@@ -39,6 +35,3 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
         config.save_pretrained(part)
         load_tokenizer(name).save_pretrained(part)
         save_torch_state_dict(dict(weights), part)
-    if folder.is_dir():  # empty, or the caller would not be here
-        folder.rmdir()
-    part.rename(folder)

@@ -143,6 +143,7 @@ class Move:
         began = time.monotonic()
         try:
             transfer_s = self._bring_up(self._publish())
+            self._hosts.check_room(self._description)  # past this line there is no going back
         except BaseException as error:
             self._abandon(error)
             raise
@@ -340,9 +341,9 @@ class Move:
         ]  # fmt: skip
         for info in self.ending:
             hosts.lost.pop(info.pool, None)
-        self._runner.ownership.record()
-        hosts.record()
         try:
+            self._runner.ownership.record()
+            hosts.record()
             settle(backend, steps, self._note)
         except BaseException:
             self._account([(step.host, step.pending) for step in steps], f"the last step of {self._title}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.backends.hosts import Hosts
+from workbench.batches import files
 from workbench.errors import BadInput, StageInterrupted
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
@@ -74,7 +75,7 @@ class StageRunner(StageNames):
 
     def carry_out(self, run: Run) -> Any:
         """Run what was prepared, as `call` says."""
-        self.batches.store.trim(lambda batch, path: batch.save(path))
+        self.batches.store.trim(lambda batch, path: files.write(path, batch))
         if self.overlap.on:
             self.overlap.submit(run)
             return run if run.batch is None else run.batch

@@ -9,22 +9,31 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from workbench.errors import BadInput
+from workbench.support.files import make_folder, path_of
+
 LOCK_POLL_S = 0.25
 
 
 def home() -> Path:
-    """`$WORKBENCH_HOME`, or `~/.cache/workbench`; made where it is missing."""
-    folder = Path(os.environ.get("WORKBENCH_HOME") or "~/.cache/workbench").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    """`$WORKBENCH_HOME`, or `~/.cache/workbench`; made where it is missing. Raises `BadInput` for a folder of another
+    user, who could put other files in the place of ours."""
+    folder = path_of(os.environ.get("WORKBENCH_HOME") or "~/.cache/workbench", "WORKBENCH_HOME")
+    if not folder.is_dir():
+        private_folder(folder)
+    if (owner := folder.stat().st_uid) not in (os.geteuid(), 0):
+        raise BadInput(
+            f"WORKBENCH_HOME={str(folder)!r} belongs to user {owner}",
+            f"what is loaded from there has to be of this user, {os.geteuid()}",
+            "set WORKBENCH_HOME to a folder of your own",
+        )
     return folder
 
 
 def private_folder(folder: Path) -> Path:
     """Make a folder that only its owner can enter, whatever the modes of the files in it; one that is there stays as it
-    is. Its parents get the modes that the user's umask gives."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    is. Its parents get the modes that the user's umask gives. Raises `WriteFailed`."""
+    return make_folder(folder, 0o700)
 
 
 @contextmanager

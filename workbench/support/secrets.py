@@ -7,6 +7,7 @@ searched by patterns. Every pattern has a bounded prefix, so that the time grows
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from workbench.support.secret_literals import MASK, SECRET_NAME, STRING, is_secret_name, parts_of, with_masked_body
@@ -61,7 +62,7 @@ def masked(value: Any) -> Any:
     Not found: a secret of an unknown form under a name that does not say so.
     """
     if isinstance(value, str):
-        return _without_forms(_without_named(value))
+        return without_forms(_without_named(value))
     if isinstance(value, dict):
         return {name: _hidden(one) if _names_secret(name) else masked(one) for name, one in value.items()}
     if isinstance(value, list | tuple):  # perhaps a command line: --api-key VALUE
@@ -70,12 +71,25 @@ def masked(value: Any) -> Any:
     return value
 
 
+def secrets_in(text: str) -> Iterator[tuple[int, str]]:
+    """What `masked` hides in a text: the line where it begins, from 1, and the secret itself."""
+    first, *pieces = str(masked(text)).split(MASK)
+    at = len(first)
+    for piece in pieces:
+        end = text.find(piece, at + 1) if piece else len(text)
+        if end < 0:
+            return
+        if text[at:end] != MASK:
+            yield text.count("\n", 0, at) + 1, text[at:end]
+        at = end + len(piece)
+
+
 def _word(before: object, word: Any) -> Any:
     if not isinstance(word, str):
         return masked(word)
     if isinstance(before, str) and re.fullmatch(OPTION, before) and not word.startswith("--"):
         return MASK
-    return _without_forms(_in_text(word))
+    return without_forms(_in_text(word))
 
 
 def _hidden(value: Any) -> Any:
@@ -91,7 +105,8 @@ def _names_secret(name: object) -> bool:
     return isinstance(name, str) and is_secret_name(name)
 
 
-def _without_forms(text: str) -> str:
+def without_forms(text: str) -> str:
+    """A text without keys of known forms, bearer headers and passwords in addresses, whatever it is a text of."""
     text = BEARER.sub(rf"\1{MASK}", FORMS.sub(MASK, text))
     return USER_OF_ADDRESS.sub(rf"\1{MASK}@", IN_ADDRESS.sub(rf"\1{MASK}@", text))
 

@@ -7,6 +7,8 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
+from workbench.support.files import opened
+
 _RUN = re.compile(rb'"run":(\d+),')  # a quote inside a text has a backslash before it: this is the key
 
 
@@ -22,7 +24,7 @@ class RunIndex:
         """The whole lines of a run, in order."""
         if not self._path.exists():
             return []
-        with self._lock, self._path.open("rb") as file:
+        with self._lock, opened(self._path, limit=None) as file:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):  # still being written

@@ -3,6 +3,9 @@
 One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, events.jsonl, memory.jsonl. Any
 process may read while another writes. A line is written at once and never changed, so a process killed in the middle of
 one costs that line only.
+
+What cannot be written, as on a full disk, ends no stage: it is kept in memory, up to a limit, and written when there is
+room; `unwritten` counts it, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, WriteFailed
+from workbench.support import files
 from workbench.support.home import private_folder
 from workbench.support.secrets import masked
 from workbench.telemetry.memory import MemoryReading
@@ -44,6 +50,7 @@ MEMORY_COLUMNS = {
     "time_s": "float64", "iteration": "int64", "host": "str", "device": "str", "owner": "str", "use": "str",
     "held_bytes": "int64",
 }  # fmt: skip
+KEEP_BYTES = 32 * 2**20  # of rows that cannot be written
 EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 
 
@@ -61,6 +68,23 @@ class TelemetryStore:
         self.sinks = Sinks()
         self.transfer_sums = TransferSums(self.follow("transfers"))
         self._spans_by_run = RunIndex(self._path("spans"))
+        self._lock = threading.RLock()  # a warning may be shown by code that writes an event
+        self._waiting: dict[str, bytes] = {}  # by file, whole lines that could not be written yet
+        self._dropped, self._warned = 0, False
+
+    @property
+    def unwritten(self) -> int:
+        """Rows that are not on the disk: those that wait for room, and those that were dropped, as too many waited."""
+        with self._lock:
+            return self._dropped + sum(text.count(b"\n") for text in self._waiting.values())
+
+    def flush(self) -> None:
+        """Write what waits, if that is possible now, and warn of what is left."""
+        with self._lock:
+            for name in list(self._waiting):
+                self._write(name, b"")
+            if left := self.unwritten:
+                warnings.warn(f"{left} rows of telemetry were not written to {str(self.folder)!r}", stacklevel=2)
 
     def __repr__(self) -> str:
         sizes = {path.stem: path.stat().st_size for path in sorted(self.folder.glob("*.jsonl"))}
@@ -174,28 +198,60 @@ class TelemetryStore:
 
         spans: list[Any] = self.spans().to_dict("records")
         transfers: list[Any] = self.transfers().to_dict("records")
-        target = Path(path)
+        target = files.path_of(path, "path")
         trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, transfers)}
-        target.write_text(json.dumps(_strict(trace), allow_nan=False))
+        files.write_bytes(target, json.dumps(_strict(trace), allow_nan=False).encode(), mode=files.SHARED)
         return target
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
-        private_folder(self.folder)
         text = "".join(json.dumps(_strict(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
-        with self._path(name).open("ab+") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a writer was killed here: its rest must not swallow our first line
-                    text = "\n" + text
-            file.write(text.encode())
+        with self._lock:
+            self._write(name, text.encode())
+
+    def _write(self, name: str, text: bytes) -> None:
+        """Append lines, after those that wait. What cannot be written waits."""
+        text = self._waiting.pop(name, b"") + text
+        try:
+            private_folder(self.folder)
+            descriptor = files.open_to_append(self._path(name))
+        except OSError as error:
+            self._keep(name, text, error)
+            return
+        written = 0
+        try:
+            end = os.fstat(descriptor).st_size
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":
+                os.write(descriptor, b"\n")  # a writer ended here: its rest must not swallow our first line
+            while written < len(text):
+                written += os.write(descriptor, text[written:])
+        except OSError as error:  # half a line may be there: no reader takes it, and it is written again
+            self._keep(name, text[text.rfind(b"\n", 0, written) + 1 :], error)
+        finally:
+            os.close(descriptor)
+
+    def _keep(self, name: str, text: bytes, error: OSError) -> None:
+        if sum(map(len, self._waiting.values())) + len(text) > KEEP_BYTES:
+            self._dropped += text.count(b"\n")
+        else:
+            self._waiting[name] = text
+        if not self._warned:
+            self._warned = True
+            failed = error if isinstance(error, WriteFailed) else files.failed_write(error, self._path(name), len(text))
+            warnings.warn(
+                f"telemetry: {failed.value}. {failed.rule}. The run goes on; rows wait in memory until there is room, "
+                "and repr(lab) counts them.",
+                stacklevel=2,
+            )
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        try:
-            return _rows(self._path(name).read_bytes())
-        except FileNotFoundError:
-            return []
+        with self._lock:
+            waiting = self._waiting.get(name, b"")
+            try:
+                return _rows(files.read_bytes(self._path(name), limit=None) + b"\n" * bool(waiting) + waiting)
+            except FileNotFoundError:
+                return _rows(waiting)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -232,7 +288,7 @@ class Follower:
     def _new_lines(self) -> bytes:
         if not self.grown:
             return b""
-        with self._path.open("rb") as file:
+        with files.opened(self._path, limit=None) as file:
             file.seek(self._offset)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]

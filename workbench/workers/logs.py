@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from workbench.support.files import open_to_append
 from workbench.support.home import private_folder
 
 
@@ -14,7 +15,7 @@ def send_output_to(path: str) -> None:
     logs = Path(path).parent
     private_folder(logs.parent)  # the run folder
     private_folder(logs)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    file = open_to_append(Path(path))
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file, 1)

@@ -5,16 +5,18 @@ each, all at the same time.
 
     <folder>/parameters-00000.safetensors     fp32 weights that the rank holds, by transformers' names
     <folder>/exp_avg-00000.safetensors        moments of Adam
-    <folder>/state-00000.pt                   of a user's own worker: what its `state()` gives, pickled
+    <folder>/state-00000.pt                   of a user's own worker: what its `state()` gives, pickled; read only with
+                                              the checksum that the checkpoint's manifest has
     <folder>/model/                           the model, as transformers and vLLM load it
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
+import io
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from workbench.engines.training.base import MOMENTS, StateKind
+from workbench.errors import StageError
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
 from workbench.resharding.checksums import checksums_of
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import fill, view_of
+from workbench.support import files as own_files
 from workbench.workers.role_state import KINDS, RankState, engine_of, held_slices, rank_state, take_kind
 from workbench.workers.weight_exchange import Published, Pulled, Slice
 from workbench.workers.worker import Worker
@@ -39,13 +43,15 @@ from workbench.workers.worker import Worker
 @dataclass(frozen=True, kw_only=True)
 class RoleFiles:
     """Where a role's state is, and how it is laid out. folder: absolute, visible to all hosts. parts: empty for a
-    user's own worker. layout: of the ranks that wrote it. model: whether the model is written too."""
+    user's own worker. layout: of the ranks that wrote it. model: whether the model is written too. states: of files to
+    read, the checksums of those of a user's own worker, by name."""
 
     role: str
     folder: str
     parts: tuple[Part, ...]
     layout: Layout
     model: bool = False
+    states: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -78,12 +84,11 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
     """Write this rank's part of its role's state. All ranks of the role call it."""
     engine, state = engine_of(worker), {} if files.parts else worker.state()
     if files.parts or state:
-        Path(files.folder).mkdir(parents=True, exist_ok=True)
+        own_files.make_folder(Path(files.folder))
     if not files.parts:
         if state:
-            with files.file("state", rank).open("wb") as file:
-                torch.save(state, file)
-                os.fsync(file.fileno())
+            torch.save(state, pickled := io.BytesIO())
+            own_files.write_bytes(files.file("state", rank), pickled.getvalue(), flush=True)
     elif engine is not None:
         engine.load()
         for part in files.parts:
@@ -98,10 +103,10 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
                     kept = mine.shard(by_name[name], rank)
                     if kept is not None and kept.boxes:
                         tensors[name] = _cut(tensor, held, kept)
-                path = files.file(kind, rank)
-                save_file(tensors, path)
-                with path.open("rb") as written:
-                    os.fsync(written.fileno())  # before the checkpoint is renamed to its place
+                path, needed = files.file(kind, rank), sum(tensor.nbytes for tensor in tensors.values())
+                with own_files.disk_errors(path, needed):
+                    save_file(tensors, path)
+                    own_files.to_disk(path)  # before the checkpoint is renamed to its place
     return rank_state(worker, moving=bool(files.parts))
 
 
@@ -115,9 +120,8 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
         worker.load_extra_state({})
         return
     if not files.parts:
-        path = files.file("state", rank)
-        if path.exists():
-            worker.load_state(torch.load(path, weights_only=False))
+        if (path := files.file("state", rank)).name in files.states:
+            worker.load_state(_unpickled(path, files.states[path.name]))
         return
     if engine is not None:
         engine.load()
@@ -135,6 +139,15 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
                     )
         engine.end_state(state.steps)
     worker.load_extra_state(state.extra)
+
+
+def _unpickled(path: Path, sha256: str) -> dict[str, Any]:
+    """A worker's state. The very bytes that are unpickled are those that were saved."""
+    data = own_files.read_bytes(path, limit=None)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StageError(f"{str(path)!r} has another checksum", f"SHA-256 {sha256[:12]} was written", "restore again")
+    found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)
+    return found
 
 
 @torch.no_grad()

@@ -9,10 +9,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
-from workbench.errors import BadInput, StageError
+from workbench.errors import BadInput, StageError, WriteFailed
 from workbench.models.heads import TokenValues
 from workbench.models.lora import write_adapter
 from workbench.models.saving import write_model
+from workbench.support.files import new_or_empty, path_of
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, context: Context) -> str:
     """Write the engine's weights to a folder; `name` is the model that they started from. Its absolute path.
 
-    Raises `BadInput`, on all ranks, where the folder holds something, and `StageError` where writing fails.
+    Raises `BadInput`, on all ranks, where the folder holds something, and `WriteFailed` where writing fails.
     """
     folder, weights = _free_folder(path, context), _copies(engine.named_weights(), context)
 
@@ -45,24 +46,21 @@ def save_adapter(engine: TrainingEngine, path: str | Path, context: Context) -> 
 
 
 def _free_folder(path: str | Path, context: Context) -> Path:
-    folder = Path(context.folder, path).expanduser().resolve()
-
-    def occupied() -> bool:
-        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-
-    if _on_first_rank(occupied, folder, context):
-        raise BadInput(
-            f"{str(folder)!r} holds something", "a model is saved to an empty or new folder", "choose another"
-        )
-    return folder
+    folder = Path(context.folder, path_of(path, "path"))
+    return Path(_on_first_rank(lambda: str(new_or_empty(folder)), folder, context))
 
 
 def _on_first_rank(action: Callable[[], Result], folder: Path, context: Context) -> Result:
-    """`action()` on the first rank, for which the others wait; where it raises, all raise the same `StageError`."""
+    """`action()` on the first rank, for which the others wait; where it raises, all raise the same error."""
     communicator = context.communicator
     first = communicator.rank == 0
     try:
         (result,) = shared_by_group(communicator, communicator.world_size, lambda: [action()] if first else [])
+    except BadInput:
+        raise
+    except WriteFailed as error:
+        what = f"nothing was saved to {str(folder)!r}: {error.value}"
+        raise WriteFailed(what, error.rule, error.remedy) from error
     except Exception as error:
         raise StageError(
             f"nothing was saved to {str(folder)!r}",

@@ -16,6 +16,7 @@ from workbench.session.checkpoint.files import AUTOMATIC, Checkpoint
 from workbench.session.checkpoint.saving import save
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
+from workbench.support.files import real_path
 from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Checkpoints:
         if minutes is not None:
             at_least("autosave(minutes)", minutes, 0, strictly=True)
         whole("autosave(keep)", keep, 1)
-        where = self._runner.hosts.run_folder / AUTOMATIC if folder is None else Path(folder).expanduser().resolve()
+        where = self._runner.hosts.run_folder / AUTOMATIC if folder is None else real_path(folder, "autosave(folder)")
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:

@@ -1,16 +1,17 @@
 """The folder of a checkpoint: what is in it, how it comes to be whole or not at all, and how one is found again.
 
     checkpoint.json     what it is: format, iteration, placement, counters, positions of prompts and algorithm; and of
-                        each other file its bytes and SHA-256
+                        each other file its bytes and SHA-256; signed by the user who wrote it
     random.safetensors  states of the random generators of each role's ranks
     controller.pkl      the description of the workbench, with its functions and worker classes, and what workers add
-                        (`Worker.extra_state`): the only pickle, but for states of workers of the user's own
+                        (`Worker.extra_state`): the only pickle, but for states of workers of the user's own. Pickles
+                        are loaded only where the manifest names them and this user has signed it
     roles/<role>/       see `workbench.workers.role_files`; model/ is loaded by transformers and vLLM
     made/               batches of an iteration that was under way
 
 It is written beside its place, under a name that begins with a dot, and renamed when all of it is on the disk: who is
 killed while saving leaves that behind, and every earlier checkpoint as it was. The next save beside it clears it away
-when nobody has written to it for an hour.
+when nobody has written to it for an hour. A file that the manifest does not name is never read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import os
 import pickle
 import re
-import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from workbench.errors import BadInput, MissingDependency, NotFound
+from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM, check_manifest
+from workbench.support import files
+from workbench.support.signing import is_signed, signed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,9 +45,10 @@ if TYPE_CHECKING:
     from workbench.workers.role_state import RankState
 
 FORMAT = 3
-MANIFEST, CONTROLLER, RANDOM = "checkpoint.json", "controller.pkl", "random.safetensors"
+MANIFEST = "checkpoint.json"
 AUTOMATIC = "checkpoints"  # in a run folder
 STALE_S = 3600.0
+MANIFEST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -67,26 +72,71 @@ class Checkpoint:
         """Raise `BadInput` naming the first file, of these or of all, that is not as it was written."""
         entries = [(name, entry) for name, entry in self.values["files"].items() if not names or name in names]
         with ThreadPoolExecutor(4) as pool:
-            found = pool.map(lambda entry: _entry(self.folder / entry[0]), entries)
+            found = pool.map(lambda entry: _entry(self.folder, entry[0], entry[1]["bytes"]), entries)
             for (name, written), now in zip(entries, found, strict=True):
                 if now != written:
-                    what = "is gone" if now is None else f"has {now['bytes']} bytes with another checksum"
-                    raise BadInput(
-                        f"{self.folder / name} {what}",
-                        f"{written['bytes']} bytes with SHA-256 {written['sha256'][:12]} were written",
-                        "restore from another checkpoint: what was in this one is damaged",
-                    )
+                    raise self._damaged(name, now)
+
+    def require(self, path: Path) -> None:
+        """Raise `BadInput` where the manifest does not name a file of it."""
+        if (name := path.relative_to(self.folder).as_posix()) not in self.values["files"]:
+            raise self._damaged(name, None)
+
+    def checksums(self, prefix: str) -> dict[str, str]:
+        """Of the files whose names begin so: the last part of the name, and its SHA-256."""
+        return {
+            name.rpartition("/")[2]: str(entry["sha256"])
+            for name, entry in self.values["files"].items() if name.startswith(prefix)
+        }  # fmt: skip
+
+    def require_signed(self) -> None:
+        """Raise `BadInput` where somebody else than this user has written it: its pickles are code."""
+        if not is_signed(self.values):
+            raise BadInput(
+                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed after it was saved",
+                "it holds Python objects, and loading these runs code of the one who wrote it",
+                f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
+            )
+
+    def trust(self) -> None:
+        """Sign it as this user's own, after its files were verified; its code is run when it is restored."""
+        self.verify()
+        files.write_json(self.folder / MANIFEST, signed(self.values), flush=True)
+
+    def _read(self, name: str) -> bytes:
+        """The content of a file that the manifest names, with its checksum: these very bytes were written."""
+        written = self.values["files"].get(name)
+        if written is None:
+            raise self._damaged(name, None)
+        try:
+            data = files.read_bytes(Path(name), within=self.folder, limit=written["bytes"])
+        except FileNotFoundError:
+            raise self._damaged(name, None) from None
+        now = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        if now != written:
+            raise self._damaged(name, now)
+        return data
+
+    def _damaged(self, name: str, now: Mapping[str, Any] | None) -> BadInput:
+        written = self.values["files"].get(name)
+        what = "is gone" if now is None else f"has {now['bytes']} bytes with another checksum"
+        return BadInput(
+            f"{self.folder / name} {what}",
+            "the manifest does not name it" if written is None else
+            f"{written['bytes']} bytes with SHA-256 {written['sha256'][:12]} were written",
+            "restore from another checkpoint: what was in this one is damaged",
+        )  # fmt: skip
 
     def controller(self) -> tuple[Description, dict[str, list[RankState]]]:
-        """The description of the workbench, and by role the small state of each rank. `MissingDependency` where code
-        that it names cannot be imported."""
-        from safetensors.torch import load_file
+        """The description of the workbench, and by role the small state of each rank. `BadInput` where this user has
+        not signed it, `MissingDependency` where code that it names cannot be imported."""
+        from safetensors.torch import load
 
         from workbench.workers.role_state import RankState
 
-        self.verify(CONTROLLER, RANDOM)
+        self.require_signed()
         try:
-            description, added = pickle.loads((self.folder / CONTROLLER).read_bytes())
+            description, added = pickle.loads(self._read(CONTROLLER))
         except (ImportError, AttributeError) as error:
             raise MissingDependency(
                 f"checkpoint {str(self.folder)!r} was made with code that this process cannot import: {error}",
@@ -94,7 +144,7 @@ class Checkpoint:
                 "run from the folder of that module, or with PYTHONPATH=<folder>",
             ) from error
         random: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for name, state in load_file(self.folder / RANDOM).items():
+        for name, state in load(self._read(RANDOM)).items():
             role, rank, generator = name.split("/")
             random.setdefault((role, int(rank)), {})[generator] = state
         states = {}
@@ -121,17 +171,10 @@ class Checkpoint:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that becomes `path` when all is well, and vanishes otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path.parent)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    beside.mkdir(mode=0o700)
-    try:
+    if path.parent.is_dir():
+        _sweep(path.parent)
+    with files.new_folder(path) as beside:
         yield beside
-        os.replace(beside, path)
-        _folder_to_disk(path.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
 
 
 def _sweep(folder: Path) -> None:
@@ -153,41 +196,41 @@ def write_manifest(
 
     states: of each role's ranks.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     added = {role: [state.extra for state in of_ranks] for role, of_ranks in states.items()}
-    (folder / CONTROLLER).write_bytes(cloudpickle.dumps((description, added)))
+    files.write_bytes(folder / CONTROLLER, cloudpickle.dumps((description, added)))
     random = {
         f"{role}/{rank}/{generator}": tensor
         for role, of_ranks in states.items()
         for rank, state in enumerate(of_ranks)
         for generator, tensor in state.random.items()
     }
-    save_file(random, folder / RANDOM)
+    files.write_bytes(folder / RANDOM, save(random))
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    for name in names:  # libraries write as the umask says
+        (folder / name).chmod(files.PRIVATE)
     with ThreadPoolExecutor(4) as pool:
-        files = dict(zip(names, pool.map(lambda name: _entry(folder / name, to_disk=True), names), strict=True))
-    written = {"format": FORMAT, **values, "files": files}
-    with (folder / MANIFEST).open("w") as file:
-        json.dump(written, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+        entries = dict(zip(names, pool.map(lambda name: _entry(folder, name, to_disk=True), names), strict=True))
+    written = signed(json.loads(json.dumps({"format": FORMAT, **values, "files": entries})))
+    files.write_json(folder / MANIFEST, written, flush=True)
     for inner in [folder, *(inner for inner in folder.rglob("*") if inner.is_dir())]:
-        _folder_to_disk(inner)
+        files.to_disk(inner)
     return Checkpoint(folder, written)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; `BadInput` where its manifest is none, or of another format."""
     try:
-        values = json.loads((folder / MANIFEST).read_text())
+        values = files.read_json(folder / MANIFEST, limit=MANIFEST_BYTES)
         wrote = values["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise BadInput(f"{str(folder / MANIFEST)!r} cannot be read", str(error), "use another checkpoint") from error
     if wrote != FORMAT:
         raise BadInput(
             f"{str(folder)!r} has format {wrote}", f"this version reads {FORMAT}", "use the one that wrote it"
         )
+    check_manifest(values, folder)
     return Checkpoint(folder, values)
 
 
@@ -196,7 +239,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises `NotFound` where there is none, `BadInput` where it cannot be read.
     """
-    folder = Path(path).expanduser().resolve()
+    folder = files.real_path(path, "path")
     if (folder / MANIFEST).is_file():
         return read_checkpoint(folder)
     inside = ("*", f"{AUTOMATIC}/*", f"*/{AUTOMATIC}/*")
@@ -216,21 +259,15 @@ def _beside(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _entry(path: Path, *, to_disk: bool = False) -> dict[str, Any] | None:
-    """Bytes and checksum of a file; None: it is gone. to_disk: flush it to the disk (fsync) before returning."""
+def _entry(folder: Path, name: str, nbytes: int | None = None, *, to_disk: bool = False) -> dict[str, Any] | None:
+    """Bytes and checksum of a file; None: it is gone. nbytes: as many as there should be; the checksum of a file of
+    another size is not taken. to_disk: flush it to the disk (fsync) before returning."""
     try:
-        with path.open("rb") as file:
+        with files.opened(Path(name), within=folder, limit=None) as file:
             if to_disk:
                 os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+            size = os.fstat(file.fileno()).st_size
+            same = nbytes in (None, size)
+            return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if same else ""}
     except FileNotFoundError:
         return None
-
-
-def _folder_to_disk(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

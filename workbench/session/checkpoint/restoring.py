@@ -35,6 +35,12 @@ class Restoring:
         checkpoint.verify()
         before, self._states = checkpoint.controller()
         models, now = before.role_models(), description.role_models()
+        for role, model in models.items():
+            if (model is None or model.trained) and role not in (ROLLOUT, *checkpoint.values["roles"]):
+                raise BadInput(
+                    f"{checkpoint!r} lacks role {role!r}", "it was saved with all that the roles have learned",
+                    "restore from another checkpoint: what was in this one is damaged",
+                )  # fmt: skip
         self._files: dict[str, RoleFiles] = {}
         for role, said in checkpoint.values["roles"].items():
             where = f"role {role!r} of {checkpoint!r}"
@@ -47,9 +53,12 @@ class Restoring:
             layout = before.layout_of(role)
             parts = saved_parts(models, role, refreshed="weights" in said["parts"])
             standing = layout if model is None else model.standing(layout)
-            self._files[role] = RoleFiles(
-                role=role, folder=str(checkpoint.folder / "roles" / role), parts=parts, layout=standing
-            )
+            self._files[role] = found = RoleFiles(
+                role=role, folder=str(checkpoint.folder / "roles" / role), parts=parts, layout=standing,
+                states=checkpoint.checksums(f"roles/{role}/state-"),
+            )  # fmt: skip
+            for path in found.expected(moments=said["moments"]):
+                checkpoint.require(path)
             if (model is None) != (new is None):
                 raise BadInput(where, "its worker is of another kind here", "declare the model that was saved")
             if model is None or new is None:
@@ -71,7 +80,7 @@ class Restoring:
                     )
 
     def _has_state(self, role: str) -> bool:
-        return any(name.startswith(f"roles/{role}/state-") for name in self.checkpoint.values["files"])
+        return bool(self._files[role].states)
 
     def check(self, prompts: PromptStream) -> None:
         """Raise `BadInput` where the prompts are others; needs no host."""
@@ -151,6 +160,7 @@ def arguments_of(description: Description) -> dict[str, Any]:
         "address",
         "share_memory",
         "idle_hours",
+        "record",
     )
     return {"models": description.declared, **description.defaults, **{n: getattr(description, n) for n in same}}
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.backends.starting import Step, settle
 from workbench.batches.batch import Batch
+from workbench.batches.files import write
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, StageError, StageInterrupted
+from workbench.errors import BadInput, StageError, StageInterrupted, WriteFailed
 from workbench.placement import ROLLOUT
 from workbench.placement.moves import Models
 from workbench.placement.state import Part, state_of
@@ -22,6 +23,7 @@ from workbench.session.position import Position
 from workbench.stages.counters import Counters
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
+from workbench.support.files import new_or_empty, path_of
 from workbench.workers.role_files import RoleFiles
 
 if TYPE_CHECKING:
@@ -35,8 +37,9 @@ def save(
     *, models: bool,
 ) -> Checkpoint:  # fmt: skip
     """`lab.save(path, algorithm, models=...)`."""
-    folder = Path(path).expanduser().resolve()
-    _check_can_save(runner, path, folder)
+    runner.check_driver()
+    folder = new_or_empty(path_of(path, "path"))
+    _check_can_save(runner, path)
     roles = role_files(runner, folder, models=models)
     _check_room(folder, roles)
     began = time.monotonic()
@@ -49,6 +52,8 @@ def save(
             f"saving to {str(folder)!r} was interrupted",
             "nothing of it is left, and what was saved before is as it was",
         ) from None
+    except WriteFailed as error:
+        raise WriteFailed(f"nothing was saved to {str(folder)!r}: {error.value}", error.rule, error.remedy) from error
     except OSError as error:
         raise StageError(
             f"nothing was saved to {str(folder)!r}", str(error), "what was saved before is as it was"
@@ -58,13 +63,8 @@ def save(
     return read_checkpoint(folder)
 
 
-def _check_can_save(runner: StageRunner, path: str | Path, folder: Path) -> None:
-    """Raise where the folder is not empty, or roles cannot be saved now; waits for the stages under way."""
-    runner.check_driver()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(
-            f"{str(folder)!r} holds something", "a checkpoint is saved to a new or empty folder", "choose another"
-        )
+def _check_can_save(runner: StageRunner, path: str | Path) -> None:
+    """Raise where roles cannot be saved now; waits for the stages under way."""
     runner.snapshots.refuse(f"save({str(path)!r})", "that needs the roles as they are")
     if runner.overlap.on and runner.open_runs():
         raise BadInput(
@@ -203,7 +203,9 @@ def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
         for number, (stage, value) in enumerate(algorithm.made.items()):
             found = value.result() if isinstance(value, Run) else value
             if isinstance(found, Batch):
-                made[stage] = {"batch": str(found.save(folder / "made" / f"{number}.safetensors").relative_to(folder))}
+                made[stage] = {
+                    "batch": str(write(folder / "made" / f"{number}.safetensors", found).relative_to(folder))
+                }
             elif isinstance(found, Mapping):
                 made[stage] = {"metrics": dict(found)}
             else:

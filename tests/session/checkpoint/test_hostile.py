@@ -1,0 +1,299 @@
+"""Checkpoints that somebody has changed, or made: nothing of them is unpickled, and each is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, hosts_of
+from workbench.errors import BadInput, NotFound, WriteFailed
+from workbench.session.checkpoint import find_checkpoint
+from workbench.session.checkpoint.files import MANIFEST, Checkpoint
+from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM
+from workbench.support.signing import signed
+from workbench.workers.worker import Worker
+
+
+class Counting(Worker):
+    """A user's own worker, whose state is pickled."""
+
+    def __init__(self, spec: Any, context: Any) -> None:
+        super().__init__(spec, context)
+        self.seen = {"calls": 3}
+
+    def state(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+def open_counting(runs: Path, **more: Any) -> wb.Workbench:
+    models = {"actor": TINY, "reward": wb.Model(TINY, worker=Counting)}
+    generation = wb.Generation(engine="transformers", max_model_tokens=64, kv_cache_gib=0.1)
+    return wb.open(
+        "hostile", models=models, backend="inline", runs=runs, training=wb.Training(engine="torch"),
+        generation=generation, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    with open_counting(folder) as lab:
+        hosts_of(lab)["shared-0"].workers["reward"].seen = {"calls": 7}
+        return lab.save(folder / "whole", models=False).folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+class Runs:
+    """Unpickling it makes a folder: what an attacker's pickle does."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.made),)
+
+
+def change(copy: Path, values: Any, *, sign: bool = True) -> None:
+    (copy / MANIFEST).write_text(json.dumps(signed(values) if sign else values))
+
+
+def manifest(copy: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((copy / MANIFEST).read_text())
+    return found
+
+
+def test_a_state_of_ones_own_worker_comes_back(copy: Path, tmp_path: Path) -> None:
+    with wb.restore(copy, name="again", runs=tmp_path) as lab:
+        assert hosts_of(lab)["shared-0"].workers["reward"].seen == {"calls": 7}
+    assert {path.stat().st_mode & 0o777 for path in copy.rglob("*") if path.is_file()} == {0o600}
+    assert copy.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_controller_that_the_manifest_does_not_name_is_not_read(copy: Path, tmp_path: Path) -> None:
+    values, made = manifest(copy), tmp_path / "made"
+    (copy / CONTROLLER).write_bytes(pickle.dumps(Runs(made)))
+    change(copy, {**values, "files": {file: entry for file, entry in values["files"].items() if file != CONTROLLER}})
+    with pytest.raises(BadInput, match=r"does not name the file 'controller.pkl'"):
+        wb.restore(copy, name="again", runs=tmp_path)
+    assert not made.exists()
+
+
+def test_a_state_that_is_not_named_is_not_loaded(copy: Path, tmp_path: Path) -> None:
+    values, name, made = manifest(copy), "roles/reward/state-00000.pt", tmp_path / "made"
+    (copy / name).write_bytes(pickle.dumps(Runs(made)))
+    change(copy, {**values, "files": {file: entry for file, entry in values["files"].items() if file != name}})
+    with wb.restore(copy, name="again", runs=tmp_path) as lab:
+        assert hosts_of(lab)["shared-0"].workers["reward"].seen == {"calls": 3}
+    assert not made.exists()
+
+
+def with_hashes(copy: Path, name: str, data: bytes) -> dict[str, Any]:
+    import hashlib
+
+    (copy / name).write_bytes(data)
+    values = manifest(copy)
+    values["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return values
+
+
+def test_a_checkpoint_of_somebody_else_runs_no_code_until_it_is_trusted(copy: Path, tmp_path: Path) -> None:
+    """All hashes fit: only the signature tells that this user has not written it."""
+    made = tmp_path / "made"
+    change(copy, with_hashes(copy, CONTROLLER, pickle.dumps(Runs(made))), sign=False)
+    with pytest.raises(BadInput, match=r"is not signed by this user.*loading these runs code.*wb trust "):
+        wb.restore(copy, name="again", runs=tmp_path)
+    with pytest.raises(BadInput, match="is not signed"), open_counting(tmp_path, resume=copy):
+        pass
+    assert not made.exists()
+    find_checkpoint(copy).trust()
+    with pytest.raises(TypeError):  # what it holds is no description; and now it was run, as was said
+        wb.restore(copy, name="again", runs=tmp_path)
+    assert made.exists()
+
+
+def test_the_key_of_another_user_signs_nothing_here(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "another home"))
+    with pytest.raises(BadInput, match="is not signed by this user"):
+        find_checkpoint(copy).controller()
+    find_checkpoint(copy).trust()
+    find_checkpoint(copy).controller()
+
+
+def test_a_pickle_that_is_swapped_after_it_was_checked_is_not_loaded(copy: Path, tmp_path: Path) -> None:
+    """The bytes that are unpickled are those whose checksum was taken."""
+    from workbench.workers.role_files import RoleFiles, read_role
+
+    found, made = find_checkpoint(copy), tmp_path / "made"
+    found.verify()
+    (copy / CONTROLLER).write_bytes(pickle.dumps(Runs(made)))
+    with pytest.raises(BadInput, match=r"controller\.pkl"):
+        found.controller()
+    (copy / "roles/reward/state-00000.pt").write_bytes(pickle.dumps(Runs(made)))
+    states = found.checksums("roles/reward/state-")
+    files = RoleFiles(
+        role="reward", folder=str(copy / "roles" / "reward"), parts=(), layout=wb.Layout(d=1), states=states
+    )
+    with pytest.raises(wb.errors.StageError, match="has another checksum"):
+        read_role(Counting(None, None), files, (), 0, None)  # type: ignore[arg-type]
+    assert not made.exists()
+
+
+def replaced(name: str, entry: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: {**values, "files": {**values["files"], name: entry}}
+
+
+FILE = {"bytes": 4, "sha256": "0" * 64}
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a device": replaced("/dev/zero", FILE),
+    "absolute": replaced("/etc/passwd", FILE),
+    "above": replaced("../two/checkpoint.json", FILE),
+    "above, inside": replaced("roles/../../x", FILE),
+    "not normal": replaced("./controller.pkl", FILE),
+    "empty name": replaced("", FILE),
+    "null": replaced("a\0b", FILE),
+    "no bytes": replaced(RANDOM, {"sha256": "0" * 64}),
+    "negative bytes": replaced(RANDOM, {**FILE, "bytes": -1}),
+    "bytes as text": replaced(RANDOM, {**FILE, "bytes": "4"}),
+    "a short hash": replaced(RANDOM, {**FILE, "sha256": "00"}),
+    "no hash": replaced(RANDOM, None),
+    "no files": lambda values: {**values, "files": {}},
+    "files as a list": lambda values: {**values, "files": list(values["files"])},
+    "no roles": lambda values: {**values, "roles": {}},
+    "a role of another name": lambda values: {**values, "roles": {**values["roles"], "../x": values["roles"]["actor"]}},
+    "a role without steps": lambda values: {**values, "roles": {"actor": {}}},
+    "one role is gone": lambda values: {**values, "roles": {"reward": values["roles"]["reward"]}},
+    "no state": lambda values: {name: value for name, value in values.items() if name != "state"},
+    "state as a list": lambda values: {**values, "state": []},
+    "iteration as text": lambda values: {**values, "state": {**values["state"], "iteration": "x"}},
+    "a batch elsewhere": lambda values: {
+        **values,
+        "algorithm": {
+            "class": "PPO", "iteration": 1, "state": {}, "under_way": True, "last_metrics": {},
+            "made": {"x": {"batch": "/etc/passwd"}},
+        },
+    },
+    "algorithm as text": lambda values: {**values, "algorithm": "PPO"},
+    "saved at no time": lambda values: {**values, "saved_s": float("nan")},
+    "a list": lambda values: [values],
+    "a number": lambda values: 5,
+    "none": lambda values: None,
+    "another format": lambda values: {**values, "format": [3]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("sign", [True, False])
+def test_a_wrong_manifest_is_refused(copy: Path, tmp_path: Path, what: str, sign: bool) -> None:
+    wrong = WRONG[what](manifest(copy))
+    change(copy, wrong, sign=sign and isinstance(wrong, dict))
+    with pytest.raises((BadInput, NotFound)):
+        wb.restore(copy, name="again", runs=tmp_path)
+    assert not list(tmp_path.glob("again*"))
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe", "/etc/passwd", "link out"])
+@pytest.mark.parametrize("name", [CONTROLLER, RANDOM, MANIFEST, "roles/actor"])
+def test_a_link_device_or_pipe_in_the_place_of_a_file_is_refused(
+    copy: Path, tmp_path: Path, target: str, name: str
+) -> None:
+    place = copy / name
+    moved = place.rename(tmp_path / "moved")
+    if target == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(moved if target == "link out" else target)
+    with pytest.raises((BadInput, NotFound)):
+        wb.restore(copy, name="again", runs=tmp_path)
+
+
+def test_a_manifest_cut_or_flipped_anywhere_is_refused(copy: Path) -> None:
+    """By its form, or by its signature."""
+    whole = (copy / MANIFEST).read_bytes()
+    same = manifest(copy)
+
+    def refused() -> Iterator[Checkpoint]:
+        try:
+            found = find_checkpoint(copy)
+            found.verify()
+            found.require_signed()
+        except BadInput:
+            return
+        yield found
+
+    for place in range(len(whole)):
+        (copy / MANIFEST).write_bytes(whole[:place])
+        assert not list(refused()), place
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        (copy / MANIFEST).write_bytes(flipped)
+        for found in refused():
+            assert found.values == same, place  # such as a space that became a tab
+
+
+@pytest.mark.parametrize(
+    "path", [5, None, "", "a\0b", "x" * 300, "/x" * 3000, "\ud800", "/proc/x/y", "/dev/null", b"x"]
+)
+def test_paths_that_cannot_be(path: Any, tmp_path: Path) -> None:
+    refused = (BadInput, NotFound, WriteFailed)
+    other: Any = path if path is not None else 5  # None is a value of these
+    with open_counting(tmp_path) as lab:
+        for call in (
+            lambda: wb.restore(path),
+            lambda: lab.save(path),
+            lambda: lab.load(path),
+            lambda: lab.put({"x": [1, 2]}).save(path),
+            lambda: lab.actor.save_model(path),
+            lambda: lab.trace(path),
+            lambda: wb.open("other", models={"actor": TINY}, backend="inline", runs=path),
+            lambda: lab.autosave(folder=other),
+            lambda: wb.attach(path),
+            lambda: wb.stop(path),
+            lambda: lab.recover(other),
+        ):
+            if path == "/proc/x/y" and "autosave" in call.__code__.co_names:
+                continue  # whether it can be written is found when it saves, with a warning
+            if path == "/dev/null" and "autosave" in call.__code__.co_names:
+                continue
+            with pytest.raises(refused):
+                call()
+        assert lab.put({"x": [1, 2]}).rows == 2
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    for call in (
+        lambda: wb.open("x" * 300, models={"actor": TINY}, backend="inline", runs=tmp_path),
+        lambda: wb.attach("x" * 300),
+        lambda: wb.stop("x" * 300),
+    ):
+        with pytest.raises(BadInput, match="has at most 100 bytes"):
+            call()
+
+
+def test_saves_go_to_no_device_and_through_no_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with open_counting(tmp_path) as lab:
+        batch = lab.put({"x": [1, 2]})
+        for path in ("/dev/full", "/dev/null", str(tmp_path / "link")):
+            for call in (batch.save, lab.save, lab.actor.save_model, lab.trace):
+                with pytest.raises(BadInput):
+                    call(path)
+    assert not (tmp_path / "nowhere").exists()
+    assert Path("/dev/full").is_char_device()
+    assert Path("/dev/null").is_char_device()

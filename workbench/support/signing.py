@@ -1,0 +1,57 @@
+"""Signatures by this user's key, for files that hold Python objects: loading such a file runs code of its writer."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from workbench.support import files
+from workbench.support.home import home
+
+SIGNATURE = "signature"  # the field of what is signed
+_KEY_BYTES = 32
+
+
+def signed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values with a signature of this user."""
+    return {**values, SIGNATURE: _signature(values)}
+
+
+def is_signed(values: Mapping[str, Any]) -> bool:
+    """Whether this user has signed these values, as they are now."""
+    given = values.get(SIGNATURE)
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), _signature(values).encode())
+
+
+def share_key(other_home: Path) -> None:
+    """Let processes that have another home folder, for a time, trust and sign what this user does."""
+    files.write_bytes(other_home / _file().name, _key())
+
+
+def _signature(values: Mapping[str, Any]) -> str:
+    text = json.dumps({name: value for name, value in values.items() if name != SIGNATURE}, sort_keys=True)
+    return hmac.new(_key(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _file() -> Path:
+    return home() / "signing_key"
+
+
+def _key() -> bytes:
+    """`$WORKBENCH_HOME/signing_key`, made once; of two processes that make it at the same time, one succeeds."""
+    path = _file()
+    with suppress(FileNotFoundError):
+        return files.read_bytes(path, own=True, limit=_KEY_BYTES)
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    files.write_bytes(new, secrets.token_bytes(_KEY_BYTES), flush=True)
+    with suppress(FileExistsError):
+        os.link(new, path)
+    new.unlink()
+    return files.read_bytes(path, own=True, limit=_KEY_BYTES)
