@@ -16,7 +16,7 @@ from workbench.telemetry import store
 from workbench.telemetry.syncs import SYNC_COLUMNS
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 FOLDERS = "workbench|widgets|tests|docs|notebooks|benchmarks|scripts|datasets"
 # a role of other placements, an example's own operation, names that stand for others
 NOT_HERE = ("lab.rollout", "lab.critic.count_prompt", "wb.NAME", "wb.Mine", "workbench/algorithms/mine.py")
