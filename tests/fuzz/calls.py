@@ -47,7 +47,8 @@ SLOW = {
     "refresh_reference reload resize save suggest track wait autoreload",
     "algo": "run iterate step",
     "group": "move relayout",
-    "wb": "open attach restore stop script.run mapping.search mapping.predict mapping.simulate register protocol",
+    "wb": "open attach restore stop script.run mapping.search mapping.predict mapping.simulate register protocol "
+    "sandbox.run_python sandbox.passes_tests",
     "batch": "save",
 }
 
@@ -117,7 +118,8 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "iterations": [1], "after": ["prompts"], "main": [lambda: None], "models": [SIZES], "hardware": ["a100-80g"],
         "workload": ["ppo"], "protocol": ["DP_PROTO"], "wb.protocol.name": ["MINE"], "wb.attach.name": ["nobody"],
         "wb.stop.name": ["nobody"], "plan": [wb.mapping.search(SIZES, devices=8, top=1).plans[0]],
-        "prompt": ["1+1="], "response": ["2"], "answer": ["2"], "gsm8k.answer": ["#### 2"],
+        "prompt": ["1+1="], "program": ["print(1)"], "tests": ["assert True"],
+        "limits": [{"timeout_s": 1.0}], "response": ["2"], "answer": ["2"], "gsm8k.answer": ["#### 2"],
         "standalone.devices": [{"actor": 1}], "rename.names": [{"prompt": "question"}],
         "replace.stage": ["update_actor"], "replace.arguments": [{"clip": 0.1}], "remove.stage": ["nothing"],
         "insert.after": ["nothing"], "add.role": ["actor"], "kept.roles": ["actor"], "options": [{}],
@@ -168,6 +170,7 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
     found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol")]
     found.append(_call("wb.script.run", wb.script.run, values))
     found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in ("search", "predict", "simulate")]
+    found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python", "passes_tests")]
     found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in ("arithmetic", "gsm8k")]
     found += [_call(f"objectives.{f.__name__}", f, values) for f in objectives()]
     return found

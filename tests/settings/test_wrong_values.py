@@ -218,8 +218,8 @@ def test_positions_from_shared_memory_are_taken_without_a_warning(recwarn: pytes
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ([1], r"put\(\): meta=\[1\].*plain values by name"),
-        ({1: 2}, r"put\(\): meta=\{1: 2\}"),
+        ([1], r"meta=\[1\].*must be a dict"),
+        ({1: 2}, "a key of meta=1.*must be a text"),
         ({"iteration": "x"}, r"put\(\): meta\['iteration'\]='x'.*whole number"),
         ({"iteration": -1}, r"meta\['iteration'\]=-1"),
         ({"temperature": float("nan")}, r"meta\['temperature'\]=nan"),
