@@ -6,7 +6,7 @@ DEMO := notebooks/101_ppo_by_hand.ipynb
 # threads that wait take no core: see workbench/__init__.py; here also for notebooks that import torch first
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test lessons thorough lab check format docs witnesses peers bench prove clean help
+.PHONY: setup demo test fuzz lessons thorough lab check format docs witnesses peers bench prove clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -21,6 +21,11 @@ JOBS ?= 2
 
 test: $(READY) ## run the tests, JOBS processes at a time; each with one thread for torch, and files as they are
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+CASES ?= 20000
+
+fuzz: $(READY) ## call every public function with CASES of any arguments, and damage every byte of each kind of file
+	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -s tests/fuzz
 
 lessons: $(READY) ## run every lesson at tiny settings, three of them against their scripts
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m lesson

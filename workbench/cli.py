@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
+from workbench.support.command_line import Parser
 from workbench.support.files import path_of
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The commands of `wb`, with their arguments and what each one runs."""
-    top = argparse.ArgumentParser(prog="wb", description="An interactive RLHF research workbench.")
+    top = Parser(prog="wb", description="An interactive RLHF research workbench.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Any, text: str, *, answers: bool = True) -> argparse.ArgumentParser:

@@ -17,11 +17,11 @@ numbers, `Topology` and `History` the views, `Position` and `Checkpoints` what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat
 
 import psutil
 
@@ -70,9 +70,11 @@ from workbench.stages.run_log import RunLog
 from workbench.stages.runner import StageRunner
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.weight_sync import RolloutCaller, refresh_reference
+from workbench.support.checked_calls import checks_calls
 from workbench.support.files import path_of
 from workbench.support.named_fields import meant
 from workbench.support.notebook_cell import notebook_path
+from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt, Rule
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import TransferKind
 from workbench.telemetry.store import TelemetryStore
@@ -91,7 +93,13 @@ if TYPE_CHECKING:
     from workbench.placement.change import PlacementChange
     from workbench_widgets import Panel
 
+Arms = Annotated[
+    Mapping[str, Algorithm], Rule("must be algorithms by name, of this workbench", 'write {"ppo": wb.PPO(lab)}')
+]
+Metrics = Annotated[Mapping[str, SupportsFloat], Rule("must be numbers by name", 'write {"mean": 1.0}')]
 
+
+@checks_calls("lab")
 class Workbench:
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
@@ -334,7 +342,7 @@ class Workbench:
         """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
         self.runner.overlap.wait()
 
-    def report(self, stage: str, metrics: Mapping[str, float]) -> None:
+    def report(self, stage: str, metrics: Metrics) -> None:
         """Record metrics of a stage that is a function, beside the metrics of the operations."""
         self.runner.report(stage, metrics)
 
@@ -394,7 +402,7 @@ class Workbench:
         """
         return self.runner.batches.load(path)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Iterable[NonNegativeInt]) -> str:
         """Text of token ids, special tokens included."""
         return self.runner.batches.decode(token_ids)
 
@@ -437,12 +445,12 @@ class Workbench:
 
     # --- iterations and checkpoints -----------------------------------------------------------------------------------
 
-    def iterations(self, n: int) -> Iterator[int]:
+    def iterations(self, n: PositiveInt) -> Iterator[int]:
         """The numbers 1 to n, for a loop of iterations by hand: `for _ in lab.iterations(100): ppo.iterate()`. In a
         script that is resumed, without those that were made before."""
         return self._iterations.numbers(n)
 
-    def passed_over(self, iterations: int) -> int:
+    def passed_over(self, iterations: NonNegativeInt) -> int:
         """How many of that many iterations were made before the script was resumed; they are counted once."""
         return self._iterations.passed_over(iterations)
 
@@ -582,7 +590,7 @@ class Workbench:
         that does not answer has an empty box, which says why."""
         return self._topology.memory()
 
-    def read_memory(self, timeout_s: float = ANSWER_S) -> list[MemoryReading]:
+    def read_memory(self, timeout_s: PositiveFloat = ANSWER_S) -> list[MemoryReading]:
         """What each host holds now, in the order of the placement; kept in `telemetry.memory()`. Hosts answer while
         they compute. One that is gone, or silent for `timeout_s` seconds, is a reading with an error."""
         return self._topology.read_memory(timeout_s)
@@ -622,7 +630,9 @@ class Workbench:
         """
         return self._predictor.predict(placement, algorithm)
 
-    def suggest(self, algorithm: Algorithm | None = None, *, devices: int | None = None, top: int = 3) -> Plans:
+    def suggest(
+        self, algorithm: Algorithm | None = None, *, devices: PositiveInt | None = None, top: PositiveInt = 3
+    ) -> Plans:
         """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
 
         devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
@@ -633,7 +643,7 @@ class Workbench:
 
     # --- what happened ------------------------------------------------------------------------------------------------
 
-    def spans(self, run: int | None = None) -> pd.DataFrame:
+    def spans(self, run: NonNegativeInt | None = None) -> pd.DataFrame:
         """Every timed piece of work on every rank, one a row, seconds and bytes; of one run only, if given."""
         return self.telemetry.spans(run)
 
@@ -671,8 +681,8 @@ class Workbench:
         return self.telemetry.syncs()
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
-        """One row a stage call, a column a metric; of one stage only, if named."""
-        return self.telemetry.metrics(stage)
+        """One row a stage call, a column a metric; of one stage only, if named: `NotFound` for one that is none."""
+        return self.history.metrics(stage)
 
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
         """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
@@ -689,7 +699,7 @@ class Workbench:
         """(pool, device) of every host, as the placement has them; nobody is asked."""
         return [(info.pool, info.device) for info in self.hosts.infos]
 
-    def timeline(self, iterations: int | None = 1) -> Timeline:
+    def timeline(self, iterations: PositiveInt | None = 1) -> Timeline:
         """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle."""
         return self.history.timeline(iterations)
 
@@ -705,7 +715,7 @@ class Workbench:
         """Write everything that happened as a Chrome trace, for Perfetto."""
         return self.telemetry.chrome_trace(path)
 
-    def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
+    def logs(self, pool: str | None = None, rank: NonNegativeInt | None = None, lines: PositiveInt = 40) -> None:
         """Print the last lines that worker processes wrote."""
         self.history.logs(pool, rank, lines)
 
@@ -750,7 +760,7 @@ class Workbench:
 
     # --- branches, checks, evaluation ---------------------------------------------------------------------------------
 
-    def compare(self, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
+    def compare(self, batch: Batch, arms: Arms) -> Comparison:
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
         Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now;

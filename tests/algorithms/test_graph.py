@@ -111,7 +111,7 @@ def test_stages_are_replaced_inserted_and_removed_by_name(lab: wb.Workbench) -> 
         (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
         (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
         (lambda a: a.replace("prompts", m=3), r"prompts with m.*it takes n"),
-        (lambda a: a.insert(3, after="prompts", name="three"), "an operation, or a function of a batch"),
+        (lambda a: a.insert(3, after="prompts", name="three"), "function=3. must be a function"),
         (lambda a: a.insert(len, after="prompts", name="compute_values"), "a second stage 'compute_values'"),
     ],
 )

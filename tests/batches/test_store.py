@@ -209,7 +209,7 @@ def test_an_arm_runs_what_its_change_reaches(lab: wb.Workbench) -> None:
     arms = lab.compare(done, {"same": same, "k3": other})
     assert arms["same"].ran == ("update_critic", "update_actor")
     assert arms["k3"].ran == ("compute_advantages", "update_critic", "update_actor")
-    with pytest.raises(BadInput, match=r"arm 'x'.*an arm is an algorithm on this workbench"):
+    with pytest.raises(BadInput, match=r"arms=\{'x': 'ppo'\}.*algorithms by name, of this workbench"):
         lab.compare(done, {"x": "ppo"})  # type: ignore[dict-item]
     with pytest.raises(BadInput, match="at least one algorithm"):
         lab.compare(done, {})

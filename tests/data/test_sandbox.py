@@ -41,7 +41,7 @@ def test_wrong_arguments_are_refused_first() -> None:
     for wrong in ({"timeout_s": 0}, {"memory_bytes": "1"}, {"threads": True}):
         with pytest.raises(BadInput, match=next(iter(wrong))):
             run_python("", **wrong)
-    with pytest.raises(BadInput, match="must be texts"):
+    with pytest.raises(BadInput, match="must be a text"):
         run_python(b"print(1)")  # type: ignore[arg-type]
 
 

@@ -69,11 +69,13 @@ class Peculiar:
 
 def test_annotations_that_are_not_checked_leave_the_others() -> None:
     peculiar = operations(Peculiar)["scale"]
-    given = {"unknown": 3, "absent": "x", "broken": "x", "noted": "x", "forward": 3}
+    given = {"unknown": 3, "absent": "x", "broken": "x", "noted": 5, "forward": 3}
     assert checked_arguments(peculiar, "actor", (), given) == {**given, "sizes": (1,), "by": 1}
     with pytest.raises(BadInput) as caught:
         checked_arguments(peculiar, "actor", (), {**given, "by": 0})
     assert (caught.value.value, caught.value.rule) == ("by=0", "must be at least 1")
+    with pytest.raises(BadInput, match=r"noted='x'\. must be a whole number"):
+        checked_arguments(peculiar, "actor", (), {**given, "noted": "x"})
 
 
 def test_a_list_is_taken_for_a_tuple_and_numbers_of_numpy_for_python_s() -> None:

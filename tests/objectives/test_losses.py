@@ -193,7 +193,7 @@ class TestPolicyLoss:
         x = torch.zeros(2, 3)
         with pytest.raises(BadInput, match=r"dual_clip=3\.0 with loss='gspo'"):
             policy_loss("gspo", x, x, x, x, dual_clip=3.0)
-        with pytest.raises(BadInput, match="loss='trpo'"):
+        with pytest.raises(BadInput, match="kind='trpo'"):
             policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
         with pytest.raises(BadInput, match="mask_BT has shape"):
             gspo_loss(x, x, x, torch.ones(2, 2))

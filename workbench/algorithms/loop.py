@@ -20,6 +20,7 @@ from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
+from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names, meant
 from workbench.support.validation import Whole, at_least, check_before_post_init, whole
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
+@checks_calls("algo")
 class Algorithm(ABC):
     """Drives a workbench. `define` is the paper's listing, one line a stage.
 

@@ -75,7 +75,9 @@ def check_name(name: str) -> str:
     text = isinstance(name, str) and name and all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
     if not text or len(name.encode()) > NAME_BYTES:
         rule = "a workbench's name has letters, digits, '-', '_' and '.', and is not empty"
-        raise BadInput(f"name {name!r:.80}", f"{rule}; it has at most {NAME_BYTES} bytes")
+        raise BadInput(
+            f"name {name!r:.80}", f"{rule}; it has at most {NAME_BYTES} bytes", "choose another, such as 'lab'"
+        )
     return name
 
 

@@ -22,12 +22,15 @@ from workbench.batches.schema import SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
 from workbench.errors import BadInput, UnknownColumn
+from workbench.support.checked_calls import checked_call
 from workbench.support.files import SHARED
-from workbench.support.validation import at_least
+from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
     import pandas as pd
     from tensordict import TensorDict
+
+    from workbench.batches.batch_tools import RowNumbers
 
 
 class Batch(BatchTools):
@@ -258,19 +261,22 @@ class Batch(BatchTools):
         """Bytes of all columns, on all hosts."""
         return sum(column.nbytes for column in self.columns.values())
 
-    def fetch(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> Table:
+    @checked_call("batch.fetch")
+    def fetch(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> Table:
         """Bring columns (default all) of some rows (default all) into this process."""
         names = list(self.names if columns is None else columns)
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
         return columns_of(self._source.pull(self.ready(names)[0], index))
 
-    def tensordict(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> TensorDict:
+    @checked_call("batch.tensordict")
+    def tensordict(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> TensorDict:
         """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
         data."""
         return carry(self.fetch(columns, rows), rows=self.rows if rows is None else len(rows))
 
-    def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame:
+    @checked_call("batch.df")
+    def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:
         """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded.
 
         With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
@@ -292,6 +298,7 @@ class Batch(BatchTools):
             out["response_text"] = [marked(ids, mask, self._source.decode) for ids, mask in turns]
         return pd.DataFrame(out)
 
+    @checked_call("batch.save")
     def save(self, path: str | Path) -> Path:
         """Write rows, columns and meta to one safetensors file, for `lab.load(path)` in this or another workbench.
 
@@ -300,9 +307,9 @@ class Batch(BatchTools):
         """
         return files.write(path, self, mode=SHARED)
 
-    def peek(self, n: int = 4) -> pd.DataFrame:
+    @checked_call("batch.peek")
+    def peek(self, n: PositiveInt = 4) -> pd.DataFrame:
         """The first n rows to read: text, scalars, means of ragged numbers over the tokens that the policy chose."""
-        at_least("n", n, 1)
         frame = self.df(rows=range(min(n, self.rows)))
         drop = []
         for name in frame.columns:

@@ -5,23 +5,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
+from pydantic import Field
 
 from workbench.batches.balance import balanced_shares, minibatch_rows
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Location
 from workbench.batches.references import Column, RowProvider
 from workbench.errors import BadInput
-from workbench.support.validation import whole
+from workbench.support.checked_calls import checks_calls
+from workbench.support.rules import shown
+from workbench.support.validation import PositiveInt, whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.batches.batch import Batch
 
+    RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
 
+ColumnName = Annotated[str, Field(min_length=1)]
+
+
+@checks_calls("batch")
 class BatchTools(ABC):
     """The methods of a `Batch` that make another: each only changes which rows of which shards are meant."""
 
@@ -47,10 +55,10 @@ class BatchTools(ABC):
     def need(self, columns: Iterable[str], reader: str) -> None: ...
 
     @abstractmethod
-    def fetch(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> Table: ...
+    def fetch(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> Table: ...
 
     @abstractmethod
-    def df(self, columns: Iterable[str] | None = None, rows: Sequence[int] | None = None) -> pd.DataFrame: ...
+    def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame: ...
 
     @abstractmethod
     def derive(
@@ -64,22 +72,24 @@ class BatchTools(ABC):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
+    def take(self, rows: RowNumbers) -> Batch:
         """A choice of rows, by number, in the order given."""
         index = self._row_numbers(rows)
         return self.derive("take", rows_of(self.columns, index))
 
-    def _row_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        index = np.asarray(rows)
+    def _row_numbers(self, rows: RowNumbers) -> np.ndarray:
+        try:
+            index = np.asarray(rows)
+        except (TypeError, ValueError):  # lists of unequal lengths, or objects that are no arrays
+            index = np.asarray(None)
         right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
         if not right or index.min() < 0 or index.max() >= self.rows:
-            raise BadInput(f"rows {rows!r} of {self!r}", f"must be one or more row numbers from 0 to {self.rows - 1}")
+            rule = f"must be one or more row numbers from 0 to {self.rows - 1}"
+            raise BadInput(f"rows {shown(rows)} of {self!r}", rule, "write rows=[0]")
         return index.astype(np.int64)
 
-    def repeat(self, n: int) -> Batch:
+    def repeat(self, n: PositiveInt) -> Batch:
         """Every row n times, copies side by side."""
-        if n < 1:
-            raise BadInput(f"repeat({n})", "must be at least 1")
         return cast("Batch", self) if n == 1 else self.take(np.repeat(np.arange(self.rows), n))
 
     def filter(
@@ -99,11 +109,15 @@ class BatchTools(ABC):
                 raise BadInput("filter(function) without columns", "the function is given a frame of named columns",
                                'name those that it reads: columns=["rewards"]')  # fmt: skip
             keep = keep(self.df(names))
-        mask = np.asarray(keep)
+        try:
+            mask = np.asarray(keep)
+        except (TypeError, ValueError):  # lists of unequal lengths, or objects that are no arrays
+            mask = np.asarray(None)
         if mask.dtype != bool or mask.shape != (self.rows,):
             raise BadInput(
                 f"a filter of shape {list(mask.shape)} and dtype {mask.dtype} for {self!r}",
                 f"one True or False a row, {self.rows} in all",
+                "give a list or an array of them, such as the frame's own `rows.rewards > 0`",
             )
         if not mask.any():
             raise BadInput(f"a filter that keeps none of {self!r}", "a batch has at least one row")
@@ -205,7 +219,7 @@ class BatchTools(ABC):
         self.need(columns, "drop")
         return self.select(*(name for name in self.names if name not in columns))
 
-    def rename(self, **names: str) -> Batch:
+    def rename(self, **names: ColumnName) -> Batch:
         """Columns under other names, `rename(old="new")`."""
         self.need(names, "rename")
         columns: dict[str, Column] = {}
@@ -241,8 +255,8 @@ class BatchTools(ABC):
         Raises `BadInput` unless all are of one workbench, have the same columns of the same dtypes and row shapes, and
         were sampled, and scored by `compute_log_prob`, at one temperature.
         """
-        if not batches:
-            raise BadInput("concat of no batches", "give at least one")
+        if not isinstance(batches, Sequence) or not batches or not isinstance(batches[0], BatchTools):
+            raise BadInput(f"concat({shown(batches)})", "takes at least one batch, in a list", "write concat([a, b])")
         first, *others = batches
         first.check_beside(others, "concat")
         every = dict.fromkeys(name for batch in batches for name in batch.columns)
@@ -283,7 +297,8 @@ class BatchTools(ABC):
         """Raise `BadInput` unless all are batches of this one's workbench."""
         for other in others:
             if not isinstance(other, BatchTools):
-                raise BadInput(f"{reader} with {other!r:.60}", "takes batches")
+                rule = "takes batches"
+                raise BadInput(f"{reader} with {shown(other)}", rule, "give what a stage, or lab.put, has returned")
             if not other.is_of(self._source):
                 raise BadInput(
                     f"{reader} of batches of two workbenches",

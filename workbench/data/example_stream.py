@@ -14,10 +14,12 @@ from workbench.data.examples import Examples, Kind, Tokenized
 from workbench.data.prompt_stream import Feed
 from workbench.data.sources import Source
 from workbench.errors import BadInput
+from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
 from workbench.support.validation import Rule, whole
 
 
+@checks_calls("examples")
 class ExampleStream:
     """Draws batches of demonstrations or pairs, in an order that only the seed decides.
 

@@ -14,6 +14,7 @@ from workbench.batches.columns import Ragged, Table
 from workbench.data.prompts import PromptRow, Prompts
 from workbench.errors import BadInput
 from workbench.settings.engines import Generation
+from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
 
 
@@ -40,6 +41,7 @@ class Feed(Protocol):
         """Keep where the stream stands."""
 
 
+@checks_calls("lab.prompts")
 class PromptStream:
     """`lab.prompts`: draws batches of prompts, in an order that depends on the seed alone."""
 

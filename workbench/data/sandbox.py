@@ -29,6 +29,7 @@ from typing import IO, Literal
 
 from workbench.errors import BadInput, MissingDependency
 from workbench.support.calls.process import use_of
+from workbench.support.checked_calls import checked_call
 
 MOST_FILE_BYTES = 2**24  # of each file that a program writes, its output among them
 MOST_SHOWN_BYTES = 2**16
@@ -66,6 +67,7 @@ class Ran:
     duration_s: float
 
 
+@checked_call("wb.sandbox.run_python")
 def run_python(
     program: str,
     *,
@@ -83,13 +85,12 @@ def run_python(
     for name, value in (("timeout_s", timeout_s), ("memory_bytes", memory_bytes), ("threads", threads)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise BadInput(f"run_python({name}={value!r:.60})", "must be a positive number")
-    if not isinstance(program, str) or not isinstance(stdin, str):
-        raise BadInput("run_python: program and stdin", "must be texts")
     if problem := problem_here():
         raise MissingDependency(f"no sandbox works here: {problem}", "model-written programs run in none else", REMEDY)
     return _run(program, stdin, timeout_s, memory_bytes, threads, network)
 
 
+@checked_call("wb.sandbox.passes_tests")
 def passes_tests(program: str, tests: str, **limits: float) -> bool:
     """Whether a program and then tests, such as lines of assert, run to their end. limits: as of `run_python`.
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from workbench.data.user_functions import short
 from workbench.errors import BadInput
+from workbench.support.rules import shown
+from workbench.support.validation import checked
 
 _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9A-Za-z_%)\]}])[-\u2212]\$?)?"
@@ -32,7 +34,7 @@ def arithmetic(prompt: str, response: str, answer: str | int | float, **_: Any) 
 
     Equality is of values: "42.0" earns what "42" does. Raises `BadInput` if `answer` is not exactly one number.
     """
-    return float(_last(response) == _only(str(answer), repr(answer)))
+    return float(_last(checked("response", response, str)) == _only(_text(answer), shown(answer)))
 
 
 def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
@@ -41,14 +43,21 @@ def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
     `answer` is GSM8K's worked solution as it stands. The response need not carry a `####`: a model not trained on the
     format is judged alike. Raises `BadInput` if there is no `####` in `answer`, or not exactly one number behind it.
     """
-    mark, final = str(answer).rpartition("####")[1:]
+    mark, final = _text(answer).rpartition("####")[1:]
     if not mark:
         raise BadInput(
-            f"answer={short(repr(answer), 60)}",
+            f"answer={shown(answer)}",
             "a GSM8K answer carries its final number behind ####",
             "for a column of plain numbers use the reward function `arithmetic`",
         )
-    return float(_last(response) == _only(final, repr(final)))
+    return float(_last(checked("response", response, str)) == _only(final, repr(final)))
+
+
+def _text(answer: object) -> str:
+    try:
+        return str(answer)
+    except Exception:  # a whole number of more than 4,300 digits, or an object that cannot be written
+        return ""
 
 
 def _numbers(text: str) -> list[Decimal]:

@@ -9,6 +9,9 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.support.files import path_of, read_json
+from workbench.support.rules import shown
+
+JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole number", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -60,22 +63,42 @@ def read_notebook(path: str | os.PathLike[str]) -> Notebook:
     except FileNotFoundError:
         remedy = "give the path of an .ipynb file that exists; save the notebook first"
         raise BadInput(str(path), rule, remedy) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         remedy = "open it in Jupyter and save it again" if path.suffix == ".ipynb" else "give an .ipynb file"
         raise BadInput(f"{path}: {type(error).__name__} {error}", rule, remedy) from None
-    language = metadata.get("kernelspec", {}).get("language", "python")
+    cells, metadata = _of_type(cells, list, "cells"), _of_type(metadata, dict, "metadata")
+    kernel = _of_type(metadata.get("kernelspec", {}), dict, "metadata.kernelspec")
+    _of_type(_of_type(metadata.get("workbench", {}), dict, "metadata.workbench").get("check", {}), dict, "check")
+    language = kernel.get("language", "python")
     if language != "python":
         raise BadInput(f"{path} is written in {language}", rule, "only Python becomes a script")
     return Notebook(path.name, tuple(_cell(number, cell) for number, cell in enumerate(cells, 1)), metadata)
 
 
-def _cell(number: int, cell: Mapping[str, Any]) -> Cell:
-    text = cell.get("source", "")
+def _of_type(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """A value of the file; `BadInput` where it is of another type."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        rule = f"a notebook of format 4 has {' or '.join(JSON_NAMES[one] for one in kinds)} there"
+        raise BadInput(f"{what}: {shown(value)}", rule, "open it in Jupyter and save it again")
+    return value
+
+
+def _cell(number: int, cell: Any) -> Cell:
+    where = f"cell {number}"
+    cell = _of_type(cell, dict, where)
+    text = _of_type(cell.get("source", ""), (str, list), f"{where}, source")
+    for line in text if isinstance(text, list) else ():
+        _of_type(line, str, f"{where}, a line of its source")
+    tags = _of_type(
+        _of_type(cell.get("metadata", {}), dict, f"{where}, metadata").get("tags", []), list, f"{where}, tags"
+    )
+    count = _of_type(cell.get("execution_count"), (int, type(None)), f"{where}, execution_count")
     return Cell(
         number=number,
         text="\n".join((text if isinstance(text, str) else "".join(text)).replace("\r\n", "\n").split("\r")),
         code=cell.get("cell_type") == "code",
         id=str(cell.get("id", "")),
-        tags=frozenset(cell.get("metadata", {}).get("tags", ())),
-        count=cell.get("execution_count"),
+        tags=frozenset(_of_type(tag, str, f"{where}, a tag") for tag in tags),
+        count=count,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, WorkbenchError, escaped
 from workbench.export.cells import Cell
 from workbench.export.loops import Repeat, Step, found_repeats
 from workbench.export.moves import fold_moves, opening_of
@@ -32,6 +33,22 @@ class Script:
     parameters: tuple[str, ...] = field(default=())
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, what Python says to code that is none becomes `BadInput`."""
+    try:
+        yield
+    except WorkbenchError:
+        raise
+    except (RecursionError, MemoryError):
+        rule = "Python reads an expression of some hundred terms, not one of many thousands"
+        raise BadInput("code that is nested too deeply", rule, "write the long expression as several") from None
+    except (SyntaxError, ValueError) as error:  # `break` at a margin; a null character, or half a character
+        rule = "the cells together must be a Python program"
+        raise BadInput(f"{type(error).__name__}: {error}", rule, "mend the cell, or tag it `skip-export`") from None
+
+
+@_refusals()
 def script_of(
     cells: Sequence[Cell],
     *,
@@ -105,7 +122,7 @@ def _title(cells: Sequence[Cell]) -> str:
         if cell.code and not cell.blank:
             break
         if not cell.code and not cell.blank:
-            first, _, rest = cell.text.strip().partition("\n")
+            first, _, rest = escaped(cell.text).strip().partition("\n")
             return f"{first.lstrip('#').strip()}\n{rest}".strip()
     return ""
 
@@ -144,7 +161,7 @@ def _explanations(cells: Sequence[Cell], selection: Selection) -> dict[int, str]
 def _plain(text: str) -> str:
     """Markdown without the signs of headings, its long paragraphs wrapped."""
     lines: list[str] = []
-    for line in text.strip().split("\n"):
+    for line in escaped(text).strip().split("\n"):
         lines += [line.lstrip("#").strip(), ""] if line.startswith("#") else [line.rstrip()]
     paragraphs = re.split(r"\n{2,}", "\n".join(lines).strip())
     return "\n\n".join(map(_wrapped, paragraphs))

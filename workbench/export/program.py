@@ -11,7 +11,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from workbench.errors import MissingDependency
+from workbench.errors import BadInput, MissingDependency
 from workbench.export.inert import is_inert, origins
 from workbench.export.loops import Repeat, Step, iterated
 from workbench.export.parameters import Parameter
@@ -268,6 +268,7 @@ def formatted(text: str) -> str:
         if "No module named ruff" in done.stderr:
             raise MissingDependency("ruff is not installed", "it formats exported scripts", "pip install ruff")
         if done.returncode:
-            raise AssertionError(f"ruff: {done.stderr}\n{text}")
+            said = next(iter(done.stderr.splitlines()), f"it ended with {done.returncode}")
+            raise BadInput(f"ruff: {said}", "the script must be a Python program", "mend the cell that it names")
         text = done.stdout
     return text

@@ -52,7 +52,11 @@ def read_record(folders: Iterable[Path]) -> Record:
         name = ""
         for kind, details in _events(folder):
             if kind == "cell":
-                run = RunCell(**{"masked": MASK in details["text"], **details})
+                try:
+                    run = RunCell(**{"masked": MASK in details["text"], **details})
+                    hash((run.kernel, run.number, run.text))
+                except (KeyError, TypeError):  # a damaged line
+                    continue
                 before = runs.get((run.kernel, run.number, run.text))
                 runs[run.kernel, run.number, run.text] = before if before is not None and before.id else run
             elif kind in ("opened", "attached"):
@@ -61,7 +65,7 @@ def read_record(folders: Iterable[Path]) -> Record:
                     placements.pop(name, None)
             elif kind == "move" and name:
                 placements.pop(name, None)
-                if (expression := _expression(str(details["placement"]))) is not None:
+                if (expression := _expression(str(details.get("placement")))) is not None:
                     placements[name] = expression
     return Record(tuple(runs.values()), placements)
 

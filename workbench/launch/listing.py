@@ -7,8 +7,10 @@ from typing import Any
 
 from workbench.backends import registry
 from workbench.session.journal import read_counters
+from workbench.support.checked_calls import checked_call
 
 
+@checked_call("wb.ls")
 def ls() -> list[dict[str, Any]]:
     """The workbenches that live on this machine, and what they hold.
 

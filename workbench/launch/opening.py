@@ -34,6 +34,7 @@ from workbench.session.checkpoint.restoring import Restoring, arguments_of, chec
 from workbench.session.journal import SessionJournal, read_journal
 from workbench.session.taking_over import take_over as take_over_session
 from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.support.checked_calls import checked_call
 from workbench.support.files import check_room, real_path
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked, private_folder
@@ -209,6 +210,7 @@ def _drives(lab: Workbench) -> bool:
     return lab.ownership.drives
 
 
+@checked_call("wb.restore")
 def restore(path: str | Path, **changes: Any) -> Workbench:
     """Open the workbench that a checkpoint was saved of, as it was then: `wb.restore("runs/lab/20261122-101500")`.
 
@@ -298,6 +300,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
         warnings.warn(doubt, stacklevel=7)  # in the line that opens
 
 
+@checked_call("wb.attach")
 def attach(name: str, *, take_over: bool = False) -> Workbench:
     """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
     `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped
@@ -340,6 +343,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     return lab
 
 
+@checked_call("wb.stop")
 def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)

@@ -27,6 +27,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.launch.arguments import ARGUMENTS
 from workbench.launch.script_options import add_option, option_of, parameters_of
+from workbench.support.checked_calls import checked_call
+from workbench.support.command_line import Parser
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
@@ -37,6 +39,7 @@ FLAGS = {
 }
 
 
+@checked_call("wb.script.run")
 def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn:
     """Call `main` with the options of the command line, close the workbenches that it opened, and exit.
 
@@ -133,9 +136,7 @@ def _parser(main: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], arg
     """The parameters of `main` by name, and the parser of all options."""
     parameters = parameters_of(main)
     text = getattr(sys.modules.get(main.__module__), "__doc__", None) or main.__doc__ or ""
-    parser = argparse.ArgumentParser(
-        description=inspect.cleandoc(text), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=inspect.cleandoc(text), formatter_class=argparse.RawDescriptionHelpFormatter)
     if parameters:
         own = parser.add_argument_group("options of this script")
         for option, parameter in parameters.items():

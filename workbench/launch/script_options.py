@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from workbench.errors import BadInput
-from workbench.support.validation import rule_of, said_of
+from workbench.support.rules import said_of
+from workbench.support.validation import rule_of
 
 UNREADABLE = "unreadable"  # pydantic's kind of error for a text that is no value of the type
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

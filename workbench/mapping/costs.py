@@ -37,7 +37,7 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.shapes import Shape
 from workbench.mapping.workload import Workload
 from workbench.settings.layout import Layout
-from workbench.support.validation import at_least
+from workbench.support.validation import at_least, check_fields
 
 OPTIMIZER_BYTES = 28  # Adam, a weight: gradient, weight and two moments are read, and the last three written, in fp32
 COLUMN_BYTES = 8  # of a token in a batch: ids and masks are int64, numbers fp32 beside their offsets
@@ -89,6 +89,7 @@ class Constants:
     transfer: float = 2.0
 
     def __post_init__(self) -> None:
+        check_fields(self, "Constants.")
         for field in fields(self):
             at_least(f"Constants.{field.name}", getattr(self, field.name), 0)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.support.validation import at_least, whole
+from workbench.support.validation import at_least, check_fields, whole
 
 GIB = 2**30
 
@@ -41,6 +41,7 @@ class Hardware:
     usable: float = 0.92
 
     def __post_init__(self) -> None:
+        check_fields(self, "Hardware.")
         whole("Hardware.devices_per_machine", self.devices_per_machine, 1)
         for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "usable"):
             at_least(f"Hardware.{name}", getattr(self, name), 0, strictly=True)

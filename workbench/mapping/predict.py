@@ -16,8 +16,10 @@ from workbench.mapping.plan import CallPlan, Plan, RolePlan, SetPlan
 from workbench.mapping.shapes import Shape, role_models
 from workbench.mapping.workload import STAGES, Workload
 from workbench.placement.placement import Placement
+from workbench.support.checked_calls import checked_call
 
 
+@checked_call("wb.mapping.predict")
 def predict(
     placement: Placement,
     models: Mapping[str, Any],

@@ -32,6 +32,7 @@ from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.shapes import Shape, role_models
 from workbench.mapping.workload import Workload
 from workbench.settings.roles import check_role
+from workbench.support.checked_calls import checked_call
 from workbench.support.validation import one_of, whole
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Front:
     origins: tuple[Any, ...]
 
 
+@checked_call("wb.mapping.search")
 def search(
     models: Mapping[str, Any],
     *,

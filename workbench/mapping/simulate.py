@@ -10,6 +10,7 @@ from workbench.display.html import seconds_text
 from workbench.errors import BadInput
 from workbench.mapping.plan import CallPlan, Plan, RolePlan
 from workbench.mapping.workload import STAGES
+from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Simulation:
         return self.timeline()._repr_html_()
 
 
+@checked_call("wb.mapping.simulate")
 def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
     """One iteration of a plan: each call begins when its inputs are there and its devices are free, in the order of the
     algorithm, as the workbench runs it with `overlap()`. barriers: and when all of the stages before have ended, as the

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from workbench.errors import BadInput
 from workbench.settings.engines import Training
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import check_fields, one_of, whole
 
 Kind = Literal["generate", "infer", "train"]
 STAGES = ("generation", "preparation", "training")
@@ -89,6 +89,7 @@ class Workload:
     calls: tuple[Call, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, "Workload.")
         for name in ("prompt_tokens", "rows", "updates", "epochs"):
             whole(f"Workload.{name}", getattr(self, name), 1)
         if not self.lengths:

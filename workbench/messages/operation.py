@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
+from typing import Any, Literal, Protocol, TypeVar
 
 from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, TransferProtocol
 from workbench.models.spec import Model
+from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant
-from workbench.support.validation import checked, constraints_of, hints_of, one_of
+from workbench.support.validation import checked, hints_of, one_of
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -71,7 +72,7 @@ class Operation:
     check_model: CheckModel | None = None
     check_columns: CheckColumns | None = None
     signature: inspect.Signature
-    constraints: Mapping[str, Any]
+    hints: Mapping[str, Any]
     doc: str
 
     @property
@@ -105,6 +106,7 @@ class Operation:
         return tuple(dict.fromkeys((*needed, *more, *named)))
 
 
+@checked_call("wb.register")
 def register(
     protocol: TransferProtocol | str,
     *,
@@ -122,9 +124,10 @@ def register(
     """Bind a protocol, itself or by name, to a worker's method.
 
     A method that reads columns takes a `Shard` first, and returns an `Output`. The other parameters are as in
-    `Operation`. An argument whose annotation has a Literal or constraints of pydantic, such as
-    `Annotated[int, Field(ge=1)]`, is checked against them, and kept as in settings: numbers of numpy become Python's, a
-    list becomes a tuple. `timeout_s` and, where the operation draws samples,
+    `Operation`. Arguments are checked against their annotations, constraints of pydantic such as
+    `Annotated[int, Field(ge=1)]` among them, and kept as in settings: numbers of numpy become Python's, a list becomes
+    a tuple. Where the protocol has `values_per_rank`, they are lists of such values. `timeout_s` and, where the
+    operation draws samples,
     `samples` are the controller's.
     """
 
@@ -156,7 +159,7 @@ def register(
             check_model=check_model,
             check_columns=check_columns,
             signature=signature.replace(parameters=parameters),
-            constraints=_constraints(method),
+            hints=_hints(method, signature),
             doc=inspect.getdoc(method) or "",
         )
         return method
@@ -174,13 +177,11 @@ def operations(worker_class: type) -> dict[str, Operation]:
     return found
 
 
-def _constraints(method: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of those arguments that have a Literal or pydantic's constraints."""
-    return {
-        name: hint
-        for name, hint in hints_of(method).items()
-        if any(get_origin(kind) is Literal or constraints_of(kind) for kind in (hint, *get_args(hint)))
-    }
+def _hints(method: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """The annotations of the arguments that have names of their own."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [name for name, parameter in signature.parameters.items() if parameter.kind not in several]
+    return {name: hint for name, hint in hints_of(method).items() if name in named}
 
 
 def checked_arguments(
@@ -193,8 +194,9 @@ def checked_arguments(
     parameters = list(operation.signature.parameters.values())
     if operation.takes_batch:
         parameters = parameters[1:]
+    signature = operation.signature.replace(parameters=parameters)
     try:
-        bound = operation.signature.replace(parameters=parameters).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         names = [p.name for p in parameters] + (["samples"] if operation.samples else [])
         unknown = next((name for name in kwargs if name not in names), None)
@@ -204,8 +206,12 @@ def checked_arguments(
             meant(unknown, names) if unknown else "",
         ) from None
     bound.apply_defaults()
-    for name, hint in operation.constraints.items():
-        bound.arguments[name] = checked(name, bound.arguments[name], hint)
+    for name, hint in operation.hints.items():
+        parameter = signature.parameters.get(name)  # None: the batch
+        if parameter is None or (value := bound.arguments[name]) is parameter.default:
+            continue
+        wanted = list[hint] if operation.protocol.values_per_rank else hint  # type: ignore[valid-type]
+        bound.arguments[name] = checked(name, value, wanted, parameter.default)
     if operation.check is not None:
         operation.check(bound.arguments)
     return bound.arguments

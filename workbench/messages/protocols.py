@@ -14,6 +14,7 @@ import numpy as np
 from workbench.batches.balance import Chunks
 from workbench.errors import BadInput
 from workbench.placement import Layout
+from workbench.support.checked_calls import checked_call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,7 @@ PROTOCOLS = {
 }
 
 
+@checked_call("wb.protocol")
 def protocol(
     name: str,
     *,
@@ -164,13 +166,6 @@ def protocol(
         raise BadInput(f"protocol name {name!r}", "must be a plain identifier")
     if name in PAPERS:
         raise BadInput(f"protocol name {name!r}", f"these are the paper's: {', '.join(PAPERS)}", "choose another name")
-    for argument, function in (("distribute", distribute), ("collect", collect)):
-        if not callable(function):
-            raise BadInput(
-                f"{argument}={function!r:.60}",
-                "must be a function of the layout",
-                'wb.protocol("FIRST_RANK", collect=lambda layout: [0])',
-            )
     PROTOCOLS[name] = TransferProtocol(name=name, distribute=distribute, collect=collect, joins=joins)
     return PROTOCOLS[name]
 

@@ -14,12 +14,16 @@ predicts t.
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
+from workbench.support.rules import shown
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def same_shape(**tensors: Tensor) -> None:
@@ -52,9 +56,11 @@ def tokenwise(mask_BT: Tensor) -> None:
 def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
     """Raise `BadInput` unless low <= value <= high."""
     if not isinstance(value, numbers.Real):
-        raise BadInput(f"{name}={value!r:.60}", "must be a number")
+        raise BadInput(f"{name}={shown(value)}", "must be a number")
     if not low <= value <= high:
-        raise BadInput(f"{name}={value!r}", f"must lie in [{low}, {high}]")
+        raise BadInput(f"{name}={shown(value)}", f"must lie in [{low}, {high}]")
+    if LARGEST < value < math.inf:
+        raise BadInput(f"{name}={shown(value)}", f"must be at most {LARGEST:.1e}, the largest of 32 bits, or infinite")
 
 
 def full(x: Tensor) -> Tensor:

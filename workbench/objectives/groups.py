@@ -11,8 +11,10 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape
+from workbench.support.checked_calls import checked_call
 
 
+@checked_call()
 @torch.no_grad()
 def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Group-relative advantages, one a sample, [N].
@@ -32,6 +34,7 @@ def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: floa
     return centred_N.to(full(scores_N).dtype)
 
 
+@checked_call()
 @torch.no_grad()
 def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """Leave-one-out advantages, one a sample, [N]: A_i = R_i - mean of the other scores of the group.
@@ -52,6 +55,7 @@ def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return (centred_N * size_N / (size_N - 1)).to(full(scores_N).dtype)
 
 
+@checked_call()
 @torch.no_grad()
 def group_mean(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """The mean score of each sample's group, itself included, [N]. Raises `BadInput` as `grpo` does."""
@@ -59,6 +63,7 @@ def group_mean(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return (scores_N.double() - centred_N).to(full(scores_N).dtype)
 
 
+@checked_call()
 @torch.no_grad()
 def with_variance(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """True for the samples of groups whose scores are not all equal, [N]: the others carry no gradient.
@@ -70,6 +75,7 @@ def with_variance(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return _group_sum((centred_N != 0).double(), index_N) > 0
 
 
+@checked_call()
 @torch.no_grad()
 def off_policy_baseline(scores_N: Tensor, group_N: Tensor, weight_N: Tensor, norm2_N: Tensor) -> Tensor:
     """The baseline of each sample's group that gives an importance-weighted policy gradient least variance, [N].

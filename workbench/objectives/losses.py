@@ -10,6 +10,7 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, tokenwise, within
 from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
+from workbench.support.checked_calls import checked_call
 
 PolicyLoss = Literal["ppo", "gspo", "cispo"]
 
@@ -25,6 +26,7 @@ class PolicyStats(NamedTuple):
     clipped_BT: Tensor
 
 
+@checked_call()
 def policy_loss(
     kind: PolicyLoss,
     log_prob_BT: Tensor,
@@ -50,6 +52,7 @@ def policy_loss(
     raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo'")
 
 
+@checked_call()
 def ppo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -84,6 +87,7 @@ def ppo_loss(
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
 
 
+@checked_call()
 def gspo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -119,6 +123,7 @@ def gspo_loss(
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
 
 
+@checked_call()
 def cispo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -159,6 +164,7 @@ class ValueStats(NamedTuple):
     clipped_BT: Tensor
 
 
+@checked_call()
 def value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None
 ) -> tuple[Tensor, ValueStats]:

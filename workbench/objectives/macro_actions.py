@@ -10,8 +10,10 @@ from torch import Tensor
 
 from workbench.objectives.arguments import full, same_shape, tokenwise, within
 from workbench.objectives.estimators import gae
+from workbench.support.checked_calls import checked_call
 
 
+@checked_call()
 @torch.no_grad()
 def macro_gae(
     token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, tokens: int

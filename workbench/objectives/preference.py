@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from workbench.objectives.arguments import full, same_shape, within
+from workbench.support.checked_calls import checked_call
 
 CONFIDENCE_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 
+@checked_call()
 def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None = None) -> Tensor:
     """The loss of a reward model on the scores of both answers, [P].
 
@@ -41,6 +43,7 @@ class DPOStats(NamedTuple):
     rejected_rewards_P: Tensor
 
 
+@checked_call()
 def dpo_loss(
     chosen_P: Tensor,
     rejected_P: Tensor,
@@ -71,6 +74,7 @@ def dpo_loss(
     return loss_P, DPOStats(chosen_rewards_P.detach(), rejected_rewards_P.detach())
 
 
+@checked_call()
 def binomial_interval(successes: float, trials: float, deviations: float = CONFIDENCE_95) -> tuple[float, float]:
     """Bounds of a success rate of which `successes` of `trials` were seen; by default they hold it with 95 %.
 

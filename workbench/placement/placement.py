@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.errors import BadInput
 from workbench.settings.layout import Layout
 from workbench.settings.roles import ROLES, ROLLOUT, check_role
-from workbench.support.validation import whole
+from workbench.support.checked_calls import checks_calls
+from workbench.support.validation import Rule, check_fields, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,6 +25,7 @@ class Pool:
     roles: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, "Pool.")
         whole(f"pool {self.name!r}: devices", self.devices, 1)
         if not self.name.isidentifier():
             raise BadInput(f"pool name {self.name!r}", "must be a plain identifier, such as 'policy'")
@@ -36,9 +38,14 @@ def host_name(pool: str, rank: int, again: int = 0) -> str:
     return f"{pool}-{rank}" + (f".{again}" if again else "")
 
 
+EXAMPLE = 'Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})'
+Pools = Annotated[
+    Mapping[str, tuple[int, Iterable[str]]], Rule("must be pools by name, each (devices, roles)", f"write {EXAMPLE}")
+]
 Layouts = Mapping[str, Layout | tuple[int, ...]]
 
 
+@checks_calls("Placement")
 @dataclass(frozen=True)
 class Placement:
     """role -> pool and layout. Same pool: colocated, the roles share host processes and run in call order. Different
@@ -60,6 +67,7 @@ class Placement:
     layouts: Layouts = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, "Placement.")
         if not self.pools:
             raise BadInput("a placement without pools", "needs at least one", "write Placement.colocate(devices=1)")
         names = [pool.name for pool in self.pools]
@@ -85,18 +93,11 @@ class Placement:
         object.__setattr__(self, "layouts", changed)
 
     @classmethod
-    def of(cls, pools: Mapping[str, tuple[int, Iterable[str]]], layouts: Layouts | None = None) -> Placement:
+    def of(cls, pools: Pools, layouts: Layouts | None = None) -> Placement:
         """Any partition: `Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})`.
 
         layouts: `{"actor": (1, 2, 2)}`, see `Placement`.
         """
-        example = 'Placement.of({"a": (4, ["actor", "reference"]), "b": (1, ["critic", "reward"])})'
-        if not isinstance(pools, Mapping):
-            raise BadInput(f"pools={pools!r:.60}", "pools by name", f"write {example}")
-        for name, pool in pools.items():
-            pair = isinstance(pool, Sequence) and len(pool) == 2 and not isinstance(pool[1], str)
-            if not pair or not isinstance(pool[1], Iterable):
-                raise BadInput(f"pool {name!r}: {pool!r}", "a pool is (devices, roles)", f"write {example}")
         made = tuple(Pool(name, devices, tuple(roles)) for name, (devices, roles) in pools.items())
         return cls(made, layouts or {})
 

@@ -11,6 +11,8 @@ from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
 from workbench.settings.engines import SYNC_STRATEGIES
 from workbench.stages.groups import Groups
+from workbench.support.named_fields import meant
+from workbench.support.validation import one_of
 from workbench.telemetry.sinks import TrackedRun
 from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
 from workbench.telemetry.store import TelemetryStore
@@ -44,6 +46,19 @@ class History:
             check_kind("transfers(kind)", kind, TRANSFER_KINDS)
         moved = self._telemetry.transfers()
         return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
+
+    def metrics(self, stage: str | None = None) -> pd.DataFrame:
+        """See `Workbench.metrics`."""
+        found = self._telemetry.metrics(stage)
+        if stage is None or len(found):
+            return found
+        recorded = list(dict.fromkeys(self._telemetry.metrics()["stage"]))
+        operations = {name for group in self._groups.by_role.values() for name in group.operations}
+        known = [*recorded, *sorted({*operations, "compute_advantages", "evaluate"} - {*recorded})]
+        near = meant(stage, known, "lab.metrics({!r})".format)
+        if stage not in known and (recorded or near):
+            raise NotFound(f"metrics of stage {stage!r}", f"there are those of {', '.join(known)}", near)
+        return found
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
         """See `Workbench.traffic`."""
@@ -183,6 +198,9 @@ class History:
 
     def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
         """See `Workbench.logs`."""
+        pools = tuple(dict.fromkeys(info.pool for info in self._hosts.infos))
+        if pool is not None:
+            one_of("pool", pool, pools)
         for info in self._hosts.infos:
             if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
                 print(f"--- {info.name}: {info.log_path}")

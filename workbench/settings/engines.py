@@ -172,7 +172,7 @@ def _is_greedy_or_sampled(temperature: float) -> float:
 Temperature = Annotated[
     NonNegativeFloat,
     AfterValidator(_is_greedy_or_sampled),
-    Rule("must be 0 (greedy), or a number in [0.01, 2]", "the engines sample at no other temperature"),
+    Rule("must be 0 (greedy), or a number in [0.01, 2]: the engines sample at no other temperature"),
 ]
 Penalty = Annotated[Number, Field(ge=-2, le=2), Rule("must be a number in [-2, 2]")]
 Bias = Annotated[

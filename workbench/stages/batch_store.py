@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +124,13 @@ class BatchStore:
             lengths[pull.destinations] = pending.result()
         return lengths
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """See `Workbench.decode`."""
-        return str(self.tokenizer.decode(list(token_ids)))
+        ids = list(token_ids)
+        if wrong := [i for i in ids if not 0 <= i < self.vocabulary.size]:
+            rule = f"{self.vocabulary.name!r} has ids 0 to {self.vocabulary.size - 1}"
+            raise BadInput(f"token id {wrong[0]}", rule, "give ids of this workbench's tokenizer")
+        return str(self.tokenizer.decode(ids))
 
     def release_unused(self) -> None:
         """Tell the hosts which shards no batch refers to any more. A handle that only looks holds none."""

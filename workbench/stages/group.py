@@ -10,8 +10,9 @@ from workbench.batches.batch import Batch
 from workbench.messages.operation import Operation, checked_arguments, operations
 from workbench.models.spec import Model
 from workbench.placement import Layout, Placement, Pool
+from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
-from workbench.support.validation import whole
+from workbench.support.validation import PositiveInt, whole
 from workbench.workers.reload.sources import loaded
 
 if TYPE_CHECKING:
@@ -175,11 +176,13 @@ class WorkerGroup:
         """Set where its ranks are now."""
         self.pool, self.hosts, self.layout = pool, hosts, layout
 
-    def move(self, pool: str, devices: int | None = None) -> Any:
+    @checked_call("group.move")
+    def move(self, pool: str, devices: PositiveInt | None = None) -> Any:
         """Move this role to another pool, with all that it has learned: `lab.critic.move("scorers")`. devices: of the
         pool, where there is none of that name yet. See `lab.move`."""
         return self._caller.move(self._caller.placement.with_role(self.worker_role, pool, devices))
 
+    @checked_call("group.relayout")
     def relayout(self, layout: Layout | tuple[int, ...]) -> Any:
         """Give this role another layout (p, t, d) in its pool: `lab.actor.relayout((1, 2, 1))`. See `lab.move`."""
         return self._caller.move(self._caller.placement.with_layout(self.worker_role, layout))

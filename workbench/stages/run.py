@@ -24,6 +24,7 @@ from workbench.stages.rank_watch import RankWatch
 from workbench.stages.run_protocols import Ranks, RunOutcomes, Steps
 from workbench.stages.stopping import StopCoordinator
 from workbench.stages.waiting import interruptible, wait_async, wait_for
+from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
@@ -141,6 +142,7 @@ class Run:
         self.received()
         return result
 
+    @checked_call("run.submit")
     def submit(self) -> None:
         """Submit it, in the background; on the inline backend it runs now."""
         with interruptible(self) as presses:
@@ -150,6 +152,7 @@ class Run:
                 with self._progress() as bar:
                     wait_for(self, bar, presses)
 
+    @checked_call("run.result")
     def result(self) -> Any:
         """Wait: the batch's next version, an update's metrics, or what ranks returned.
 
@@ -161,6 +164,7 @@ class Run:
         self.received()
         return result
 
+    @checked_call("run.wait")
     def wait(self) -> Any:
         """Wait as `result` does, for a caller that does not get the result yet."""
         with self._progress() as bar, interruptible(self) as presses:
@@ -193,6 +197,7 @@ class Run:
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
+    @checked_call("run.cancel")
     def cancel(self) -> bool:
         """Cancel it, without waiting: what has not begun is not begun, and its ranks leave it at the next place where
         nothing is half done. An update that comes to its end all the same counts; other results are dropped. Stages

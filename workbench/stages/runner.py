@@ -14,7 +14,7 @@ import contextlib
 import numbers
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
@@ -143,7 +143,7 @@ class StageRunner(StageNames):
         if cell is not None:
             self.telemetry.append_event("run", run=run.number, stage=stage, cell=cell.number, cell_id=cell.id)
 
-    def report(self, stage: str, metrics: Mapping[str, float]) -> None:
+    def report(self, stage: str, metrics: Mapping[str, SupportsFloat]) -> None:
         """See `Workbench.report`."""
         if not isinstance(metrics, Mapping):
             raise BadInput(f"metrics={metrics!r:.60}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")

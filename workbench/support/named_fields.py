@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.support.rules import shown
 
 # The name of a field in other libraries -> ours; of several, the first that the class has.
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -76,8 +77,8 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
     fields = [parameter.name for parameter in parameters]
     for name, value in names.items():
         if name not in fields:
-            rule = f"it takes {', '.join(fields)}"
-            raise BadInput(f"{called}({name}={value!r:.60})", rule, meant(name, fields))
+            rule = f"it takes {', '.join(fields) or 'no arguments'}"
+            raise BadInput(f"{called}({name}={shown(value)})", rule, meant(name, fields) or f"leave {name} out")
     needed = [p.name for p in parameters[given:] if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in names]:
         raise BadInput(

@@ -16,13 +16,14 @@ is not checked; all others are.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import numbers
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
@@ -45,6 +46,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError,
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support.named_fields import check_names
+from workbench.support.rules import NO_DEFAULT, example_of, said_of, shown
 
 T = TypeVar("T")
 CONFIG = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
@@ -79,6 +81,20 @@ def _as_float(value: Any) -> Any:
     return number
 
 
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else value
+
+
+def _as_dict(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise PydanticCustomError("names_type", "not a list")
+    return tuple(value)
+
+
 Whole = Annotated[int, BeforeValidator(_as_int)]
 Number = Annotated[float, BeforeValidator(_as_float)]
 PositiveInt = Annotated[Whole, Field(ge=1)]
@@ -87,45 +103,6 @@ PositiveFloat = Annotated[Number, Field(gt=0)]
 NonNegativeFloat = Annotated[Number, Field(ge=0)]
 FINITE = Field(allow_inf_nan=False)
 SEQUENCE = Strict(False)  # of a tuple: a list will do
-
-
-def _limit(value: Any) -> str:
-    """A limit of a constraint, as short as it is exact: 1 for 1.0."""
-    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
-
-
-# pydantic's kind of error -> the rule, with what its context says
-RULES: Mapping[str, Callable[[Any], str]] = {
-    "bool_type": lambda _: "must be True or False",
-    "callable_type": lambda _: "must be a function",
-    "dataclass_exact_type": lambda said: f"must be a wb.{said['class_name']}(...)",
-    "dict_type": lambda _: "must be a dict",
-    "finite_number": lambda _: "must be a finite number",
-    "float_nan": lambda _: "must be a number, not nan",
-    "float_overflow": lambda _: f"must be at most {sys.float_info.max:.1e}, the largest float",
-    "float_type": lambda _: "must be a number",
-    "greater_than": lambda said: f"must be more than {_limit(said['gt'])}",
-    "greater_than_equal": lambda said: f"must be at least {_limit(said['ge'])}",
-    "int_overflow": lambda _: "must fit into 64 bits",
-    "int_type": lambda _: "must be a whole number",
-    "is_instance_of": lambda said: f"must be a {said['class']}",
-    "is_type": lambda _: "must be a class",
-    "less_than": lambda said: f"must be less than {_limit(said['lt'])}",
-    "less_than_equal": lambda said: f"must be at most {_limit(said['le'])}",
-    "list_type": lambda _: "must be a list",
-    "literal_error": lambda said: f"must be one of {said['expected'].replace(' or ', ', ')}",
-    "mapping_type": lambda _: "must be a mapping, such as a dict",
-    "missing": lambda _: "must have more items",
-    "multiple_of": lambda said: f"must be a multiple of {_limit(said['multiple_of'])}",
-    "none_required": lambda _: "must be None",
-    "string_pattern_mismatch": lambda said: f"must match {said['pattern']!r}",
-    "string_too_long": lambda said: f"must have at most {said['max_length']} characters",
-    "string_too_short": lambda said: f"must have at least {said['min_length']} characters",
-    "string_type": lambda _: "must be a text",
-    "too_long": lambda said: f"must have at most {said['max_length']} items",
-    "too_short": lambda said: f"must have at least {said['min_length']} items",
-    "tuple_type": lambda _: "must be a tuple or a list",
-}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -166,15 +143,15 @@ def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[ty
     return decorate
 
 
-def checked(name: str, value: Any, hint: Any) -> Any:
-    """`value`, as an annotation wants it; `BadInput` where it is something else."""
+def checked(name: str, value: Any, hint: Any, default: Any = NO_DEFAULT) -> Any:
+    """`value`, as an annotation wants it; `BadInput` where it is something else. default: for the remedy."""
     adapter = _adapter(hint)
     if adapter is None:
         return value
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise _refused([(detail["loc"], detail) for detail in error.errors()], name, value, hint) from None
+        raise _refused([(detail["loc"], detail) for detail in error.errors()], name, value, hint, default) from None
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any] | None:
@@ -208,7 +185,13 @@ def value_type(hint: Any) -> Any:
         return Annotated[inner, *constraints] if constraints else inner
     if origin in (Union, types.UnionType):
         return Union[tuple(map(value_type, args))]  # noqa: UP007 (of types that are known here only)
-    if origin in (list, dict, Sequence, Mapping):
+    if origin is Iterable:
+        return Annotated[tuple[value_type(args[0]), ...], BeforeValidator(_as_tuple)]  # type: ignore[misc]
+    if origin is Sequence:
+        return Annotated[list[value_type(args[0])], BeforeValidator(_as_list)]  # type: ignore[misc]
+    if origin is Mapping:
+        return Annotated[dict[tuple(map(value_type, args))], BeforeValidator(_as_dict)]  # type: ignore[misc]
+    if origin in (list, dict):
         return origin[tuple(map(value_type, args))]
     if getattr(hint, "_is_protocol", False) and not getattr(hint, "_is_runtime_protocol", False):
         return Any
@@ -253,7 +236,7 @@ def check_fields(instance: Any, prefix: str) -> None:
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name, None)
         if field.name in hints and not (value is None and field.default is None):
-            kept = checked(prefix + field.name, value, hints[field.name])
+            kept = checked(prefix + field.name, value, hints[field.name], field.default)
             if kept is not value:
                 object.__setattr__(instance, field.name, kept)
 
@@ -291,31 +274,45 @@ def _refused_fields(
     value = {**dict(zip(names, args, strict=False)), **kwargs}[name]
     hint = get_type_hints(made, include_extras=True)[name]
     details = [(detail["loc"][1:], detail) for detail in error.errors() if detail["loc"][:1] == first["loc"][:1]]
-    return _refused(details, prefix + name, value, hint)
+    return _refused(details, prefix + name, value, hint, inspect.signature(made).parameters[name].default)
 
 
 Located = tuple[tuple[int | str, ...], ErrorDetails]  # where in the value, and what pydantic says
 
 
-def _refused(located: Sequence[Located], name: str, value: Any, hint: Any) -> Exception:
+def _refused(located: Sequence[Located], name: str, value: Any, hint: Any, default: Any) -> Exception:
     """The error for a value; `located`: several for a union, and for a tuple or list."""
     place, first = located[0]
     if isinstance(raised := first.get("ctx", {}).get("error"), WorkbenchError):
         return raised
     rule, remedy = rule_of(hint)
     if rule:
-        return BadInput(f"{name}={shown(value)}", rule, remedy)
-    in_item = bool(place) and isinstance(place[0], int) and isinstance(value, (list, tuple))
-    if in_item and first["type"] != "missing":  # the first wrong item
-        name, value = f"{name}[{place[0]}]", value[int(place[0])]
-        located = [(where, detail) for where, detail in located if where[:1] == place[:1]]
+        return BadInput(f"{name}={shown(value)}", rule, remedy or example_of(name, value, first, default))
+    inside, item = _item(place, name, value)
+    in_item = inside != name
+    if in_item:  # the first wrong item
+        located = [(where, detail) for where, detail in located if _item(where, name, value)[0] == inside]
+        name, value, default = inside, item, NO_DEFAULT
     said = list(dict.fromkeys(said_of(detail) for _, detail in located))
     rule = " or ".join([said[0], *(text.removeprefix("must be ") for text in said[1:])])
     if first["type"] == "dataclass_exact_type":
         fields = ", ".join(f"{key}={shown(item)}" for key, item in value.items()) if type(value) is dict else "..."
         remedy = f"write wb.{first['ctx']['class_name']}({fields})"
+    remedy = remedy or next(filter(None, (example_of(name, value, detail, default) for _, detail in located)), "")
     nothing = type(None) in get_args(hint) and not in_item
     return BadInput(f"{name}={shown(value)}", rule + (", or None" if nothing else ""), remedy)
+
+
+def _item(place: tuple[int | str, ...], name: str, value: Any) -> tuple[str, Any]:
+    """Name and value of what is wrong inside lists and mappings; branches of a union are passed over."""
+    if place[-1:] == ("[key]",):
+        return f"a key of {name}", place[-2]
+    for step in place:
+        if isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value):
+            name, value = f"{name}[{step}]", value[step]
+        elif isinstance(value, dict) and step in value:
+            name, value = f"{name}[{step!r}]", value[step]
+    return name, value
 
 
 def rule_of(hint: Any) -> tuple[str, str]:
@@ -329,21 +326,6 @@ def rule_of(hint: Any) -> tuple[str, str]:
     return "", ""
 
 
-def said_of(detail: ErrorDetails) -> str:
-    """What an error of pydantic says, in our words."""
-    if detail["type"] in RULES:
-        return RULES[detail["type"]](detail.get("ctx"))
-    return detail["msg"].replace("Input should be", "must be")
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value's `repr`, or its class where there is none: of an int of 5,000 digits, for example."""
-    try:
-        return f"{value!r:.60}"
-    except Exception:  # that of any class
-        return f"<{type(value).__name__}>"
-
-
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `BadInput` unless `value` is one of `choices`."""
     try:
@@ -351,14 +333,17 @@ def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     except (TypeError, ValueError, RuntimeError):  # an array, or a tensor: == has many answers
         known = False
     if not known:
-        raise BadInput(f"{name}={shown(value)}", f"must be one of {', '.join(map(repr, choices))}")
+        near = difflib.get_close_matches(value, map(str, choices), n=1) if isinstance(value, str) else []
+        remedy = f"write {near[0]!r} (the nearest)" if near else f"write {choices[0]!r}" if choices else ""
+        raise BadInput(f"{name}={shown(value)}", f"must be one of {', '.join(map(repr, choices))}", remedy)
 
 
 def at_least(name: str, value: float, least: float, *, strictly: bool = False) -> None:
     """Raise `BadInput` unless `value` is at least (or, `strictly`, more than) `least`."""
     checked(name, value, Number)
     if not (value > least if strictly else value >= least):
-        raise BadInput(f"{name}={shown(value)}", f"must be {'more than' if strictly else 'at least'} {least}")
+        rule = f"must be {'more than' if strictly else 'at least'} {least}"
+        raise BadInput(f"{name}={shown(value)}", rule, "give more" if strictly else f"give {least} or more")
 
 
 def whole(name: str, value: int, least: int = 1) -> None:

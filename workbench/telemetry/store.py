@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -45,6 +45,7 @@ TRANSFER_COLUMNS = {
     "stage": "str", "run": "int64", "kind": "str", "source": "str", "destination": "str", "batch": "str",
     "columns": "str", "start_s": "float64", "end_s": "float64", "duration_s": "float64", "moved_bytes": "int64",
 }  # fmt: skip
+ROW_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of a row that is none
 METRIC_COLUMNS = {"time_s": "float64", "iteration": "int64", "stage": "str", "run": "int64"}
 MEMORY_COLUMNS = {
     "time_s": "float64", "iteration": "int64", "host": "str", "device": "str", "owner": "str", "use": "str",
@@ -139,7 +140,7 @@ class TelemetryStore:
 
     def syncs(self) -> pandas.DataFrame:
         """One row a weight sync or generation, in order, with what is wrong with it: see `syncs.judged`."""
-        return judged(self._read("syncs"))
+        return _taken(self._read("syncs"), judged)
 
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
         """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.
@@ -150,18 +151,26 @@ class TelemetryStore:
         """
         import pandas
 
-        rows = [row for row in self._read("metrics") if stage in (None, row["stage"])]
-        names = list(dict.fromkeys(name for row in rows for name in row["values"]))
-        # float() also reads the names that _strict gave to NaN and the infinities
-        wide = [{**row, **{name: float(value) for name, value in row["values"].items()}} for row in rows]
-        frame = pandas.DataFrame(wide, columns=[*METRIC_COLUMNS, *names])
-        return frame.astype({**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
+        def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+            rows = [row for row in rows if stage in (None, row["stage"])]
+            names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+            # float() also reads the names that _strict gave to NaN and the infinities
+            wide = [{**row, **{name: float(value) for name, value in row["values"].items()}} for row in rows]
+            found = pandas.DataFrame(wide, columns=[*METRIC_COLUMNS, *names])
+            return found.astype({**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
+
+        return _taken(self._read("metrics"), frame)
 
     def events(self) -> pandas.DataFrame:
         """One row an event, in order: time_s, event, details (a dict; NaN and infinities in it are text)."""
         import pandas
 
-        return pandas.DataFrame(self._read("events"), columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
+        def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+            for row in rows:
+                dict(**row["details"])
+            return pandas.DataFrame(rows, columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
+
+        return _taken(self._read("events"), frame)
 
     def lives(self) -> pandas.DataFrame:
         """One row a stretch between opening, attachments and recoveries, in order: begins_s, ends_s (unix times;
@@ -180,13 +189,16 @@ class TelemetryStore:
         """One row an owner and use in each host's answer, in order: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
         import pandas
 
-        rows = [
-            {**row, "owner": owner, "use": use, "held_bytes": n}
-            for row in self._read("memory")
-            if not row["error"]
-            for (owner, use), n in MemoryReading(**row).shares().items()
-        ]
-        return pandas.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(MEMORY_COLUMNS)
+        def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+            shares = [
+                {**row, "owner": owner, "use": use, "held_bytes": n}
+                for row in rows
+                if not row["error"]
+                for (owner, use), n in MemoryReading(**row).shares().items()
+            ]
+            return pandas.DataFrame(shares, columns=list(MEMORY_COLUMNS)).astype(MEMORY_COLUMNS)
+
+        return _taken(self._read("memory"), frame)
 
     def follow(self, name: str) -> Follower:
         """What is added to "spans", "transfers", ... from now on is `.new()`, and first all that is there."""
@@ -301,7 +313,7 @@ def _rows(text: bytes) -> list[dict[str, Any]]:
     lines = text.splitlines()
     with suppress(ValueError):  # as one list it takes a third of the time
         rows = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(rows) == len(lines):
+        if len(rows) == len(lines) and all(type(row) is dict for row in rows):
             return rows
     return [row for row in map(_row, lines) if row is not None]
 
@@ -309,18 +321,38 @@ def _rows(text: bytes) -> list[dict[str, Any]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     """A line's row; None for one that cannot be read."""
     try:
-        return json.loads(line) if line else None
-    except ValueError:  # both a JSON error and half a character
+        row = json.loads(line) if line else None
+    except (ValueError, RecursionError):  # a JSON error, and half a character
         return None
+    return row if isinstance(row, dict) else None
 
 
 def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.DataFrame:
     import pandas
 
-    for row in rows:
-        row["duration_s"] = row["end_s"] - row["start_s"]
-    frame = pandas.DataFrame(rows, columns=list(columns)).astype(columns)
-    return frame.sort_values("start_s", kind="stable", ignore_index=True)
+    def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+        for row in rows:
+            row["duration_s"] = row["end_s"] - row["start_s"]
+        found = pandas.DataFrame(rows, columns=list(columns)).astype(columns)
+        return found.sort_values("start_s", kind="stable", ignore_index=True)
+
+    return _taken(rows, frame)
+
+
+def _taken(rows: list[dict[str, Any]], frame: Callable[[list[dict[str, Any]]], pandas.DataFrame]) -> pandas.DataFrame:
+    """The frame of rows, without those of a damaged file that are none."""
+    try:
+        return frame(rows)
+    except ROW_ERRORS:
+        return frame([row for row in rows if _makes(row, frame)])
+
+
+def _makes(row: dict[str, Any], frame: Callable[[list[dict[str, Any]]], pandas.DataFrame]) -> bool:
+    try:
+        frame([row])
+    except ROW_ERRORS:
+        return False
+    return True
 
 
 def _strict(value: Any) -> Any:

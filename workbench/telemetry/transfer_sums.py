@@ -34,8 +34,13 @@ class TransferSums:
     def _read(self) -> None:
         """Take in what was recorded since the last time."""
         for row in self._transfers.new():
-            duration_s, moved = row["end_s"] - row["start_s"], row["moved_bytes"]
-            found = self._sums[row["kind"], row["stage"], row["source"], row["destination"], row["columns"]]
+            try:
+                duration_s, moved = row["end_s"] - row["start_s"], int(row["moved_bytes"])
+                key = tuple(str(row[name]) for name in ("kind", "stage", "source", "destination", "columns"))
+                int(row["run"])
+            except (KeyError, TypeError, ValueError):  # a damaged line
+                continue
+            found = self._sums[key]
             found[0] += 1
             found[1] += moved
             found[2] += duration_s

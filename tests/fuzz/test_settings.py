@@ -5,35 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
-from fractions import Fraction
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab, vowels
+from tests.cases import TINY, tiny_lab
+from tests.fuzz.values import FIXED, VALUES, fits
 from workbench.algorithms import ALGORITHMS
 from workbench.data.example_stream import ExampleStream
 from workbench.errors import WorkbenchError
 
 SCORER = wb.Model(TINY, training=wb.Training(engine="torch"))
-
-
-class Unprintable:
-    """Its `repr` raises, as that of a half-made object does."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("half made")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,21 +34,8 @@ SETTINGS: dict[Any, dict[str, Any]] = {
     wb.Training: {}, MyTraining: {}, wb.Generation: {}, wb.Sampling: {}, wb.LoRA: {}, wb.Correction: {},
     wb.Layout: {}, wb.Model: {"name": "tiny-llama"},
 }  # fmt: skip
-FIXED = (
-    None, True, False, math.nan, math.inf, -math.inf, 10**30, -(10**30), 10**400, 10**5000, -(10**5000), 1j,
-    Fraction(1, 2), Fraction(10**400), Decimal("0.5"), np.True_, np.float32(0.5), np.float64("nan"), np.longdouble(0.5),
-    np.array([1.0, 2.0]), np.array([]), torch.tensor(1.0), torch.tensor([1, 2]), lambda: None, vowels, object(), int,
-    Unprintable, Unprintable(), [Unprintable()], (0.5, 0.9), {0.1, 0.9}, [0.5, 10**5000], (1, "x"), {1: 0.5},
-    {"a": Unprintable()}, range(3), Path("x"), wb.Sampling(), wb.Correction(), wb.LoRA(), wb.Training(), "k1",
-    "constant", "torch", "ppo", "grpo", "float32", "",
-)  # fmt: skip
-SCALARS = (
-    st.sampled_from(FIXED) | st.integers() | st.integers(-2, 20) | st.floats() | st.floats(0, 1) | st.text(max_size=5)
-    | st.binary(max_size=5) | st.integers(-100, 100).map(np.int64) | st.integers(0, 100).map(np.uint8)
-)  # fmt: skip
 # fields -> what an operation that is given their value calls it in its error
 PASSED_ON = {"reward": "function=", "cost": "function=", "pretrain": "column"}
-VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.lists(SCALARS, max_size=3).map(tuple)
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +52,6 @@ def streams(lab: wb.Workbench) -> dict[str, ExampleStream]:
         "pairs": lab.pairs(pairs),
         "demonstrations": lab.demonstrations([{"prompt": "a", "response": "b"}] * 64),
     }
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type, whatever its constraints."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or getattr(hint, "_is_protocol", False):
-        return True
-    if origin is typing.Literal:
-        return any(type(value) is type(choice) and value == choice for choice in args)
-    if origin is tuple and type(value) is tuple:
-        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
-        return len(value) == len(kinds) and all(map(fits, value, kinds))
-    if origin is Callable:
-        return callable(value)
-    if origin is Mapping and isinstance(value, Mapping):
-        return all(fits(key, args[0]) and fits(item, args[1]) for key, item in value.items())
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, kind) for kind in args)
-    return type(value) is hint if hint in (bool, int, float) else isinstance(value, origin or hint)
 
 
 def check(kind: Any, field: str, value: Any, others: dict[str, Any]) -> None:

@@ -1,0 +1,197 @@
+"""Every public callable, with values that would do for its arguments: what `test_calls.py` calls with any values.
+
+The table is made of the public names of `wb`, of its classes, and of the objects that a workbench hands out. A name
+without an underscore in front is in it, or in `INTERNAL`; a parameter without a default has values in `right_values`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import workbench as wb
+import workbench.objectives
+from workbench.stages.group import GroupOperation
+from workbench.support.validation import hints_of
+
+ONE_ROW = torch.tensor([[0.5, -1.0, 2.0]])
+MASK = torch.ones(1, 3, dtype=torch.bool)
+SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
+
+# what is public by its name, and which part of the package calls it: nothing that a cell is told to call
+INTERNAL = {
+    "Workbench": "call submit check_driver before_close note_position passed_over save_if_due take_edits open_runs",
+    "Batch": "after check_beside copies derive is_of known_as makers need part promise ready settle twin "
+    "wait_for_makers with_columns",
+    "Algorithm": "define finish go_back go_on load_state need on_policy position state",
+    "WorkerGroup": "become delegate place take_back take_edits",
+    "PromptStream": "go_back",
+    "ExampleStream": "check take_up",
+    "Layout": "coordinates generating generation_groups generation_place groups mesh rank",  # once a rank in each stage
+    "Model": "changed filled generating of",
+    "Generation": "rows_at_once",
+    "operations": "measure_gradient publish_weights take_weights",
+    "objectives": "effective_sample_size",  # of sums, which may be nan
+}
+# what takes long, or changes the workbench, when all of its arguments are right: one of them always is of a wrong type
+SLOW = {
+    "lab": "add calibrate check close compare debug drop end evaluate export load move panel predict recover "
+    "refresh_reference reload resize save suggest track wait autoreload",
+    "algo": "run iterate step",
+    "group": "move relayout",
+    "wb": "open attach restore stop script.run mapping.search mapping.predict mapping.simulate register protocol "
+    "sandbox.run_python sandbox.passes_tests",
+    "batch": "save",
+}
+
+
+@dataclass
+class Call:
+    """A callable, and what is known of its arguments. name: as users write it. right: values that would do, by
+    parameter; of *several those of one, of **named a dict of them."""
+
+    name: str
+    function: Callable[..., Any]
+    right: Mapping[str, list[Any]]
+    slow: bool = False
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        return dict(inspect.signature(self.function).parameters)
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        if isinstance(self.function, GroupOperation):
+            return dict(self.function.operation.hints)
+        if isinstance(self.function, type):
+            return hints_of(self.function)
+        return hints_of(getattr(self.function, "__func__", self.function))
+
+    @property
+    def without_values(self) -> list[str]:
+        """Parameters that have to be given, and for which no value is known."""
+        return [
+            name for name, parameter in self.parameters.items()
+            if parameter.default is parameter.empty and name not in self.right
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]  # fmt: skip
+
+
+def public(owner: Any, internal: str = "") -> list[str]:
+    """The public callables of an object's class, by name."""
+    members = {name: inspect.getattr_static(owner, name) for name in dir(type(owner)) if not name.startswith("_")}
+    kinds = (staticmethod, classmethod)
+    return [
+        name for name, member in members.items()
+        if name not in internal.split() and (callable(member) or isinstance(member, kinds))
+    ]  # fmt: skip
+
+
+def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: Path) -> dict[str, list[Any]]:
+    """Values for parameters by name; "CALL.parameter" stands for one call alone."""
+    return {
+        "n": [1, 2], "rows": [[0], [1, 0], range(2)], "columns": [["prompt"], ("prompt_ids", "prompt_uid")],
+        "column": ["prompt_uid", "prompt"], "lengths.column": ["response_ids"], "drop.columns": ["prompt"],
+        "select.columns": ["prompt"], "seed": [0, 7], "descending": [True],
+        "other": [batch.select("prompt_uid").rename(prompt_uid="same")], "batches": [[batch, batch]],
+        "path": [folder / "file", str(folder / "other")], "placement": [lab.placement],
+        "algorithm": [algorithm, None], "ranks": [1], "minibatches": [1], "name": [batch.id],
+        "release.name": ["gone"], "token_ids": [[1, 2, 3]], "function": [lambda *batches, **_: batches],
+        "stage": ["compute_log_prob"], "metrics": [{"mean": 1.0}], "roles": ["actor"], "restrict.roles": [["actor"]],
+        "split.devices": [2], "split.n": [1, 2], "traffic.kind": ["batch"], "transfers.kind": ["batch"],
+        "apply.batches": [batch], "autosave.keep": [1], "autosave.models": [False], "traffic.stage": [None],
+        "autosave.folder": [str(folder / "saved")], "diff.models": [{}], "estimate.placement": [lab.placement],
+        "names": ["masks"], "views": ["timeline"], "what": ["a test"], "stopping": [lambda: False],
+        "role": ["actor"], "pool": ["shared"], "devices": [1], "layout": [(1, 1, 1), wb.Layout()], "layouts": [{}],
+        "pools": [{"a": (1, ["actor"])}], "batch": [batch], "arms": [{"same": algorithm}], "data": ["arithmetic"],
+        "source": [[{"prompt": "a", "response": "b"}]],
+        "lab.pairs.source": [[{"prompt": "a", "chosen": "b", "rejected": "c"}]], "table": [{"prompt": ["a", "b"]}],
+        "keep": [[True] * batch.rows], "tracker": ["tensorboard"], "output": [str(folder / "script.py")],
+        "iterations": [1], "after": ["prompts"], "main": [lambda: None], "models": [SIZES], "hardware": ["a100-80g"],
+        "workload": ["ppo"], "protocol": ["DP_PROTO"], "wb.protocol.name": ["MINE"], "wb.attach.name": ["nobody"],
+        "wb.stop.name": ["nobody"], "plan": [wb.mapping.search(SIZES, devices=8, top=1).plans[0]],
+        "prompt": ["1+1="], "program": ["print(1)"], "tests": ["assert True"],
+        "limits": [{"timeout_s": 1.0}], "response": ["2"], "answer": ["2"], "gsm8k.answer": ["#### 2"],
+        "standalone.devices": [{"actor": 1}], "rename.names": [{"prompt": "question"}],
+        "replace.stage": ["update_actor"], "replace.arguments": [{"clip": 0.1}], "remove.stage": ["nothing"],
+        "insert.after": ["nothing"], "add.role": ["actor"], "kept.roles": ["actor"], "options": [{}],
+        # of objectives: [rows, tokens], [rows], [samples]
+        "mask_BT": [MASK], "x_BT": [ONE_ROW], "how": ["token-mean"], "denominator": [torch.tensor(3.0), 3.0],
+        "max_response_tokens": [3], "level": ["token"], "correction": [wb.Correction()], "effective": [0.5],
+        "reference": [1.0], "scores": [torch.ones(1)], "beta": [0.1], "kind": ["k1"], "gamma": [1.0], "lam": [0.9],
+        "lengths_B": [torch.tensor([3])], "longest": [8], "buffer": [2], "returns": [torch.tensor([3.0, 6.0, 14.0])],
+        "errors": [torch.tensor([3.0, 3.0, 5.0])], "moments": [torch.tensor([3.0, 1.5, 5.25])],
+        "scores_N": [torch.tensor([0.0, 1.0])], "group_N": [torch.tensor([0, 0])], "weight_N": [torch.ones(2)],
+        "norm2_N": [torch.ones(2)], "coefficient": [0.1], "kl": [0.5], "target": [1.0], "responses": [8],
+        "horizon": [100], "multiplier": [1.0], "mean_cost": [0.5], "limit": [0.0], "learning_rate": [0.1],
+        "bounds": [(0.1, 2.0)], "policy_loss.kind": ["ppo"], "kl_loss.kind": ["k3_corrected"], "tokens": [2],
+        "samples": [4], "evaluate.samples": [1], "passed": [2], "k": [2], "successes": [1.0], "trials": [2.0],
+        "chosen_P": [torch.ones(2)], "rejected_P": [torch.zeros(2)], "ref_chosen_P": [torch.ones(2)],
+        "ref_rejected_P": [torch.zeros(2)], "token_rewards_BT": [ONE_ROW], "values_BT": [ONE_ROW],
+        "log_prob_BT": [-ONE_ROW.abs()], "ref_log_prob_BT": [-ONE_ROW.abs()], "old_log_prob_BT": [-ONE_ROW.abs()],
+        "rollout_log_prob_BT": [-ONE_ROW.abs()], "advantages_BT": [ONE_ROW], "cost_advantages_BT": [ONE_ROW],
+        "old_values_BT": [ONE_ROW], "returns_BT": [ONE_ROW],
+    }  # fmt: skip
+
+
+def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: Path) -> list[Call]:
+    """The table, of a living workbench."""
+    values = right_values(lab, batch, algorithm, folder)
+    examples = lab.demonstrations([{"prompt": "a", "response": "b"}] * 4, held_out=1)
+    run = lab.actor.compute_log_prob.submit(batch)
+    owners: list[tuple[str, Any, str]] = [
+        ("lab", lab, INTERNAL["Workbench"]), ("batch", batch, INTERNAL["Batch"]),
+        ("algo", algorithm, INTERNAL["Algorithm"]), ("Placement", wb.Placement.colocate(), ""),
+        ("lab.prompts", lab.prompts, INTERNAL["PromptStream"]), ("examples", examples, INTERNAL["ExampleStream"]),
+        ("group", lab.actor, INTERNAL["WorkerGroup"]),
+    ]  # fmt: skip
+    found = [
+        _call(f"{called}.{name}", getattr(owner, name), values)
+        for called, owner, internal in owners
+        for name in public(owner, internal)
+    ]
+    found += [_call(f"run.{name}", getattr(run, name), values) for name in ("result", "wait", "cancel", "submit")]
+    for role, group in lab.groups.items():
+        found += [
+            _call(f"{role}.{name}", operation, values)
+            for name, operation in group.operations.items()
+            if name not in INTERNAL["operations"].split()
+        ]
+    found.append(_call("lab.compute_advantages", lab.compute_advantages, values))
+    found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("open", "attach", "restore", "stop", "ls")]
+    found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol")]
+    found.append(_call("wb.script.run", wb.script.run, values))
+    found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in ("search", "predict", "simulate")]
+    found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python", "passes_tests")]
+    found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in ("arithmetic", "gsm8k")]
+    found += [_call(f"objectives.{f.__name__}", f, values) for f in objectives()]
+    return found
+
+
+def objectives() -> Iterator[Callable[..., Any]]:
+    """The public functions of `workbench.objectives`."""
+    for found in pkgutil.iter_modules(workbench.objectives.__path__):
+        module = importlib.import_module(f"workbench.objectives.{found.name}")
+        for name, value in vars(module).items():
+            own = inspect.isfunction(value) and value.__module__ == module.__name__ and found.name != "arguments"
+            if own and not name.startswith("_") and name not in INTERNAL["objectives"].split():
+                yield value
+
+
+def _call(name: str, function: Callable[..., Any], values: Mapping[str, list[Any]]) -> Call:
+    owner, _, short = name.partition(".")
+    right = {}
+    for parameter in inspect.signature(function).parameters:
+        known = (f"{name}.{parameter}", f"{name.rpartition('.')[2]}.{parameter}", parameter)
+        if found := [values[key] for key in known if key in values]:
+            right[parameter] = found[0]
+    slow = isinstance(function, GroupOperation) or short in SLOW.get(owner, "").split()
+    return Call(name, function, right, slow=slow)

@@ -1,0 +1,106 @@
+"""Public functions check their arguments before their body runs: a name that is unknown, an argument that is missing or
+too many, a value of another type than the annotation says, each is a `BadInput` with value, rule and remedy.
+
+    @checked_call("wb.attach")
+    def attach(name: str, *, take_over: bool = False) -> Workbench: ...
+
+    @checks_calls("lab")  # every public method
+    class Workbench: ...
+
+Annotations are read as `workbench.support.validation.value_type` says, and only when a function is called first: those
+that name a class that is imported for type checkers alone are not checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from workbench.errors import BadInput
+from workbench.support.named_fields import check_names
+from workbench.support.validation import checked, hints_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+KEYWORD, SEVERAL = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL
+NAMED = inspect.Parameter.VAR_KEYWORD
+
+
+def checked_call(called: str = "") -> Callable[[F], F]:
+    """Make a function check its arguments. called: what users write before its bracket, for messages; default: the
+    function's name."""
+
+    def decorate(function: F) -> F:
+        name_of_call, signature = called or function.__name__, inspect.signature(function)
+        parameters = signature.parameters
+        hints = functools.cache(functools.partial(_hints, function))
+        by_place = [name for name, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+        rest = next((name for name, p in parameters.items() if p.kind is NAMED), "")
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Python 3.11's bind refuses a name of **kwargs that an argument by place has as well
+            same = {name: kwargs.pop(name) for name in by_place if rest and name in kwargs}
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _wrong_call(name_of_call, parameters, args, kwargs, error) from None
+            given = bound.arguments
+            if same:
+                given[rest] = {**given.get(rest, {}), **same}
+            for name, hint in hints().items():
+                if name not in given:
+                    continue
+                parameter, value = parameters[name], given[name]
+                if parameter.kind is SEVERAL:
+                    given[name] = tuple(checked(f"{name}[{i}]", item, hint) for i, item in enumerate(value))
+                elif parameter.kind is NAMED:
+                    given[name] = {key: checked(key, item, hint) for key, item in value.items()}
+                elif value is not parameter.default:
+                    given[name] = checked(name, value, hint, parameter.default)
+            return function(*bound.args, **bound.kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def checks_calls(called: str) -> Callable[[C], C]:
+    """Make every public method of a class check its arguments, but for abstract ones. called: what users call an
+    object of it, for messages."""
+
+    def decorate(kind: C) -> C:
+        for name, member in list(vars(kind).items()):
+            inner = getattr(member, "__func__", member)  # of a static method, or that of a class
+            if name.startswith("_") or not isinstance(inner, types.FunctionType):
+                continue
+            if not getattr(inner, "__isabstractmethod__", False):
+                wrapped = checked_call(f"{called}.{name}")(inner)
+                setattr(kind, name, wrapped if inner is member else type(member)(wrapped))
+        return kind
+
+    return decorate
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function's parameters that a value can break."""
+    return {name: hint for name, hint in hints_of(function).items() if name != "return" and hint is not Any}
+
+
+def _wrong_call(called: str, parameters: Any, args: Any, kwargs: Any, error: TypeError) -> BadInput:
+    """The error for a call that does not fit the parameters."""
+    first = next(iter(parameters), "")
+    ours, given = list(parameters.values()), len(args)
+    if first in ("self", "cls"):
+        ours, given = ours[1:], given - 1
+    takes = [p for p in ours if p.kind not in (SEVERAL, NAMED)]
+    by_place = [p for p in takes if p.kind is not KEYWORD]
+    check_names(called, ours, kwargs, given)
+    rule = f"it takes {', '.join(p.name for p in takes) or 'no arguments'}"
+    if len(by_place) < given:
+        more = f", {len(by_place)} by position" if len(by_place) < len(takes) else ""
+        return BadInput(f"{called}(...) with {given} arguments", rule + more, f"see help({called})")
+    return BadInput(f"{called}(...): {error}", rule, f"see help({called})")
