@@ -127,3 +127,38 @@ def test_programs_are_tested() -> None:
     ran = run_python("print(input()[::-1])", stdin="abc\n")
     assert (ran.stdout, ran.stderr, ran.exit_code, ran.ended) == ("cba\n", "", 0, "exit")
     assert wb.sandbox.run_python is run_python
+
+
+@here
+def test_a_program_that_prints_much_may_pass_its_tests() -> None:
+    assert passes_tests("print('x' * 100_000)\ndef f(): return 1", "assert f() == 1")
+    assert not passes_tests("print('x' * 100_000)\ndef f(): return 1", "assert f() == 2")
+
+
+@here
+@pytest.mark.parametrize("folder", ["/", "/dev", "/dev/shm", "/etc"])
+def test_no_folder_of_the_sandbox_takes_more_than_its_memory(folder: str) -> None:
+    ran = run_python(
+        f"""
+for n in range(20):
+    with open("{folder}/file" + str(n), "wb") as file:
+        file.write(bytes(15 * 2**20))
+print("all")
+""", memory_bytes=2**27,
+    )  # fmt: skip
+    assert ran.exit_code != 0 and "all" not in ran.stdout
+    assert "Read-only file system" in ran.stderr or "No space left" in ran.stderr, ran
+
+
+@here
+def test_memory_that_a_program_could_share_is_limited() -> None:
+    ran = run_python(
+        """
+import mmap, time
+shared = mmap.mmap(-1, 2**29)
+for at in range(0, len(shared), 4096):
+    shared[at] = 1
+time.sleep(20)
+""", memory_bytes=2**27, timeout_s=15.0,
+    )  # fmt: skip
+    assert ran.ended == "memory"

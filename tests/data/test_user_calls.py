@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import random
 import re
@@ -22,7 +24,8 @@ import pytest
 
 import workbench as wb
 from workbench.data.reward_function import Score, check_function, score_rows
-from workbench.errors import BadInput, RewardError
+from workbench.errors import BadInput, RewardError, StageError
+from workbench.support.calls.process import CallProcess
 from workbench.support.calls.sessions import UserCalls
 
 
@@ -356,3 +359,46 @@ def test_the_modules_are_those_that_the_host_runs_though_their_files_were_edited
         assert run(calls, module.score) == [1.0] * 3
     finally:
         calls.close()
+
+
+def test_memory_that_could_be_shared_counts_too(calls: UserCalls) -> None:
+    @wb.limits(memory_bytes=2**28)
+    def maps(prompt: str, response: str) -> float:
+        shared = mmap.mmap(-1, 2**29)  # the system's limit of data does not hold it
+        for at in range(0, len(shared), 4096):
+            shared[at] = 1
+        time.sleep(10)
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"is over a limit: its process takes [\d,]+ bytes in 1 processes"):
+        run(calls, maps, n=1)
+    assert_goes_on(calls)
+
+
+def test_a_path_object_among_the_folders_of_modules_does_no_harm(
+    calls: UserCalls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert_goes_on(calls)
+
+
+def test_an_interrupt_at_the_end_of_a_session_leaves_no_answer_for_the_next(
+    calls: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_goes_on(calls)
+
+    def interrupted(process: CallProcess, timeout_s: float) -> list[Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt), calls.session(ok):
+        patch.setattr(CallProcess, "receive", interrupted)
+    assert_goes_on(calls)
+
+
+def test_a_process_that_takes_no_function_is_a_typed_error(calls: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = bytes(2**23)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [])  # it cannot import the package
+        with pytest.raises(StageError, match="its process ended its process"):
+            run(calls, lambda prompt, response: float(len(large)))
+    assert_goes_on(calls)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
@@ -58,13 +58,14 @@ runpy.run_path("/tmp/program.py", run_name="__main__")
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """What came of a program. ended: "exit", or the limit that ended it. exit_code: 0 where all went well; None: it was
-    ended. stdout, stderr: the first 64 KiB of each."""
+    ended. stdout, stderr: the first 64 KiB of each. last: the end of stdout."""
 
-    ended: Literal["exit", "time", "threads"]
+    ended: Literal["exit", "time", "threads", "memory"]
     exit_code: int | None
     stdout: str
     stderr: str
     duration_s: float
+    last: str = field(default="", repr=False)
 
 
 @checked_call("wb.sandbox.run_python")
@@ -79,7 +80,8 @@ def run_python(
 ) -> Ran:
     """Run a Python program in a sandbox, and wait until it has ended.
 
-    memory_bytes: of the program, and again of its /tmp. threads: at one time; it may start no process.
+    memory_bytes: of the program, and again of its /tmp, and of its /dev/shm. threads: at one time; it may start no
+        process.
     Raises `MissingDependency` where no sandbox works here.
     """
     for name, value in (("timeout_s", timeout_s), ("memory_bytes", memory_bytes), ("threads", threads)):
@@ -99,7 +101,7 @@ def passes_tests(program: str, tests: str, **limits: float) -> bool:
     """
     passed = secrets.token_hex(16)  # else a program that ends itself without an error would pass
     ran = run_python(f"{program}\n\n{tests}\n\nprint({passed!r})\n", **limits)  # type: ignore[arg-type]
-    return ran.exit_code == 0 and ran.stdout.rstrip().endswith(passed)
+    return ran.exit_code == 0 and ran.last.rstrip().endswith(passed)
 
 
 @functools.cache
@@ -130,6 +132,8 @@ def command(program: int, no_processes: int, memory_bytes: int, network: bool) -
         *_seen(network),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(memory_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *("--ro-bind-data", str(program), PROGRAM),
+        # these lie in memory, without a limit otherwise
+        *("--size", str(memory_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--seccomp", str(no_processes), "--cap-drop", "ALL", "--"),
         *python,
     ]
@@ -181,18 +185,20 @@ def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads:
             command(text.fileno(), calls.fileno(), int(memory_bytes), network),
             stdin=given, stdout=out, stderr=err, pass_fds=(text.fileno(), calls.fileno()), start_new_session=True,
         )  # fmt: skip
-        ended: Literal["exit", "time", "threads"] = "exit"
+        ended: Literal["exit", "time", "threads", "memory"] = "exit"
         try:
             while ended == "exit":
                 try:
                     process.wait(TICK_S)
                     break
                 except subprocess.TimeoutExpired:
-                    tasks = use_of(process.pid, threads + OWN_TASKS, sys.maxsize)[1]
+                    _, tasks, used_bytes = use_of(process.pid, threads + OWN_TASKS, sys.maxsize)
                 if time.monotonic() - begun_s > timeout_s:
                     ended = "time"
                 elif tasks > threads + OWN_TASKS:
                     ended = "threads"
+                elif used_bytes > 2 * memory_bytes:  # what it shares, with files in its /tmp and /dev/shm
+                    ended = "memory"
         finally:
             process.kill()  # with it ends all that is in the sandbox: its first process is the sandbox's own
             process.wait()
@@ -201,6 +207,7 @@ def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads:
             exit_code=process.returncode if ended == "exit" else None,
             stdout=_beginning(out),
             stderr=_beginning(err),
+            last=_end_of(out),
             duration_s=time.monotonic() - begun_s,
         )
 
@@ -210,6 +217,11 @@ def _file(content: bytes) -> IO[bytes]:
     file.write(content)
     file.seek(0)
     return file
+
+
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 256))
+    return file.read().decode(errors="replace")
 
 
 def _beginning(file: IO[bytes]) -> str:

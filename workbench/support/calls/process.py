@@ -70,7 +70,8 @@ class CallProcess:
         self._next_watch_s, self._others_tasks = 0.0, tasks_of_machine()
         descriptors = theirs.fileno(), lifeline, self._crash.fileno()
         arguments = ", ".join(map(str, (*descriptors, limits.most_bytes)))
-        code = f"import sys; sys.path[:] = {sys.path!r}; from workbench.support.calls.server import serve; "
+        folders = [folder for folder in sys.path if isinstance(folder, str)]  # Python leaves out others, such as Paths
+        code = f"import sys; sys.path[:] = {folders!r}; from workbench.support.calls.server import serve; "
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", f"{code}serve({arguments})"],
@@ -169,7 +170,7 @@ class CallProcess:
         self._others_tasks = everybodys - tasks
         if tasks > most_tasks:
             raise LimitPassed(f"has {tasks} processes and threads", f"it may have {most_tasks} (wb.limits(tasks=...))")
-        if len(self._tree) > 1 and used_bytes > self.limits.most_bytes:  # one alone the system keeps below
+        if used_bytes > self.limits.most_bytes:  # the system's own limit does not count what is shared
             raise LimitPassed(f"takes {used_bytes:,} bytes in {len(self._tree)} processes", self.memory_rule)
         if frozen:
             os.killpg(self._popen.pid, signal.SIGCONT)
@@ -201,8 +202,9 @@ def tasks_of_machine() -> int:
 
 
 def use_of(pid: int, most_tasks: int, most_bytes: int) -> tuple[list[psutil.Process], int, int]:
-    """A process with all below it, their processes and threads, and the bytes that they hold: where they are more than
-    `most_tasks`, not looked at; where they hold more than `most_bytes`, pages of several processes counted once."""
+    """A process with all below it, their processes and threads, and the bytes that they hold, files that they have
+    mapped left out: where they are more than `most_tasks`, not looked at; where they hold more than `most_bytes`, pages
+    of several processes counted once."""
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
@@ -213,13 +215,22 @@ def use_of(pid: int, most_tasks: int, most_bytes: int) -> tuple[list[psutil.Proc
     for process in tree:
         with contextlib.suppress(psutil.Error):
             tasks += process.num_threads()
-            resident += process.memory_info().rss
-    if resident <= most_bytes:
+            resident += _held_bytes(process)
+    if resident <= most_bytes or len(tree) == 1:
         return tree, tasks, resident
     for process in tree:
         with contextlib.suppress(psutil.Error):
             shared += process.memory_full_info().pss
     return tree, tasks, shared
+
+
+def _held_bytes(process: psutil.Process) -> int:
+    """The memory of a process, its own and what it shares, without the pages of files."""
+    try:
+        text = Path(f"/proc/{process.pid}/status").read_text()
+        return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", text, re.MULTILINE))
+    except OSError:
+        return int(process.memory_info().rss)
 
 
 def _end(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
 from workbench.errors.frames import RaisedElsewhere
 from workbench.errors.plain_text import plain_text
 from workbench.support.calls.in_host import InHost
@@ -106,13 +106,24 @@ class UserCalls:
 
     @contextlib.contextmanager
     def session(self, function: Any) -> Iterator[Session]:
-        """A function in use. Raises `BadInput` for one that cannot be sent to a process."""
+        """A function in use. Raises `BadInput` for one that cannot be sent to a process, `StageError` where that ends
+        before it takes the function."""
         if _in_place or not limits_of(function).own_process:
             with event_loop() as loop:
                 yield InHost(function, loop, threads=not _in_place)
             return
-        process, key = self._with(function)
-        process.send("begin", key, random_states())
+        try:
+            process, key = self._with(function)
+            process.send("begin", key, random_states())
+        except ProcessEnded as problem:
+            self.close()
+            raise StageError(
+                f"{name_of(function)}: its process {problem}", "it imports the modules that the function uses",
+                "look at what its host has printed, and mend these modules",
+            ) from None  # fmt: skip
+        except KeyboardInterrupt:  # half a message may be on its way
+            self.close()
+            raise
         session = _Isolated(process, name_of(function))
         try:
             yield session
@@ -225,17 +236,19 @@ class _Isolated:
 
     def end(self) -> None:
         """Let the process forget the state of the calls, and draw on where they have drawn."""
-        deadline_s = time.monotonic() + END_TIMEOUT_S
+        deadline_s, ended = time.monotonic() + END_TIMEOUT_S, False
         try:
             self._process.send("end")
-            while time.monotonic() < deadline_s:
+            while not ended and time.monotonic() < deadline_s:
                 for name, *rest in self._process.receive(TICK_S):
                     if name == "ended":
                         set_random_states(rest[0])
-                        return
+                        ended = True
         except (ProcessEnded, LimitPassed):
             pass
-        self._kill()
+        finally:  # an interrupt too: the next session must not get the answer to this one
+            if not ended:
+                self._kill()
 
     def _send(self, *message: Any) -> None:
         try:
