@@ -27,28 +27,15 @@ the message, the frames on the ranks.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
+
+from workbench.errors.plain_text import plain_text
 
 if TYPE_CHECKING:
     from workbench.errors import frames
 
 
 LONGEST = 4000  # characters of a part of a message
-# what a terminal acts on, what turns the order of a line around, and halves of characters, which cannot be printed
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """A text that may come from outside, as messages show it: cut in the middle, control characters escaped."""
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST - 500]} ... ({len(text):,} characters) ... {text[-400:]}"
-    return escaped(text)
-
-
-def escaped(text: str) -> str:
-    """A text with its control characters and halves of characters as Python writes them."""
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class WorkbenchError(Exception):
@@ -60,7 +47,7 @@ class WorkbenchError(Exception):
     failure: frames.StageFailure | None = None
 
     def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
-        value, rule, remedy = map(printable, (value, rule, remedy))
+        value, rule, remedy = (plain_text(part, LONGEST) for part in (value, rule, remedy))
         super().__init__(value, rule, remedy)
         self.value, self.rule, self.remedy = value, rule, remedy
 

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from workbench.errors import BadInput, WorkbenchError, escaped
+from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import escaped
 from workbench.export.cells import Cell
 from workbench.export.loops import Repeat, Step, found_repeats
 from workbench.export.moves import fold_moves, opening_of

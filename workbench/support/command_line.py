@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from workbench.errors import printable
+from workbench.errors.plain_text import plain_text
 
 CHOICE = re.compile(r"(?s)(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)$")
 
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         """Print usage and message, and exit."""
         if wrong := CHOICE.match(message):
             message += _nearest(wrong[2], re.findall(r"[^\s,']+", wrong[3]))
-        super().error(printable(message))
+        super().error(plain_text(message))
 
 
 def _nearest(wrong: str, known: Iterable[str]) -> str:
