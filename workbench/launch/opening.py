@@ -22,6 +22,7 @@ from workbench.backends.ray import end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
+from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments, overrides
@@ -110,25 +111,26 @@ def open(
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
-    began_s = time.time()
-    at_least("wait_s", wait_s, 0)
-    if backend == "ray" and address is None:
-        start_ahead()  # while models and prompts are read, which takes about as long
-    description = Description.of(
-        name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
-        dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-        share_memory=share_memory, idle_hours=idle_hours, record=record,
-    )  # fmt: skip
-    restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
-    run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    with Progress(f"opening {name}") as bar:
-        # the second of two notebooks that open the same name at once attaches to what the first opened
-        turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
-        with turn if backend == "ray" else nullcontext():
-            lab = _open(description, run_folder, if_exists, list(track), bar.note, restoring, began_s, wait_s)
-    if save_every is not None:
-        lab.autosave(save_every)
-    return lab
+    with stoppable(f"opening {name!r}", lambda: _left_of(name)):
+        began_s = time.time()
+        at_least("wait_s", wait_s, 0)
+        if backend == "ray" and address is None:
+            start_ahead()  # while models and prompts are read, which takes about as long
+        description = Description.of(
+            name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
+            dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
+            share_memory=share_memory, idle_hours=idle_hours, record=record,
+        )  # fmt: skip
+        restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
+        run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        with Progress(f"opening {name}") as bar:
+            # the second of two notebooks that open the same name at once attaches to what the first opened
+            turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
+            with turn if backend == "ray" else nullcontext():
+                lab = _open(description, run_folder, if_exists, list(track), bar.note, restoring, began_s, wait_s)
+        if save_every is not None:
+            lab.autosave(save_every)
+        return lab
 
 
 def _open(
@@ -195,6 +197,13 @@ def _open(
         hours = f"{description.idle_hours:g} h"
         print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
     return lab
+
+
+def _left_of(name: str) -> tuple[str, str]:
+    """Of an opening that was interrupted."""
+    if name in registry.opened:
+        return "it lives", f"wb.attach({name!r}) gives it"
+    return "its processes have been ended, and nothing of it is left", "the same call again opens it"
 
 
 def _begin_journal(lab: Workbench) -> None:
@@ -298,6 +307,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
         warnings.warn(doubt, stacklevel=7)  # in the line that opens
 
 
+@stoppable("attaching", ("the workbench lives on, as it was", "the same call again attaches to it"))
 def attach(name: str, *, take_over: bool = False) -> Workbench:
     """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
     `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped
@@ -340,6 +350,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     return lab
 
 
+@stoppable("stopping", ("some of its processes may still run", "the same call again ends them"))
 def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)
