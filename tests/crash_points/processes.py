@@ -7,13 +7,16 @@ writes goes through there, in whichever thread. A fork server has imported every
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +32,29 @@ PRELOADED = [
 LOST = "the process ended"
 
 
+@functools.cache
+def started() -> str:
+    """Compile the library, and start the fork server with it; the library's path. There is one of each a process."""
+    library = Path(tempfile.mkdtemp()) / "crash_points.so"
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    before, os.environ["LD_PRELOAD"] = os.environ.get("LD_PRELOAD"), str(library)
+    try:
+        ensure_running()
+    finally:
+        del os.environ["LD_PRELOAD"]
+        if before is not None:
+            os.environ["LD_PRELOAD"] = before
+    return str(library)
+
+
 class Kernels:
     """Starts kernels, in a folder. root: what is written below it is counted; default: the folder."""
 
     def __init__(self, folder: Path, root: str = "") -> None:
-        self._root = root or str(folder)
-        library = folder / "crash_points.so"
-        assert COMPILER is not None
-        subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
-        self._folder, self._library, self.living = folder, library, list[Kernel]()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        before, os.environ["LD_PRELOAD"] = os.environ.get("LD_PRELOAD"), str(library)
-        try:
-            from multiprocessing.forkserver import ensure_running
-
-            ensure_running()
-        finally:
-            del os.environ["LD_PRELOAD"]
-            if before is not None:
-                os.environ["LD_PRELOAD"] = before
+        self._folder, self._root, self.living = folder, root or str(folder), list[Kernel]()
+        self._library, self._context = started(), multiprocessing.get_context("forkserver")
 
     def start(self, text: str = "") -> Kernel:
         """A new one, in which `text` has been run."""
@@ -67,11 +73,11 @@ class Kernels:
 class Kernel:
     """One process, whose texts are run one by one."""
 
-    def __init__(self, context: Any, folder: Path, root: str, library: Path) -> None:
+    def __init__(self, context: Any, folder: Path, root: str, library: str) -> None:
         self._folder = folder
         self._answers, mine = context.Pipe()
         environment = {k: v for k, v in os.environ.items() if k.startswith(("WORKBENCH", "OMP", "RAY"))}
-        self.process = context.Process(target=serve, args=(mine, str(folder), root, str(library), environment))
+        self.process = context.Process(target=serve, args=(mine, str(folder), root, library, environment))
         self.process.start()
         mine.close()
 
