@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,9 @@ ppo.iterate()
 out = str(lab.save("one").folder)
 lab.autosave(1)
 """
+
+
+MOVE = "lab.move(wb.Placement.of({{'{0}': (1, ['actor', 'critic', 'reference', 'reward'])}}))"
 
 
 class OnRay:
@@ -107,6 +111,23 @@ class OnRay:
         same(self.driver.run(REST.format(3)), self.third)
         self._go_back()
 
+    def moving(self, part: int) -> None:
+        """Another takes over while the first moves it, after so many tenths of the time: it goes on where it was, or
+        where it is then, and the first ends nothing that is the other's."""
+        began = time.monotonic()
+        self.driver.run(MOVE.format(f"clean{part}"))
+        took_s = time.monotonic() - began
+        self._go_back()
+        first, other = self.driver, self.kernels.start(ALGORITHM)
+        first.begin(MOVE.format(f"taken{part}"))
+        time.sleep(took_s * part / 10)
+        self._finished_by(other, "wb.attach('points', take_over=True)")
+        error, _ = first.answer()
+        assert error.startswith("NotDriving: ") or not error, error
+        first.kill()
+        same(self.driver.run(REST.format(2)), self.second)
+        self._go_back()
+
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
@@ -129,6 +150,11 @@ def test_the_kernel_ends_at_every_point_of_a_recovery(on_ray: OnRay) -> None:
     points = on_ray.driver.count(f"lab.recover({on_ray.one!r})")
     assert len(points) > 1
     assert not failures(on_ray.recovering, range(1, len(points) + 1))
+
+
+@pytest.mark.slow
+def test_another_takes_over_during_a_move(on_ray: OnRay) -> None:
+    assert not failures(on_ray.moving, (1, 5, 9))
 
 
 @pytest.mark.thorough

@@ -323,19 +323,23 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     mine = _opened_here(name)
     if mine is not None and _drives(mine):
         return mine
-    record = registry.get(name)
-    owner = registry.owner(record.id)
-    if mine is not None and owner is not None and owner.lives and not owner.mine and not take_over:
-        return mine  # and look on
-    lab = _workbench(registry.description(record), Path(record.run_folder))
-    lab.attached = True
-    if owner is not None and owner.lives and not owner.mine and not take_over:
-        lab.ownership.drives = False
-    lost = lab.hosts.attach(lab.ownership.controller, record.address)
     with Progress(f"attaching to {name}") as bar:
-        if not lab.looks:
-            lab.ownership.take()
-            lab.hosts.drive()
+
+        def wait() -> None:
+            bar.note("waiting for the kernel that moves it to another placement")
+
+        with registry.driving(registry.get(name).id, wait):
+            record = registry.get(name)
+            owner = registry.owner(record.id)
+            others = owner is not None and owner.lives and not owner.mine and not take_over
+            if mine is not None and others:
+                return mine  # and look on
+            lab = _workbench(registry.description(record), Path(record.run_folder))
+            lab.attached, lab.ownership.drives = True, not others
+            lost = lab.hosts.attach(lab.ownership.controller, record.address)
+            if not lab.looks:
+                lab.ownership.take()
+                lab.hosts.drive()
         recorded = read_journal(record.id)
         take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, bar.note)
     if not lab.looks:
