@@ -99,8 +99,8 @@ class Samples(View):
         if iteration is not None and not any(self.lab.store.iteration(n) == iteration for n in self.batches()):
             self._note = (
                 f"Iteration {iteration} has no batch with responses in the store: it was released, let go of beyond "
-                "lab.store.limit_bytes, or not made by this kernel. Raise that limit before a run, or hold a batch in "
-                "a cell. Shown is the newest."
+                "lab.store.limit_bytes or limit_batches, or not made by this kernel. Raise the limit before a run, or "
+                "hold a batch in a cell. Shown is the newest."
             )
             iteration = None
         self.iteration, self.batch = iteration, batch

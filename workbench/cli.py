@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import BadInput, WorkbenchError
+from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.support.command_line import Parser
 from workbench.support.files import path_of
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except WorkbenchError as error:
         print(f"wb: {error}", file=sys.stderr)
-        return 1
+        return 130 if isinstance(error, StageInterrupted) else 1
     except BrokenPipeError:  # the reader has closed the pipe, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -39,6 +39,7 @@ from workbench.data.example_stream import ExampleStream
 from workbench.data.examples import Kind
 from workbench.data.prompt_stream import PromptStream
 from workbench.data.sources import Source
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, MissingDependency
 from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
@@ -246,6 +247,7 @@ class Workbench:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
+    @stoppable("closing", ("some of its processes may still run", "wb.stop(name) ends them"))
     def close(self) -> None:
         """End the hosts, wait until they have ended, and free what they hold; the run folder stays. Closing twice, or
         after another kernel took the workbench or its name, is fine: only what this opening started, and this kernel
@@ -509,6 +511,7 @@ class Workbench:
 
     # --- code ---------------------------------------------------------------------------------------------------------
 
+    @stoppable("lab.reload()", ("all processes have the edits, or none", "the same call again reloads"))
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
 
@@ -735,6 +738,7 @@ class Workbench:
             ) from error
         return panel(self, views, algorithm)
 
+    @stoppable("lab.export()", ("the script is written as a whole, or not at all", "the same call again writes it"))
     def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
         """Write this notebook as a script: `lab.export("script.py")`; `.told` says what its reader should know.
 
@@ -760,6 +764,7 @@ class Workbench:
 
     # --- branches, checks, evaluation ---------------------------------------------------------------------------------
 
+    @stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
     def compare(self, batch: Batch, arms: Arms) -> Comparison:
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
@@ -773,6 +778,7 @@ class Workbench:
         end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
         return self.runner.snapshots.kept(*roles)
 
+    @stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
     def check(self, *names: str) -> CheckReport:
         """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
         before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
@@ -782,6 +788,7 @@ class Workbench:
 
         return check(self, names)
 
+    @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
     def evaluate(
         self, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
         reward: Callable[..., Any] | None = None, threshold: float = 1.0, seed: int = 0,

@@ -323,3 +323,18 @@ def test_columns_and_iteration_of_a_batch_are_known_wherever_it_is(lab: wb.Workb
     lab.store.trim(lambda batch, path: batch.save(path))
     assert lab.batches().set_index("batch").loc[name, "where"] == "file"
     assert (lab.store.column_names(name), lab.store.iteration(name)) == (columns, 1)
+
+
+def test_beyond_the_number_of_batches_the_oldest_go(lab: wb.Workbench) -> None:
+    batch = rolled_out(lab)
+    held, expected = batch.id, batch.df()
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT)
+    algorithm.iterate()
+    lab.store.limit_batches = 10
+    for _ in range(4):
+        algorithm.iterate()
+    frame = lab.batches().set_index("batch")
+    assert (frame["where"] == "hosts").sum() <= 10 + 6  # what the notebook and the last iteration hold stays
+    assert held in frame.index
+    assert not any(name.startswith("batch2 ") for name in frame.index)  # of a loop over stages: dropped
+    assert lab.batch(held).df().equals(expected)

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from workbench.display.interrupts import uninterrupted
+from workbench.display.interrupts import stoppable, uninterrupted
+from workbench.errors import StageInterrupted
 
 
 def test_an_interrupt_waits_for_the_end() -> None:
@@ -45,3 +46,19 @@ def test_another_thread_is_left_alone() -> None:
     thread.start()
     thread.join()
     assert done == [1]
+
+
+def test_an_interrupt_of_a_long_call_says_what_was_done() -> None:
+    done = list[str]()
+
+    @stoppable("saving", lambda: (f"{len(done)} of 2 files are written", "call it again"))
+    def save() -> None:
+        done.append("first")
+        with stoppable("the second file", ("nothing of it is written", "")):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(StageInterrupted, match=r"^the second file was interrupted. nothing of it is written.$"):
+        save()
+    said = pytest.raises(StageInterrupted, match=r"^saving was interrupted. 1 of 2 files are written. call it again.$")
+    with said, stoppable("saving", lambda: (f"{len(done)} of 2 files are written", "call it again")):
+        raise KeyboardInterrupt

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
@@ -15,7 +15,7 @@ from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.tracing import trace
 from workbench.batches.batch import Batch
-from workbench.display.interrupts import uninterrupted
+from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.stages.group import GroupOperation
@@ -170,6 +170,10 @@ class Algorithm(ABC):
 
         A stage that fails stays the next one: fix the cause, `replace` it or an earlier one, or `restart`.
         """
+        with self._stoppable("step"):
+            return self._step()
+
+    def _step(self) -> Any:
         self.lab.take_edits()
         self.lab.position.take_up(self)
         graph = self.graph()
@@ -183,8 +187,13 @@ class Algorithm(ABC):
             self.made.clear()
             self._under_way, self._interrupted = True, False
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
-        # what a stage of workers gave is kept before an interrupt is raised: an update is not made again
-        with uninterrupted() if isinstance(stage.function, GroupOperation) else nullcontext():
+        # what a stage of workers gave is kept before an interrupt is raised: an update is not made again, and prompts
+        # are not drawn again
+        draws = stage.role == "prompts"
+        with (
+            uninterrupted() if draws or isinstance(stage.function, GroupOperation) else nullcontext(),
+            self.lab.runner.ownership.together() if draws else nullcontext(),
+        ):
             self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
             self._iteration = self.lab.iteration
             self.lab.note_position()
@@ -201,9 +210,10 @@ class Algorithm(ABC):
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way
-        self._under_way = False
-        self.finish(metrics)
-        self.lab.note_position()
+        with uninterrupted():
+            self._under_way = False
+            self.finish(metrics)
+            self.lab.note_position()
         self.lab.save_if_due(self)
 
     def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (not abstract: most algorithms have none)
@@ -253,10 +263,26 @@ class Algorithm(ABC):
 
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
-        self.step()
-        while self._under_way:
-            self.step()
-        return self.metrics()
+        batches = self.lab.runner.batches
+        iterating, batches.iterating = batches.iterating, True
+        try:
+            with self._stoppable("iterate"):
+                self.step()
+                while self._under_way:
+                    self.step()
+                return self.metrics()
+        finally:
+            batches.iterating = iterating
+
+    def _stoppable(self, call: str) -> AbstractContextManager[None]:
+        """Inside, an interrupt between two stages says which stage is next."""
+
+        def left() -> tuple[str, str]:
+            if not self._under_way:
+                return f"iteration {self.iteration} is over", "the same call again begins the next one"
+            return f"{self.next_stage} of iteration {self.lab.iteration} is next", "the same call again goes on with it"
+
+        return stoppable(f"{type(self).__name__}.{call}()", left)
 
     def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
         """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
@@ -283,7 +309,7 @@ class Algorithm(ABC):
             self._interrupted or (self.taken_up and self.lab.position.saved_algorithm is not None)
         )
         passed = self.lab.passed_over(iterations)
-        with Iterations(type(self).__name__, iterations) as shown:
+        with self._stoppable("run"), Iterations(type(self).__name__, iterations) as shown:
             for number in range(passed + 1, iterations + 1):
                 if not resumed:
                     self.restart()
@@ -295,7 +321,7 @@ class Algorithm(ABC):
                         metrics = self.iterate()
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
-                    self._interrupted = self._under_way = self._under_way and isinstance(error, StageInterrupted)
+                    self._interrupted = self._under_way = self._under_way and _is_interrupt(error)
                     raise
                 finally:
                     batches.looping = looping
@@ -354,6 +380,10 @@ class Algorithm(ABC):
             for stage, values in self.lab.last_metrics.items()
             for name, value in values.items()
         }
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return isinstance(error, StageInterrupted | KeyboardInterrupt)
 
 
 def _is_there(made: Any) -> bool:

@@ -15,7 +15,8 @@ import contextlib
 import pickle
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ import cloudpickle
 from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
 from workbench.support import files
-from workbench.support.home import home, private_folder
+from workbench.support.home import home, locked, private_folder
 from workbench.support.machine import Process
 
 if TYPE_CHECKING:
@@ -219,6 +220,11 @@ class Owner:
     def mine(self) -> bool:
         """Whether it is this process."""
         return self.process == Process.current()
+
+
+def driving(lab: str, waiting: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+    """Inside, no other kernel takes the workbench with this id over, nor switches it to another placement."""
+    return locked(f"labs/{lab}/driving", waiting)
 
 
 def own(lab: str, controller: str) -> None:

@@ -101,12 +101,12 @@ class _Entry:
 
 
 class Store:
-    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes`, a whole number from 0 on, which may be
-    set; beyond it, those that the notebook does not hold go, oldest first: what a cell made is written to `folder`
-    before, what a loop made is dropped."""
+    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes` and `limit_batches`, whole numbers from 0
+    on, which may be set; beyond either, those that the notebook does not hold go, oldest first: what a cell made is
+    written to `folder` before, what a loop made is dropped."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.folder, self.limit_bytes = folder, limit_bytes
+    def __init__(self, folder: Path, limit_bytes: int, limit_batches: int = 500) -> None:
+        self.folder, self.limit_bytes, self.limit_batches = folder, limit_bytes, limit_batches
         self._entries: dict[str, _Entry] = {}
         self._most_bytes = 0  # resident bytes are no more than this: they were counted, and what came since is added
 
@@ -119,6 +119,16 @@ class Store:
     def limit_bytes(self, limit: int) -> None:
         whole("store.limit_bytes", limit, 0)
         self._limit_bytes = limit
+
+    @property
+    def limit_batches(self) -> int:
+        """Batches that the hosts keep: each takes memory in the kernel too, however few rows it has."""
+        return self._limit_batches
+
+    @limit_batches.setter
+    def limit_batches(self, limit: int) -> None:
+        whole("store.limit_batches", limit, 0)
+        self._limit_batches = limit
 
     def add(self, batch: Batch, origin: Origin, made: Iterable[Column], *, by_loop: bool) -> None:
         """Keep a batch. made: its columns that no other batch has."""
@@ -153,15 +163,17 @@ class Store:
         return found
 
     def trim(self, save: Callable[[Batch, Path], Path]) -> None:
-        """Release what is beyond the limit and not held by the notebook; `save` writes a batch to a file and returns
-        its name."""
-        if self._most_bytes <= self.limit_bytes:
-            return
-        self._most_bytes = self.resident_bytes()
-        if self._most_bytes <= self.limit_bytes:
-            return
+        """Release what is beyond a limit and not held by the notebook; `save` writes a batch to a file and returns its
+        name."""
+        if self._most_bytes > self.limit_bytes:
+            self._most_bytes = self.resident_bytes()
+        too_large = self._most_bytes > self.limit_bytes
+        count = sum(entry.kept is not None for entry in self._entries.values())
+        too_many = count > self.limit_batches
         for name, entry in list(self._entries.items()):
-            if self._most_bytes <= (1 - SLACK) * self.limit_bytes:
+            too_large = too_large and self._most_bytes > (1 - SLACK) * self.limit_bytes
+            too_many = too_many and count > (1 - SLACK) * self.limit_batches
+            if not (too_large or too_many):
                 return
             if entry.handle() is not None or (entry.kept is not None and entry.kept.pending):
                 continue
@@ -179,9 +191,11 @@ class Store:
                     warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
                     continue
             entry.push_out()
+            count -= 1
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
-            self._most_bytes = self.resident_bytes()
+            if too_large:
+                self._most_bytes = self.resident_bytes()
 
     def _held_elsewhere(self, name: str, batch: Batch) -> str:
         """The name of another batch that is kept and has all columns of this one: nothing is lost without it."""

@@ -19,7 +19,7 @@ from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
 from workbench.placement.room import Room, rooms
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
-from workbench.support.machine import cores
+from workbench.support.machine import computing_threads, cores
 from workbench.support.validation import checked
 from workbench.workers.roles import ROLE_WORKERS
 
@@ -274,8 +274,8 @@ class Description:
 
     @property
     def threads(self) -> int:
-        """Of each host: its share of a machine's cores."""
-        return max(1, cores() // self.placement.devices)
+        """Of each host: its share of a machine's cores, at most OMP_NUM_THREADS."""
+        return computing_threads(self.placement.devices)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.data.prompts import PromptRow, Prompts
+from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.errors import BadInput
 from workbench.settings.engines import Generation
 from workbench.support.checked_calls import checks_calls
@@ -80,12 +81,17 @@ class PromptStream:
             )
         if begins:
             self._feed.before_iteration()
-        rows = self.source.next(n)
+        left = "the prompts are drawn, or none are", "see lab.batches()"
+        with stoppable("drawing prompts", left), uninterrupted():
+            return self._put(self.source, n, begins=begins)
+
+    def _put(self, source: Prompts, n: int, *, begins: bool) -> Batch:
+        rows = source.next(n)
         if begins:
             self._feed.begin_iteration()
         table = prompt_table(rows, self.drawn)
         self.drawn += len(rows)
-        self.state = self.source.state_dict()
+        self.state = source.state_dict()
         batch = self._feed.put(table, meta={"iteration": self._feed.iteration}, owner="prompts")
         self._feed.note_drawn()
         return batch

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from workbench.errors import StageInterrupted
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
@@ -29,6 +31,20 @@ def uninterrupted() -> Iterator[None]:
         if not callable(before):
             raise KeyboardInterrupt
         before(*given)
+
+
+@contextmanager
+def stoppable(what: str, left: Callable[[], tuple[str, str]] | tuple[str, str]) -> Iterator[None]:
+    """Inside, an interrupt is raised as `StageInterrupted`. Also a decorator: every call of the user that takes long is
+    in one, and an inner one, which knows more, has the word.
+
+    what: the call. left: in which state things are, and what to do next; a function is asked when it is known.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        rule, remedy = left() if callable(left) else left
+        raise StageInterrupted(f"{what} was interrupted", rule, remedy) from None
 
 
 class _Keep:

@@ -14,7 +14,7 @@
     │   ├── RewardError                     the user's reward function raised or gave a wrong value
     │   ├── RolloutError                    the user's environment raised or gave a wrong value
     │   ├── SyncError                       the generation engine does not hold the trainer's weights
-    │   ├── StageInterrupted                the user stopped a stage; the message says where it stands
+    │   ├── StageInterrupted                the user stopped a call; the message says what was done
     │   ├── StageTimeout                    a stage took longer than its `timeout_s`
     │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
     ├── ReloadError         (RuntimeError)  edited code failed while it was loaded; the old code goes on
@@ -115,7 +115,8 @@ class SyncError(StageError):
 
 
 class StageInterrupted(StageError):
-    """The user stopped a stage; the message says in which state things are."""
+    """The user stopped a stage, or another call that takes long, such as a save or a move. The message says what was
+    done and what was not, and what to do next."""
 
 
 class StageTimeout(StageError):

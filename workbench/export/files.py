@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.export.cells import Notebook, read_notebook
 from workbench.export.exporting import Script, script_of
@@ -16,6 +17,7 @@ from workbench.support.files import SHARED, path_of, write_bytes
 Order = Literal["written", "run"]
 
 
+@stoppable("the export", ("the script is written as a whole, or not at all", "the same call again writes it"))
 def export_notebook(
     notebook: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,

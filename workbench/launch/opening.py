@@ -22,6 +22,7 @@ from workbench.backends.ray import end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
+from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments, overrides
@@ -111,25 +112,26 @@ def open(
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
     In a notebook or a terminal, after two seconds a line says what is being waited for.
     """
-    began_s = time.time()
-    at_least("wait_s", wait_s, 0)
-    if backend == "ray" and address is None:
-        start_ahead()  # while models and prompts are read, which takes about as long
-    description = Description.of(
-        name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
-        dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-        share_memory=share_memory, idle_hours=idle_hours, record=record,
-    )  # fmt: skip
-    restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
-    run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    with Progress(f"opening {name}") as bar:
-        # the second of two notebooks that open the same name at once attaches to what the first opened
-        turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
-        with turn if backend == "ray" else nullcontext():
-            lab = _open(description, run_folder, if_exists, list(track), bar.note, restoring, began_s, wait_s)
-    if save_every is not None:
-        lab.autosave(save_every)
-    return lab
+    with stoppable(f"opening {name!r}", lambda: _left_of(name)):
+        began_s = time.time()
+        at_least("wait_s", wait_s, 0)
+        if backend == "ray" and address is None:
+            start_ahead()  # while models and prompts are read, which takes about as long
+        description = Description.of(
+            name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
+            dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
+            share_memory=share_memory, idle_hours=idle_hours, record=record,
+        )  # fmt: skip
+        restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
+        run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        with Progress(f"opening {name}") as bar:
+            # the second of two notebooks that open the same name at once attaches to what the first opened
+            turn = locked(f"open-{name}", lambda: bar.note("waiting for another process that opens it"))
+            with turn if backend == "ray" else nullcontext():
+                lab = _open(description, run_folder, if_exists, list(track), bar.note, restoring, began_s, wait_s)
+        if save_every is not None:
+            lab.autosave(save_every)
+        return lab
 
 
 def _open(
@@ -196,6 +198,13 @@ def _open(
         hours = f"{description.idle_hours:g} h"
         print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
     return lab
+
+
+def _left_of(name: str) -> tuple[str, str]:
+    """Of an opening that was interrupted."""
+    if name in registry.opened:
+        return "it lives", f"wb.attach({name!r}) gives it"
+    return "its processes have been ended, and nothing of it is left", "the same call again opens it"
 
 
 def _begin_journal(lab: Workbench) -> None:
@@ -301,6 +310,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
 
 
 @checked_call("wb.attach")
+@stoppable("attaching", ("the workbench lives on, as it was", "the same call again attaches to it"))
 def attach(name: str, *, take_over: bool = False) -> Workbench:
     """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
     `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped
@@ -316,19 +326,23 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
     mine = _opened_here(name)
     if mine is not None and _drives(mine):
         return mine
-    record = registry.get(name)
-    owner = registry.owner(record.id)
-    if mine is not None and owner is not None and owner.lives and not owner.mine and not take_over:
-        return mine  # and look on
-    lab = _workbench(registry.description(record), Path(record.run_folder))
-    lab.attached = True
-    if owner is not None and owner.lives and not owner.mine and not take_over:
-        lab.ownership.drives = False
-    lost = lab.hosts.attach(lab.ownership.controller, record.address)
     with Progress(f"attaching to {name}") as bar:
-        if not lab.looks:
-            lab.ownership.take()
-            lab.hosts.drive()
+
+        def wait() -> None:
+            bar.note("waiting for the kernel that moves it to another placement")
+
+        with registry.driving(registry.get(name).id, wait):
+            record = registry.get(name)
+            owner = registry.owner(record.id)
+            others = owner is not None and owner.lives and not owner.mine and not take_over
+            if mine is not None and others:
+                return mine  # and look on
+            lab = _workbench(registry.description(record), Path(record.run_folder))
+            lab.attached, lab.ownership.drives = True, not others
+            lost = lab.hosts.attach(lab.ownership.controller, record.address)
+            if not lab.looks:
+                lab.ownership.take()
+                lab.hosts.drive()
         recorded = read_journal(record.id)
         take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, bar.note)
     if not lab.looks:
@@ -344,6 +358,7 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
 
 
 @checked_call("wb.stop")
+@stoppable("stopping", ("some of its processes may still run", "the same call again ends them"))
 def stop(name: str) -> None:
     """Close the workbench that lives under a name, from any process; `NotFound` if there is none."""
     mine = _opened_here(name)

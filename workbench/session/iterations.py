@@ -13,6 +13,7 @@ from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
+from workbench.support.machine import return_freed_memory
 from workbench.support.validation import whole
 
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
@@ -43,6 +44,7 @@ class Iterations:
     def begin_iteration(self) -> None:
         """Count the next iteration."""
         self._runner.groups.check_alive(self._runner.groups.lead)
+        return_freed_memory()
         counters = self._runner.counters
         counters.iteration += 1
         self._position.saved_algorithm = None

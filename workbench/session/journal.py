@@ -175,6 +175,7 @@ class SessionJournal:
             "checkpoints": [str(c.folder) if c else None for c in (position.last_saved, position.checkpoint)],
             "first_states": position.first_states,
             "snapshots": runner.snapshots.open,
+            "recovering": position.recovering,
         }
 
     def _batch_changes(self) -> dict[str, Any]:

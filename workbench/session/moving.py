@@ -13,18 +13,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from workbench.backends import Pending
+from workbench.backends import Pending, registry
 from workbench.backends.base import answered
 from workbench.backends.starting import Note, Step, begin_loading, join_pools, settle
 from workbench.batches.store import Weights
-from workbench.display.interrupts import uninterrupted
+from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, WorkbenchError
+from workbench.errors import BadInput, NotDriving, StageInterrupted, WorkbenchError
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
@@ -102,6 +102,12 @@ def move(runner: StageRunner, topology: Topology, placement: Placement) -> Place
 
 def carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
     """Make the workbench what another description says. title: begins the message of an error on the way."""
+    left = "the placement is as it was", "the same call again carries it out"
+    with stoppable(title, left):
+        return _carry_out(runner, topology, description, title)
+
+
+def _carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
     runner.require_alone(title, "that needs the roles as they are, and none at work")
     lost = topology.given_up(description)
     for group in runner.groups.by_role.values():
@@ -141,22 +147,31 @@ class Move:
     def carry_out(self) -> PlacementChange:
         """Do it, and say what it took. An error leaves everything as before, but for one in the very last step."""
         began = time.monotonic()
-        try:
-            transfer_s = self._bring_up(self._publish())
-            self._hosts.check_room(self._description)  # past this line there is no going back
-        except BaseException as error:
-            self._abandon(error)
-            raise
-        try:
-            self._switch()
-        except KeyboardInterrupt as error:
-            error.add_note(f"{self._title} was past going back, and has been done")
-            raise
-        self._runner.telemetry.append_event(
-            "move", placement=repr(self._change.new), before=repr(self._change.old),
-            moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
-            transfer_seconds=transfer_s,
-        )  # fmt: skip
+        with ExitStack() as switching:
+            try:
+                transfer_s = self._bring_up(self._publish())
+                self._hosts.check_room(self._description)
+                if not self._hosts.inline:  # another kernel takes over before this line, or after the switch
+                    switching.enter_context(registry.driving(self._description.id))
+                self._runner.ownership.check_drives()  # past this line there is no going back
+            except KeyboardInterrupt:
+                interrupted = StageInterrupted("it was interrupted", "nothing has moved")
+                self._abandon(interrupted)
+                raise interrupted from None
+            except BaseException as error:
+                self._abandon(error)
+                raise
+            left = (
+                "it could not be gone back on, and has been carried to its end",
+                "the next stage runs on the new placement",
+            )
+            with stoppable(self._title, left), uninterrupted():
+                self._switch()
+                self._runner.telemetry.append_event(
+                    "move", placement=repr(self._change.new), before=repr(self._change.old),
+                    moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
+                    transfer_seconds=transfer_s,
+                )  # fmt: skip
         return replace(self._change, took_s=took_s, transfer_s=transfer_s)
 
     # --- what there is to do ------------------------------------------------------------------------------------------
@@ -281,6 +296,8 @@ class Move:
         if self._started:
             with suppress(WorkbenchError):
                 backend.end(self.new)
+        if isinstance(error, NotDriving):  # what was there is another kernel's now
+            return
         new = set(self.new)
         old = [info for info in self.infos if info not in new and info.pool not in self._change.lost]
         keys, ending = [key for move in self._moves for key in move.published], [info.name for info in self.ending]
@@ -316,7 +333,6 @@ class Move:
 
     # --- the switch ---------------------------------------------------------------------------------------------------
 
-    @uninterrupted()
     def _switch(self) -> None:
         hosts, backend = self._hosts, self._hosts.backend
         threads = self._description.threads

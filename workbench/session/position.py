@@ -18,7 +18,7 @@ from workbench.stages.counters import Counters
 class Position:
     """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams:
     positions of those that are not in use yet. first_states: of algorithms, by class, when they took their first
-    step."""
+    step. recovering: whether roles are being put back to a checkpoint, or were when that ended early."""
 
     def __init__(self, counters: Counters, batches: BatchStore) -> None:
         self._counters, self._batches = counters, batches
@@ -27,13 +27,14 @@ class Position:
         self.saved_algorithm: dict[str, Any] | None = None
         self.saved_streams: Sequence[dict[str, Any]] = ()
         self.first_states: dict[str, dict[str, Any]] = {}
+        self.recovering = False
         self._algorithm: weakref.ref[Algorithm] | None = None
         self._streams: Sequence[weakref.ref[ExampleStream]] = ()
 
     @property
     def algorithm(self) -> Algorithm | None:
-        """The algorithm that took the last step, while a variable holds it: the batches that it made are released with
-        it."""
+        """The algorithm that took the last step, or that goes on where that one stood, while a variable holds it: the
+        batches that it made are released with it."""
         return None if self._algorithm is None else self._algorithm()
 
     @algorithm.setter
@@ -46,6 +47,7 @@ class Position:
         if saved is None or algorithm.taken_up or saved["class"] != type(algorithm).__name__:
             return
         algorithm.go_on(saved, self._made(saved) if saved["under_way"] else None)
+        self.algorithm = algorithm  # `recover` puts it back, before it has taken a step
         if saved["under_way"]:
             metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
             self._counters.last_metrics = metrics

@@ -12,6 +12,7 @@ from workbench.backends.hosts import Hosts
 from workbench.backends.starting import Note, join_pools, load_roles
 from workbench.batches.store import Weights
 from workbench.data.prompt_stream import PromptStream
+from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, NotFound, WorkbenchError
 from workbench.messages.calls import HostInfo
@@ -21,6 +22,7 @@ from workbench.session.checkpoint.restoring import Restoring
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 
+RECOVERY = "a recovery that did not come to its end"
 ANSWER_S = 5.0  # a host whose process runs and that says nothing for so long counts as lost
 
 
@@ -28,6 +30,14 @@ def recover(
     runner: StageRunner, position: Position, prompts: PromptStream, path: str | Path | None
 ) -> Checkpoint | None:
     """`lab.recover(path)`."""
+    left = "some roles may be as after the checkpoint, and others not", "the same call again brings all of them to it"
+    with stoppable("lab.recover()", left):
+        return _recover(runner, position, prompts, path)
+
+
+def _recover(
+    runner: StageRunner, position: Position, prompts: PromptStream, path: str | Path | None
+) -> Checkpoint | None:
     hosts, counters = runner.hosts, runner.counters
     runner.require_alone("recover()", "it puts all roles back")
     checkpoint = newest(hosts, position) if path is None else find_checkpoint(path)
@@ -39,8 +49,16 @@ def recover(
     # what does not fit is refused before anything is ended
     restoring = None if checkpoint is None else Restoring(checkpoint, hosts.description)
     began = time.monotonic()
-    with Progress("recovering") as bar:
-        lost = _put_back(runner, position, prompts, restoring, bar.note)
+    # some roles are put back before others: until all are, no stage may run, in this kernel or in one that attaches
+    position.recovering = True
+    runner.ownership.record()
+    try:
+        with Progress("recovering") as bar:
+            lost = _put_back(runner, position, prompts, restoring, bar.note)
+        position.recovering = False
+    except BaseException:
+        hosts.lost |= dict.fromkeys((info.pool for info in hosts.infos), RECOVERY)
+        raise
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
     runner.outcomes.updates.of_role.clear()
@@ -68,6 +86,7 @@ def _put_back(
     note("waiting for the stages under way to stop")
     runner.scheduler.drain()
     head_was_gone = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
+    hosts.lost = {pool: why for pool, why in hosts.lost.items() if why != RECOVERY}  # their processes are there
     # without a checkpoint all start again: a living role has learned from what the others no longer have
     all_anew = restoring is None or head_was_gone
     lost = {info.pool for info in hosts.infos} if all_anew else hosts.lost_pools(ANSWER_S)

@@ -28,6 +28,7 @@ from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint, read_checkpoint
 from workbench.session.journal import KeptBatch, Recorded
 from workbench.session.position import Position
+from workbench.session.recovering import RECOVERY
 from workbench.stages.journal import SentRun
 from workbench.stages.run import GRACE_S
 from workbench.stages.runner import StageRunner
@@ -55,6 +56,8 @@ def take_over(
     _take_batches(recorded, runner)
     if recorded.position:
         _take_position(recorded.position, runner, position, checkpoints)
+    if position.recovering:
+        runner.hosts.lost |= dict.fromkeys((info.pool for info in runner.hosts.infos), RECOVERY)
 
 
 def _take_counters(values: Mapping[str, Any], runner: StageRunner, prompts: PromptStream) -> None:
@@ -78,7 +81,7 @@ def _take_position(
     position.saved_algorithm, position.saved_streams = values["algorithm"], values["streams"]
     metrics = {stage: MetricValues(found) for stage, found in values["last_metrics"].items()}
     runner.counters.last_metrics = metrics
-    position.first_states = values["first_states"]
+    position.first_states, position.recovering = values["first_states"], values.get("recovering", False)
     position.last_saved, position.checkpoint = map(_checkpoint, values["checkpoints"])
     if automatic := values["autosave"]:
         checkpoints.autosave(automatic["every"], minutes=automatic["minutes"], keep=automatic["keep"],

@@ -34,8 +34,8 @@ class BatchStore:
     """Moves rows between the notebook and the hosts, keeps what stages made, and tells hosts which shards no batch
     refers to. What a `Batch` asks of its workbench.
 
-    vocabulary: of the tokens in all batches. store: what stages made, by name and version. looping: whether a loop
-    makes what is made now.
+    vocabulary: of the tokens in all batches. store: what stages made, by name and version. looping: whether a loop over
+    iterations makes what is made now. iterating: whether `iterate` does.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, ownership: Ownership, counters: Counters, room_bytes: int) -> None:
@@ -46,7 +46,12 @@ class BatchStore:
         self.vocabulary = Vocabulary(lead, self.tokenizer)
         self.shard_counts = ShardCounts()
         self.store = Store(hosts.run_folder / "batches", room_bytes)
-        self.looping = False
+        self.looping = self.iterating = False
+
+    @property
+    def by_loop(self) -> bool:
+        """Whether what is made now is of a loop, over iterations or over stages, and not of a cell."""
+        return self.looping or self.iterating
 
     def put(
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
@@ -74,7 +79,7 @@ class BatchStore:
             )
         batch = Batch(f"batch{self._counters.batch}", columns, source=self, counts=self.shard_counts, meta=meta)
         origin = Origin(stage="put" if owner == "notebook" else owner)
-        self.store.add(batch, origin, columns.values(), by_loop=self.looping)
+        self.store.add(batch, origin, columns.values(), by_loop=self.by_loop)
         return batch
 
     def load(self, path: str | Path) -> Batch:
@@ -95,7 +100,7 @@ class BatchStore:
     def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
         """Note that a batch was made by a method of another, for its lineage."""
         origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
-        self.store.note(batch, origin, by_loop=self.looping)
+        self.store.note(batch, origin, by_loop=self.by_loop)
 
     def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""

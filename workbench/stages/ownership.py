@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from workbench.backends import registry
 from workbench.config.description import Description
@@ -23,6 +25,7 @@ class Ownership:
         self.closed, self.drives = False, True
         self.journal: Journal | None = None
         self._name, self._id = description.name, description.id
+        self._together = False
         self._owner_stamp: int | None = None  # of the registry's owner file, when it was last read
 
     def take(self) -> None:
@@ -40,9 +43,22 @@ class Ownership:
 
     def record(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
         """Append what has changed to the journal, if this kernel drives; see `Journal.append`."""
+        if self._together and sent is None and over is None:
+            return
         self.notice_takeover()
         if self.journal is not None and self.drives:
             self.journal.append(sent=sent, over=over)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, changes are appended at the end, as one entry: a kernel that ends in between leaves none of them. For
+        what no hosts take part in: the entries of stages are appended at once."""
+        before, self._together = self._together, True
+        try:
+            yield
+        finally:
+            self._together = before
+            self.record()
 
     def check_open(self) -> None:
         """Raise `NotFound` where it is closed."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from workbench.stages.run import Run
     from workbench.support.notebook_cell import Cell
 
-KEPT = 2000
+KEPT = 1000
 
 
 @dataclass(kw_only=True)

@@ -124,7 +124,7 @@ class StageRunner(StageNames):
             writes=call.writes,
             code=call.code,
             result_ranks=call.result_ranks,
-            by_loop=self.batches.looping,
+            by_loop=self.batches.by_loop,
             makes=(lambda run: batch.after(run, call.writes, samples)) if batch is not None and joins else None,
         )
         self._log(call, run, steps.reported_as)

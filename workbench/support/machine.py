@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import psutil
 from workbench.support.gpus import read_gpus
 
 _CGROUP = Path("/sys/fs/cgroup")
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_returned_s = 0.0  # monotonic
 
 
 def cores() -> int:
@@ -21,6 +25,23 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def computing_threads(processes: int) -> int:
+    """Threads of each of so many processes: its share of the cores, and no more than OMP_NUM_THREADS says."""
+    share = max(1, cores() // processes)
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number a nested level
+    return min(share, int(said)) if said.isdigit() and int(said) else share
+
+
+def return_freed_memory(every_s: float = 10.0) -> None:
+    """Return to the system what this process has freed, at most once in so many seconds. glibc keeps it: between small
+    objects that live long, what is freed adds up to megabytes in a thousand iterations."""
+    global _returned_s
+    now_s = time.monotonic()
+    if now_s - _returned_s >= every_s and (trim := getattr(_libc, "malloc_trim", None)) is not None:
+        _returned_s = now_s
+        trim(0)
 
 
 def available_bytes() -> int:

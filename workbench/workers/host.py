@@ -22,6 +22,7 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
 from workbench.placement.state import Part
+from workbench.support.machine import return_freed_memory
 from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator
 from workbench.workers.finite import require_finite
@@ -376,6 +377,7 @@ class Host(Shards):
         return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
+        return_freed_memory()  # an iteration asks once
         return {
             **describe_process(self.info),
             "start_s": self._start_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,12 +37,23 @@ class Peers(Protocol):
     def call(self, host: str, method: str, *args: Any) -> Any: ...
 
 
+class _Shard(NamedTuple):
+    """Its bytes are counted once: an iteration asks for the sum over all shards."""
+
+    columns: TensorDict
+    nbytes: int
+
+    @classmethod
+    def of(cls, columns: TensorDict) -> _Shard:
+        return cls(columns, carried_bytes(columns))
+
+
 class Shards:
     """Shards by key: some columns of some rows, which hosts pull from each other."""
 
     def __init__(self, info: HostInfo, recorder: Recorder, peers: Peers) -> None:
         self.info, self.recorder, self._peers = info, recorder, peers
-        self._shards: dict[str, TensorDict] = {}
+        self._shards: dict[str, _Shard] = {}
         self._lock = threading.Lock()
 
     def _keep(self, columns: Table, call: Call) -> Table:
@@ -50,7 +61,7 @@ class Shards:
             _check_column(name, column, call)
         if columns and call.keep:
             with self._lock:
-                self._shards[call.key] = carry(columns)
+                self._shards[call.key] = _Shard.of(carry(columns))
         return columns
 
     def _pull(self, call: Call, counted: Any) -> Table:
@@ -90,7 +101,7 @@ class Shards:
             raise NotFound(
                 f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
             )
-        return shard.select(*names)
+        return shard.columns.select(*names)
 
     def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
         return to_wire(rows_at(self._columns(key, columns), positions))
@@ -105,7 +116,7 @@ class Shards:
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller made (prompts)."""
         with self._lock:
-            self._shards[key] = from_wire(wire)
+            self._shards[key] = _Shard.of(from_wire(wire))
 
     def release(self, keys: Collection[str]) -> None:
         with self._lock:
@@ -117,8 +128,8 @@ class Shards:
     def inherit(self, host: str) -> None:
         for key in self._peers.call(host, "shard_keys"):
             with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
-                shard = from_wire(self._peers.call(host, "whole_shard", key))
-                moved.bytes = carried_bytes(shard)
+                shard = _Shard.of(from_wire(self._peers.call(host, "whole_shard", key)))
+                moved.bytes = shard.nbytes
             with self._lock:
                 self._shards[inherited(host, key)] = shard
 
@@ -132,7 +143,7 @@ class Shards:
     @property
     def shard_bytes(self) -> int:
         with self._lock:
-            return sum(map(carried_bytes, self._shards.values()))
+            return sum(shard.nbytes for shard in self._shards.values())
 
     def shard_keys(self) -> list[str]:
         with self._lock:
@@ -140,7 +151,7 @@ class Shards:
 
     def whole_shard(self, key: str) -> dict[str, Any]:
         with self._lock:
-            return to_wire(self._shards[key])
+            return to_wire(self._shards[key].columns)
 
 
 def _check_column(name: str, column: Any, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 import warnings
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import HostDied, StageInterrupted
-from workbench.session.checkpoint.files import AUTOMATIC, Checkpoint
+from workbench.session.checkpoint.files import AUTOMATIC, MANIFEST, Checkpoint
 from workbench.session.checkpoint.saving import save
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
@@ -36,12 +37,23 @@ class Automatic:
     time_s: float = field(default_factory=time.monotonic)
     written: list[Path] = field(default_factory=list)
 
+    def note(self, folder: Path, iteration: int) -> None:
+        """A checkpoint was written."""
+        self.iteration, self.time_s = iteration, time.monotonic()
+        self.written.append(folder)
+
     def due(self, iteration: int) -> bool:
         """Whether it is time, after that many iterations."""
         if iteration <= self.iteration:
             return False
         counted = self.every is not None and iteration - self.iteration >= self.every
         return counted or (self.minutes is not None and time.monotonic() - self.time_s >= 60 * self.minutes)
+
+
+def _unused(folder: Path) -> Path:
+    """Another folder where this one is there: of the same iteration, which is made again after `recover`."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder], names) if not path.exists())
 
 
 class Checkpoints:
@@ -88,14 +100,16 @@ class Checkpoints:
         name = (
             f"{'' if own else f'{self._runner.hosts.run_folder.name}-'}iteration-{self._runner.counters.iteration:06d}"
         )
+        folder = _unused(automatic.folder / name)
         try:
-            written = self.save(automatic.folder / name, algorithm, models=automatic.models)
+            self.save(folder, algorithm, models=automatic.models)
         except (StageInterrupted, HostDied):
+            if (folder / MANIFEST).is_file():  # it was whole before the interrupt came
+                automatic.note(folder, self._runner.counters.iteration)
             raise
         except Exception as error:
             warnings.warn(f"no checkpoint after iteration {self._runner.counters.iteration}: {error}", stacklevel=2)
             return
-        automatic.iteration, automatic.time_s = self._runner.counters.iteration, time.monotonic()
-        automatic.written.append(written.folder)
+        automatic.note(folder, self._runner.counters.iteration)
         while len(automatic.written) > automatic.keep:
             shutil.rmtree(automatic.written.pop(0), ignore_errors=True)

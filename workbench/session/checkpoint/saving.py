@@ -13,12 +13,13 @@ from workbench.backends.starting import Step, settle
 from workbench.batches.batch import Batch
 from workbench.batches.files import write
 from workbench.data.prompt_stream import PromptStream
+from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, StageError, StageInterrupted, WriteFailed
+from workbench.errors import BadInput, StageError, WriteFailed
 from workbench.placement import ROLLOUT
 from workbench.placement.moves import Models
 from workbench.placement.state import Part, state_of
-from workbench.session.checkpoint.files import Checkpoint, new_folder, read_checkpoint, write_manifest
+from workbench.session.checkpoint.files import MANIFEST, Checkpoint, new_folder, read_checkpoint, write_manifest
 from workbench.session.position import Position
 from workbench.stages.counters import Counters
 from workbench.stages.run import Run
@@ -39,7 +40,21 @@ def save(
     """`lab.save(path, algorithm, models=...)`."""
     runner.check_driver()
     folder = new_or_empty(path_of(path, "path"))
-    _check_can_save(runner, path)
+
+    def left() -> tuple[str, str]:
+        if (folder / MANIFEST).is_file():
+            return "the checkpoint is there, and whole", f"wb.restore({str(folder)!r}) goes on from it"
+        return "nothing of it is left, and what was saved before is as it was", "the same call again saves"
+
+    with stoppable(f"saving to {str(folder)!r}", left):
+        return _save(runner, position, prompts, folder, algorithm, models=models)
+
+
+def _save(
+    runner: StageRunner, position: Position, prompts: PromptStream, folder: Path, algorithm: Algorithm | None,
+    *, models: bool,
+) -> Checkpoint:  # fmt: skip
+    _check_can_save(runner, folder)
     roles = role_files(runner, folder, models=models)
     _check_room(folder, roles)
     began = time.monotonic()
@@ -47,11 +62,6 @@ def save(
         with Progress(f"saving {folder.name}") as bar, new_folder(folder) as beside:
             state = controller_state(runner.counters, position, prompts)
             _write(runner, state, algorithm, beside, {role: at(files, beside) for role, files in roles.items()}, bar)
-    except KeyboardInterrupt:
-        raise StageInterrupted(
-            f"saving to {str(folder)!r} was interrupted",
-            "nothing of it is left, and what was saved before is as it was",
-        ) from None
     except WriteFailed as error:
         raise WriteFailed(f"nothing was saved to {str(folder)!r}: {error.value}", error.rule, error.remedy) from error
     except OSError as error:
@@ -63,19 +73,19 @@ def save(
     return read_checkpoint(folder)
 
 
-def _check_can_save(runner: StageRunner, path: str | Path) -> None:
+def _check_can_save(runner: StageRunner, folder: Path) -> None:
     """Raise where roles cannot be saved now; waits for the stages under way."""
-    runner.snapshots.refuse(f"save({str(path)!r})", "that needs the roles as they are")
+    runner.snapshots.refuse(f"save({str(folder)!r})", "that needs the roles as they are")
     if runner.overlap.on and runner.open_runs():
         raise BadInput(
-            f"save({str(path)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
+            f"save({str(folder)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
         )
     for group in runner.groups.by_role.values():
         runner.groups.check_alive(group)
     runner.scheduler.drain()
     if left := runner.outcomes.updates.open(runner.counters.weights):
         raise BadInput(
-            f"save({str(path)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
+            f"save({str(folder)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
             "a checkpoint would not know which are taken",
             "run the same call again, which takes the rest, and then save",
         )  # fmt: skip

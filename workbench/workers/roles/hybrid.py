@@ -122,10 +122,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         if self.spec.generation is not None:
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
-    def before_rollouts(self) -> Metrics:
-        metrics = self._sync()
+    def before_rollouts(self) -> None:
+        self._sync()
         self._leave_to_generator()
-        return metrics
 
     @register(ONE_TO_ALL, generates=True, check=check_strategy)
     def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
@@ -142,7 +141,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
                 "strategies differ in how slices of the model meet: with p*t = 1 and without ZeRO-3 there are none",
                 "call sync_weights(), or give the actor a layout with p*t > 1 or Training(zero_stage=3)",
             )
-        return {name: metric.value for name, metric in self._sync(strategy).items()}
+        metrics = self._sync(strategy)
+        self.sync_metrics.take()
+        return {name: metric.value for name, metric in metrics.items()}
 
     @register(ONE_TO_ALL, generates=True)
     def check_sync(self) -> float:
@@ -161,7 +162,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             noted.lacked = self._moved or self.generator.lacks_weights
             metrics = self._give_weights(strategy, noted)
             self._moved = False
-            return metrics
+            return self.sync_metrics.note(metrics)
 
     def _give_weights(self, strategy: str | None, noted: OpenSync) -> Metrics:
         assert self.spec.generation is not None

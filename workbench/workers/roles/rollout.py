@@ -57,7 +57,6 @@ class RolloutWorker(SamplingWorker):
         self.tokenizer = load_tokenizer(spec.name)
         self._trained = (0, 0)
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
-        self._unreported: Metrics = {}
         if not context.waits:
             self.begin()
 
@@ -71,15 +70,13 @@ class RolloutWorker(SamplingWorker):
     def trained(self) -> tuple[int, int]:
         return self._trained
 
-    def before_rollouts(self) -> Metrics:
+    def before_rollouts(self) -> None:
         if self.generator.weights_version < 0:
             raise SyncError(
                 "the rollout workers have no whole set of weights",
                 "the last sync failed, or they were moved since",
                 "lab.actor.sync_weights()",
             )
-        metrics, self._unreported = self._unreported, {}
-        return metrics
 
     @register(ONE_TO_ALL)
     def receive_weights(self, published: Published) -> None:
@@ -117,7 +114,8 @@ class RolloutWorker(SamplingWorker):
             except BaseException:
                 self.generator.weights_version = -1
                 raise
-        self._unreported, self._moved = metrics, False
+        self.sync_metrics.note(metrics)
+        self._moved = False
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
         """Record the checksums of what arrived; `SyncError` where they are not those of what was sent."""
@@ -142,7 +140,8 @@ class RolloutWorker(SamplingWorker):
                 "strategies differ in how slices meet on the actor's ranks; each rank of a pool is sent what it needs",
                 "call sync_weights(), or leave the role rollout out of the placement",
             )
-        return {name: metric.value for name, metric in self.before_rollouts().items()}
+        self.before_rollouts()
+        return {name: metric.value for name, metric in self.sync_metrics.take().items()}
 
     @register(ONE_TO_ALL)
     def check_sync(self, *, published: Published | None = None) -> float:

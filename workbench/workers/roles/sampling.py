@@ -72,17 +72,40 @@ def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return (*columns, *(["turns", "environment_rewards"] if arguments["environment"] else []))
 
 
+class SyncMetrics:
+    """The metrics of the newest weight sync. The first generation after it reports them; so does the same generation
+    when it is run again, because it was interrupted or its kernel had died: no metric is lost."""
+
+    def __init__(self) -> None:
+        self._metrics, self._taken = Metrics(), False
+        self._seed: tuple[int, ...] = ()
+
+    def note(self, metrics: Metrics) -> Metrics:
+        """A sync has ended."""
+        self._metrics, self._taken = metrics, False
+        return metrics
+
+    def take(self, seed: Sequence[int] = ()) -> Metrics:
+        """What is to be reported. seed: of the generation that reports it; without one, nobody does so again."""
+        if self._taken and not (seed and tuple(seed) == self._seed):
+            return Metrics()
+        self._taken, self._seed = True, tuple(seed)
+        return self._metrics
+
+
 class SamplingWorker(Worker):
     """A worker with a generation engine, whose weights are those of an actor: its own, or one in another pool."""
 
     generator: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
+    sync_metrics: SyncMetrics
     _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
 
     def start_engine(self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False) -> None:
         """Make the generation engine; trainer, sleeps: see `make_generation_engine`."""
         spec, context = self.spec, self.context
         assert spec.name and spec.generation and spec.dtype
+        self.sync_metrics = SyncMetrics()
         self.generator = make_generation_engine(
             spec.name,
             spec.generation,
@@ -112,8 +135,8 @@ class SamplingWorker(Worker):
         if self.spec.generation is not None:
             self.generator.close()
 
-    def before_rollouts(self) -> Metrics:
-        """Sync the engine's weights if they are outdated; metrics of that. Every rank calls it."""
+    def before_rollouts(self) -> None:
+        """Sync the engine's weights if they are outdated. Every rank calls it."""
         raise NotImplementedError
 
     def trained(self) -> tuple[int, int]:
@@ -195,7 +218,7 @@ class SamplingWorker(Worker):
             concurrency=concurrency,
             call_timeout_s=call_timeout_s,
         )
-        metrics = self.before_rollouts()
+        self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         drawn_with = self.generator.weights_version
         with (
@@ -213,7 +236,7 @@ class SamplingWorker(Worker):
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         return Output(
             columns=columns,
-            metrics=merge_metrics(metrics, rollout_metrics(columns)),
+            metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), rollout_metrics(columns)),
             meta={"temperature": temperature, "weights_version": self.generator.weights_version},
         )
 
