@@ -420,7 +420,7 @@ def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="takes a placement"):
+    with pytest.raises(BadInput, match="must be a Placement"):
         lab.move("split")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="5 devices"):
         lab.move(wb.Placement.colocate(5))
