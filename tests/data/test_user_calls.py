@@ -273,6 +273,8 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(calls: UserCalls) -> Non
     assert calls._process is None
     with pytest.raises(BadInput, match=r"memory_bytes=0"):
         wb.limits(memory_bytes=0)
+    with pytest.raises(BadInput, match=r"memory_bytes=1000"):
+        wb.limits(memory_bytes=1000)
     with pytest.raises(BadInput, match=r"takes no attributes"):
         wb.limits(tasks=1)(len)
 

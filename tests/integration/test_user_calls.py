@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from tests.data.test_user_calls import gone, wait_until
-from workbench.errors import RewardError, RolloutError
+from workbench.errors import BadInput, RewardError, RolloutError
 
 
 def counted(prompt: str, response: str, **row: Any) -> float:
@@ -117,3 +118,16 @@ def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
         for host in hosts_of(lab):
             host.kill()
         wait_until(lambda: all(map(gone, pids)))
+
+
+def test_what_cannot_be_sent_to_a_host_is_refused(lab: wb.Workbench, batch: wb.Batch) -> None:
+    lock = threading.Lock()
+
+    @wb.limits(own_process=False)
+    def held(prompt: str, response: str, **row: Any) -> float:
+        with lock:
+            return 1.0
+
+    with pytest.raises(BadInput, match=r"cannot pickle '_thread.lock' object.*also one with own_process=False"):
+        lab.reward.compute_reward(batch, function=held)
+    assert lab.reward.compute_reward(batch).rows == batch.rows

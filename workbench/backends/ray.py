@@ -369,6 +369,17 @@ class RayBackend(Backend):
     def _pending(self, host: str, ref: Any) -> RayPending:
         return RayPending(self._ray, ref, host, self._head)
 
+    def _send(self, host: str, call: Any, *args: Any, **kwargs: Any) -> RayPending:
+        """Make a call of a host. Raises `BadInput` for arguments that cannot be sent."""
+        try:
+            return self._pending(host, call.remote(self._driver, *args, **kwargs))
+        except TypeError as error:  # Ray's names the whole argument, over pages
+            raise BadInput(
+                f"an argument cannot be sent to host {host}: {error.__cause__ or error}",
+                "Ray sends a function with what it reads, also one with own_process=False",
+                "make locks, clients and models inside it, when it is first called, or use backend='inline'",
+            ) from None
+
     def drive(self) -> None:
         """Have the hosts do what this kernel says, and no other's."""
         asked = [self._pending(host, actor.drive.remote(self._driver)) for host, actor in self._actors.items()]
@@ -376,13 +387,13 @@ class RayBackend(Backend):
             pending.result()
 
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        return self._pending(host, self._actor(host).compute.remote(self._driver, "execute", call))
+        return self._send(host, self._actor(host).compute, "execute", call)
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        return self._pending(host, self._actor(host).control.remote(self._driver, method, *args, **kwargs))
+        return self._send(host, self._actor(host).control, method, *args, **kwargs)
 
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
-        return self._pending(host, self._actor(host).compute.remote(self._driver, method, *args, **kwargs))
+        return self._send(host, self._actor(host).compute, method, *args, **kwargs)
 
     def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         refs = [p.ref for p in pending if isinstance(p, RayPending)]

@@ -185,5 +185,6 @@ def _wrong_value(
     return BadInput(
         f"{where}column {name!r} holds {value} in {place}",
         rule,
-        f"look at batch.df([{name!r}], rows=[{row}]); replace the number, or leave that row out",
+        f"look at batch.df([{name!r}], rows=[{row}]); put another column with "
+        f"lab.put({{**batch.fetch(), {name!r}: ...}}), or leave that row out",
     )

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from workbench.errors import BadInput
 from workbench.support.machine import cores, total_bytes
-from workbench.support.validation import PositiveInt, settings
+from workbench.support.validation import PositiveInt, Whole, settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 NAME = "__workbench_limits__"
+LEAST_BYTES = 2**26
 
 
 @settings(called="limits: ")
 class Limits:
     """Of the process in which a reward or cost function, or an environment, runs. One process serves a role on a host.
 
-    memory_bytes: of each of its processes, and of all together; None: a quarter of the machine's memory, 2 to 32 GiB.
+    memory_bytes: of each of its processes, and of all together, at least 64 MiB, of which Python takes about 30;
+        None: a quarter of the machine's memory, 2 to 32 GiB.
     tasks: its processes and threads at one time, those of libraries included; None: 512, or eight for each core.
     own_process: False runs the function in its host, with neither limit, where a call that does not return cannot be
         ended: for functions that hold what no other process can have, such as a live model.
     """
 
-    memory_bytes: PositiveInt | None = None
+    memory_bytes: Annotated[Whole, Field(ge=LEAST_BYTES)] | None = None
     tasks: PositiveInt | None = None
     own_process: bool = True
 

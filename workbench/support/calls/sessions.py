@@ -168,7 +168,7 @@ def pickled(function: Any) -> bytes:
         raise BadInput(
             f"{name_of(function)} cannot be sent to a process of its own: {plain_text(str(error), 200)}",
             "a function runs in a process that can be killed, with copies of what it reads",
-            "make what it holds inside it, when it is first called (functools.cache); or mark it with "
+            "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
             "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
         ) from error
 
