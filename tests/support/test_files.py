@@ -207,6 +207,27 @@ def test_only_this_users_key_signs(entered: Path, monkeypatch: pytest.MonkeyPatc
         signing.is_signed(mine)
 
 
+@pytest.mark.parametrize("key", [b"", b"x" * 31, b"x" * 33])
+def test_a_key_of_another_length_signs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    mine = signing.signed({"a": 1})
+    (tmp_path / "home" / "signing_key").write_bytes(key)
+    for use in (signing.signed, signing.is_signed):
+        with pytest.raises(BadInput, match=r"signing_key' has \d+ bytes"):
+            use(mine)
+
+
+def test_a_key_is_made_on_a_disk_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "link", refused)
+    assert signing.is_signed(signing.signed({"a": 1}))
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["signing_key"]
+    assert (tmp_path / "home" / "signing_key").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_home_of_another_user_is_refused_but_not_by_root(entered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container gives root a home of the user outside: `docker -v $HOME:/root`."""
     from workbench.support.home import home

@@ -234,6 +234,17 @@ def write_bytes(path: Path, data: bytes, *, mode: int = PRIVATE, flush: bool = F
         file.write(data)
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """A file where none is; `FileExistsError` otherwise. Who reads it at the same time may see a part of it."""
+    descriptor = os.open(path, _CREATE, PRIVATE)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except BaseException:
+        path.unlink()
+        raise
+
+
 def write_json(path: Path, value: Any, *, flush: bool = False) -> None:
     """Put a file with this value in the place of `path`; see `replacing`."""
     write_bytes(path, json.dumps(value, indent=1).encode(), flush=flush)
