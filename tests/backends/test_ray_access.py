@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
@@ -12,7 +15,7 @@ import pytest
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from tests.backends.test_cluster import answer, run
-from workbench.backends.ray_access import session_folder
+from workbench.backends.ray_access import SOCKET, SOCKET_BYTES, session_folder
 from workbench.errors import BadInput
 
 pytestmark = [pytest.mark.slow]
@@ -93,16 +96,49 @@ def test_joining_an_open_cluster_warns_and_leaves_no_setting_behind(tmp_path: Pa
     assert said == "[True] None", errors
 
 
-def test_ray_keeps_its_sockets_where_only_this_user_can_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder with a short path, as none of pytest's own is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_ray_keeps_its_sockets_where_only_this_user_can_enter(short: Path) -> None:
     made = session_folder().parent
+    assert made.parent == short
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o777)
     with pytest.raises(BadInput, match="mode 777"):
         session_folder()
     made.rmdir()
-    made.symlink_to(tmp_path)
-    with pytest.raises(BadInput):
+    for target in (short, short / "nowhere"):
+        made.symlink_to(target)
+        with pytest.raises(BadInput):
+            session_folder()
+        made.unlink()
+
+
+@pytest.mark.parametrize("longer", [0, 1, 60])
+def test_a_socket_has_a_path_that_the_system_takes(short: Path, monkeypatch: pytest.MonkeyPatch, longer: int) -> None:
+    """As in the TMPDIR of a batch system's job. A real socket is bound where Ray's would be."""
+    fits = SOCKET_BYTES - len(os.fsencode(short / f"wb-{os.getuid()}" / SOCKET))
+    folder = short / ("x" * (fits - 1 + longer))
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    made = session_folder()
+    assert made.parent.parent == (Path("/tmp") if longer else folder)
+    path = made.parent / SOCKET
+    assert len(os.fsencode(path)) <= SOCKET_BYTES
+    if not longer:
+        path.parent.mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_named(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(BadInput, match=r"/proc/wb-.* cannot be made.*TMPDIR"):
         session_folder()
 
 

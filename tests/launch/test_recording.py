@@ -166,6 +166,43 @@ def test_scrub_masks_all_that_is_text_and_names_what_is_not(
     assert main(["scrub", str(old_run), "--json"]) == 0
 
 
+def state_of(folder: Path) -> dict[Path, tuple[int, bytes | None]]:
+    """Modes and contents of a folder and all in it."""
+    paths = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_mode, path.read_bytes() if path.is_file() else None) for path in paths}
+
+
+def test_scrub_follows_a_record_only_to_signed_checkpoints_of_its_run(tmp_path: Path) -> None:
+    with tiny_lab("mine", tmp_path, backend="inline") as lab:
+        victim, mine = (lab.save(tmp_path / name, models=False).folder for name in ("victim", "mine_saved"))
+        mine_run = lab.run_folder
+    (mine / "notes.log").write_text(f"Bearer {KEY}")
+    (mine / "notes.log").chmod(0o644)
+    (mine / "checkpoint.json").chmod(0o644)
+    (victim / "notes.log").write_text(f"Bearer {KEY}")
+    for path in (victim, *victim.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    row = {"time_s": 1.0, "event": "saved", "details": {"folder": str(victim)}}
+    (foreign / "events.jsonl").write_text(json.dumps(row) + "\n" + '{"event": "saved", "details": 5}\n')
+    before = state_of(victim)
+    assert list(scrub(foreign).left) == [victim]  # signed by this user, but of another run
+    assert state_of(victim) == before
+    values = dict(find_checkpoint(victim).values)
+    forged = json.dumps({**values, "run_folder": str(foreign)})
+    for manifest in (forged, "{}", "no json"):  # of this run, but not signed; no manifest
+        (victim / "checkpoint.json").write_text(manifest)
+        before = state_of(victim)
+        assert list(scrub(foreign).left) == [victim]
+        assert state_of(victim) == before
+    done = scrub(mine_run)
+    assert (mine / "checkpoint.json").stat().st_mode & 0o777 == 0o600
+    assert (mine / "notes.log").stat().st_mode & 0o777 == 0o644  # which the manifest does not name
+    assert mine / "notes.log" not in {*done.cleaned, *done.left}
+    assert KEY in (mine / "notes.log").read_text()
+
+
 def test_scrub_signs_a_manifest_again_and_finds_secrets_in_pickles(tmp_path: Path) -> None:
     __main__.TOKEN, keyed.__module__ = KEY, "__main__"
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,20 +73,44 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, name: str) -> Non
     assert files.read_bytes(Path("file"), within=inside) == b"content"
 
 
-def test_files_of_others_and_those_that_others_may_write_are_not_trusted(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+@pytest.fixture
+def entered() -> Iterator[Path]:
+    """A folder that all users can enter, as none of pytest's own is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_files_of_others_and_those_that_others_may_write_are_not_trusted(entered: Path) -> None:
+    path = entered / "file"
     files.write_bytes(path, b"content")
     assert path.stat().st_mode & 0o777 == 0o600
     assert files.read_bytes(path, own=True) == b"content"
-    for mode in (0o620, 0o602, 0o666):
+    for mode in (0o602, 0o666):
         path.chmod(mode)
+        with pytest.raises(BadInput, match=f"can be written by other users .*{mode:o}.*chmod 600 {path}"):
+            files.read_bytes(path, own=True)
+    if os.geteuid() == 0:
+        os.chown(path, 0, 65534)
+        path.chmod(0o620)
         with pytest.raises(BadInput, match="can be written by other users"):
             files.read_bytes(path, own=True)
-    path.chmod(0o600)
-    if os.geteuid() == 0:
+        path.chmod(0o600)
         os.chown(path, 65534, -1)
         with pytest.raises(BadInput, match="belongs to user 65534, not to this one, 0"):
             files.read_bytes(path, own=True)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o664, 0o666])
+def test_a_file_of_an_older_version_is_made_private_where_only_this_user_could_write_it(
+    tmp_path: Path, mode: int
+) -> None:
+    path = tmp_path / "home" / "file"
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(b"content")
+    path.chmod(mode)
+    assert files.read_bytes(path, own=True) == b"content"
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_size_is_a_limit_also_of_files_that_do_not_say_it(tmp_path: Path) -> None:
@@ -163,7 +188,10 @@ def test_a_file_that_is_replaced_keeps_its_mode_where_the_user_has_named_it(tmp_
     assert path.stat().st_mode & 0o777 == 0o604
 
 
-def test_only_this_users_key_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_this_users_key_signs(entered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path = entered
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "mine"))
     mine = signing.signed({"a": 1, "b": [1.5, None]})
     assert signing.is_signed(mine)
@@ -179,13 +207,48 @@ def test_only_this_users_key_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         signing.is_signed(mine)
 
 
-def test_a_home_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", [b"", b"x" * 31, b"x" * 33])
+def test_a_key_of_another_length_signs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    mine = signing.signed({"a": 1})
+    (tmp_path / "home" / "signing_key").write_bytes(key)
+    for use in (signing.signed, signing.is_signed):
+        with pytest.raises(BadInput, match=r"signing_key' has \d+ bytes"):
+            use(mine)
+
+
+def test_a_key_is_made_on_a_disk_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "link", refused)
+    assert signing.is_signed(signing.signed({"a": 1}))
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["signing_key"]
+    assert (tmp_path / "home" / "signing_key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_home_of_another_user_is_refused_but_not_by_root(entered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container gives root a home of the user outside: `docker -v $HOME:/root`."""
     from workbench.support.home import home
 
     if os.geteuid() != 0:
         pytest.skip("only root gives a folder to another user")
-    (tmp_path / "theirs").mkdir()
-    os.chown(tmp_path / "theirs", 65534, -1)
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "theirs"))
-    with pytest.raises(BadInput, match="belongs to user 65534"):
-        home()
+    theirs = entered / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_bytes(b"content")
+    for path in (theirs, theirs / "file"):
+        os.chown(path, 65534, -1)
+    monkeypatch.setenv("WORKBENCH_HOME", str(theirs))
+    assert home() == theirs
+    assert files.read_bytes(theirs / "file", own=True) == b"content"
+    assert signing.is_signed(signing.signed({"a": 1}))
+    os.chown(theirs / "file", 65533, -1)
+    with pytest.raises(BadInput, match="belongs to user 65533"):
+        files.read_bytes(theirs / "file", own=True)
+    os.seteuid(65533)
+    try:
+        with pytest.raises(BadInput, match="belongs to user 65534"):
+            home()
+    finally:
+        os.seteuid(0)

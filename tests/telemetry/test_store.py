@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +201,64 @@ def test_the_spans_of_one_run_are_those_of_all_with_its_number(store: TelemetryS
     assert mine.to_dict("records") == every[every["run"] == 1].to_dict("records")
     assert len(store.spans(run=5)) == 0
     assert dtypes(store.spans(run=5)) == SPAN_COLUMNS
+
+
+def blocked(store: TelemetryStore) -> Path:
+    """A file in the place of the store's folder: nothing can be written until it is gone."""
+    store.folder.parent.mkdir(parents=True, exist_ok=True)
+    store.folder.write_bytes(b"")
+    return store.folder
+
+
+def test_rows_that_wait_are_kept_when_there_is_no_room_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.telemetry.store.KEEP_BYTES", 1000)
+    store = TelemetryStore(tmp_path / "run")
+    block = blocked(store)
+    with pytest.warns(UserWarning, match="rows wait in memory"):
+        store.append_event("first")
+    store.append_event("large", text="x" * 2000)
+    assert store.unwritten == 2
+    store.append_event("small")
+    assert store.unwritten == 3
+    block.unlink()
+    store.append_event("last")
+    assert store.events()["event"].to_list() == ["first", "small", "last"]
+    assert len((store.folder / "events.jsonl").read_bytes().splitlines()) == 3
+    assert store.unwritten == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, BadInput("a", "b", "c")])
+def test_rows_wait_whatever_ends_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    """In the middle of the row that waits, and of the new one; and before anything is written."""
+    for cut in (0, 10, 150):
+        store = TelemetryStore(tmp_path / str(cut))
+        block = blocked(store)
+        with pytest.warns(UserWarning, match="rows wait in memory"):
+            store.append_event("first", text="x" * 50)
+        block.unlink()
+        limits = iter([functools.partial(write_some, os.write, cut)] if cut else [])
+        with monkeypatch.context() as there:
+            there.setattr(os, "write", lambda *given, limits=limits: next(limits, stopped_at(error))(*given))
+            if error is OSError:
+                store.append_event("second", text="y" * 50)
+            else:
+                with pytest.raises(error if isinstance(error, type) else BadInput):
+                    store.append_event("second", text="y" * 50)
+        assert store.events()["event"].to_list() == ["first", "second"]
+        store.flush()
+        assert store.unwritten == 0
+        assert TelemetryStore(store.folder).events()["event"].to_list() == ["first", "second"]
+
+
+def write_some(write: Any, cut: int, descriptor: int, data: bytes) -> int:
+    written: int = write(descriptor, data[:cut])
+    return written
+
+
+def stopped_at(error: Any) -> Any:
+    def write(descriptor: int, data: bytes) -> int:
+        raise error
+
+    return write

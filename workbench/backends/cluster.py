@@ -75,6 +75,9 @@ def running_head() -> dict[str, Any] | None:
         head = files.read_json(_head_file(), own=True)
         process = psutil.Process(head["pid"])
         alive = process.create_time() == head["created"] and process.status() != psutil.STATUS_ZOMBIE
+    except BadInput as error:
+        files.tell_once(str(error))
+        return None
     except (OSError, ValueError, KeyError, psutil.Error):
         return None
     return head if alive else None
@@ -296,6 +299,9 @@ def other_clients() -> list[int]:
     for note in (home() / "clients").glob("[0-9]*"):
         try:
             same = psutil.Process(int(note.name)).create_time() == float(files.read_bytes(note, own=True))
+        except BadInput as error:
+            files.tell_once(str(error))
+            continue
         except (psutil.Error, OSError, ValueError):
             same = False
         if not same:

@@ -61,7 +61,10 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
     """The entries that check, oldest first."""
     try:
         data = files.read_bytes(path, own=True, limit=None)
-    except (OSError, BadInput):
+    except BadInput as error:
+        files.tell_once(str(error))
+        return
+    except OSError:
         return
     at = data.find(MARK)
     while at >= 0:

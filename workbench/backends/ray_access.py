@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for a process that starts a head
 ANSWER_S = 5.0
+SOCKET = "ray/session_2026-11-23_12-16-10_016272_1234567/sockets/plasma_store"  # the longest of a session
+SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of the path of a socket
 
 
 def own_access() -> dict[str, str]:
@@ -71,16 +74,24 @@ def _check_certificates() -> None:
 
 def session_folder() -> Path:
     """Where a head of ours keeps its sockets and logs. Ray opens its folder to all users, who could put a socket of
-    theirs in the place of one; only this user can enter the folder around it. The path is short, as that of a socket
-    holds 107 bytes."""
-    folder = Path(tempfile.gettempdir()) / f"wb-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
+    theirs in the place of one; only this user can enter the folder around it. It is in /tmp where the path of a socket
+    would be too long, as in the TMPDIR of a batch system's job. Raises `BadInput`."""
+    name = f"wb-{os.getuid()}"
+    folder = Path(tempfile.gettempdir(), name)
+    if len(os.fsencode(folder / SOCKET)) > SOCKET_BYTES:
+        folder = Path("/tmp", name)
+    remedy = "remove it, or set TMPDIR to a folder of your own with a short path"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be made: {error.strerror}", "Ray's sockets need it", remedy) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BadInput(
             f"{folder} (mode {found.st_mode & 0o777:o}, owner {found.st_uid})",
             "Ray's sockets need a folder that only this user can enter",
-            "remove it, or set TMPDIR to a folder of your own with a short path",
+            remedy,
         )
     return folder / "ray"
 

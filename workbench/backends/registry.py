@@ -113,12 +113,9 @@ def records() -> list[Record]:
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
             values.setdefault("format", 1)
             found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # removed just now; of another version, or another user
+        except BadInput as error:
+            files.tell_once(str(error))
+        except (OSError, ValueError, KeyError, TypeError):  # removed just now; of another version
             continue
     return sorted(found, key=lambda record: record.name)
 
@@ -239,6 +236,9 @@ def owner(lab: str) -> Owner | None:
     try:
         values = files.read_json(_folder(lab) / "owner.json", own=True)
         return Owner(**{**values, "process": Process(**values["process"])})
+    except BadInput as error:
+        files.tell_once(str(error))
+        return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from workbench.backends import registry
 from workbench.errors import BadInput
-from workbench.session.checkpoint.files import MANIFEST, read_checkpoint
+from workbench.session.checkpoint.files import MANIFEST, Checkpoint, read_checkpoint
 from workbench.support import files
 from workbench.support.secret_literals import is_secret_name
 from workbench.support.secrets import masked, without_forms
@@ -45,7 +45,8 @@ class Scrubbed:
 
 def scrub(run: str | os.PathLike[str]) -> Scrubbed:
     """Mask secrets in the files of a run folder, or of a checkpoint, and make them this user's alone (folders 0700,
-    files 0600). Checkpoints that were saved elsewhere are found by the record.
+    files 0600). Checkpoints that were saved elsewhere are found by the record; only those are cleaned that this user
+    has signed as of this run, and in them the files that their manifests name.
 
     Raises `BadInput` for another folder, and for that of a workbench that lives.
     """
@@ -63,21 +64,48 @@ def scrub(run: str | os.PathLike[str]) -> Scrubbed:
                 f"close it first: wb stop {record.name}",
             )  # fmt: skip
     done = Scrubbed()
-    for place in dict.fromkeys((folder, *_saved_elsewhere(folder))):
-        for path in _walk(place, done):
-            try:
-                _clean(path, place, done)
-            except (OSError, BadInput) as error:
-                done.left[path] = str(error)
+    found = [(path, folder) for path in _walk(folder, done)]
+    found += [(path, saved.folder) for saved in _saved_elsewhere(folder, done) for path in _named(saved, done)]
+    for path, place in found:
+        try:
+            _clean(path, place, done)
+        except (OSError, BadInput) as error:
+            done.left[path] = str(error)
     return done
 
 
-def _saved_elsewhere(folder: Path) -> Iterator[Path]:
-    """The checkpoints that the record names, and that are still there."""
-    for row in _rows(folder / EVENTS):
-        saved = row.get("details", {}).get("folder") if row.get("event") == "saved" else None
-        if isinstance(saved, str) and (Path(saved) / MANIFEST).is_file() and not Path(saved).is_relative_to(folder):
-            yield Path(saved)
+def _saved_elsewhere(folder: Path, done: Scrubbed) -> Iterator[Checkpoint]:
+    """The checkpoints of this run that the record names, and that are still there. A record may be somebody else's, and
+    name any folder."""
+    rows = [row for row in _rows(folder / EVENTS) if row.get("event") == "saved"]
+    named = dict.fromkeys(row["details"].get("folder") for row in rows if isinstance(row.get("details"), dict))
+    for saved in named:
+        if not isinstance(saved, str) or "\0" in saved or not os.path.isabs(saved):
+            continue
+        place = Path(os.path.realpath(saved))
+        if not (place / MANIFEST).is_file() or place.is_relative_to(folder):
+            continue
+        try:
+            checkpoint = read_checkpoint(place)
+            ours = is_signed(checkpoint.values) and files.real_path(checkpoint.values["run_folder"], "run") == folder
+        except (OSError, BadInput):
+            ours = False
+        if ours:
+            yield checkpoint
+        else:
+            done.left[place] = "no checkpoint of this run that this user has signed; if it is yours: wb scrub FOLDER"
+
+
+def _named(checkpoint: Checkpoint, done: Scrubbed) -> Iterator[Path]:
+    """The files that a manifest names, and itself, with private modes; links are not followed."""
+    _make_private(checkpoint.folder, 0o700, done)
+    for name in (*sorted(checkpoint.values["files"]), MANIFEST):
+        path = checkpoint.folder / name
+        if Path(os.path.realpath(path)) != path:
+            done.left[path] = "it is a link, which is not followed"
+        elif path.is_file():
+            _make_private(path, 0o600, done)
+            yield path
 
 
 def _walk(place: Path, done: Scrubbed) -> Iterator[Path]:

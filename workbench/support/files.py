@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import grp
 import io
 import json
 import os
+import pwd
 import re
 import secrets
+import shlex
 import shutil
 import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -69,8 +74,8 @@ def opened(
     """A regular file, open for reading. Raises `FileNotFoundError`, or `BadInput` for all that is not such a file.
 
     within: a folder that `path` is relative to, and does not leave, by ".." or by a link on the way. own: the file must
-    belong to this user (or to root), and no other may write to it. follow: a link is followed, as for files that the
-    user names. limit: of its bytes.
+    belong to this user (or to root; for root, to the owner of its folder), and no other may write to it. follow: a link
+    is followed, as for files that the user names. limit: of its bytes.
     """
     shown = path if within is None else within / path
     try:
@@ -85,7 +90,7 @@ def opened(
         said = "it is a link" if is_link and not follow else getattr(error, "strerror", None) or str(error)
         raise _unreadable(shown, f"cannot be read: {said}") from None
     try:
-        _check_kind(os.fstat(descriptor), shown, own, limit)
+        _check_kind(descriptor, shown, own, limit)
     except BaseException:
         os.close(descriptor)
         raise
@@ -134,15 +139,53 @@ def _open_beneath(folder: Path, path: Path) -> int:
         os.close(here)
 
 
-def _check_kind(found: os.stat_result, path: Path, own: bool, limit: int | None) -> None:
+def _check_kind(descriptor: int, path: Path, own: bool, limit: int | None) -> None:
+    found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise _unreadable(path, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}")
-    if own and found.st_uid not in (os.geteuid(), 0):
-        raise _unreadable(path, f"belongs to user {found.st_uid}, not to this one, {os.geteuid()}")
-    if own and found.st_mode & 0o022:
-        raise _unreadable(path, f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})")
+    if own:
+        _check_owner(descriptor, found, path)
     if limit is not None and found.st_size > limit:
         raise _unreadable(path, f"has {found.st_size:,} bytes, and {limit:,} are the most")
+
+
+def _check_owner(descriptor: int, found: os.stat_result, path: Path) -> None:
+    """A mode that lets others write, as older versions gave it by the umask, is made private where none of them could
+    have written."""
+    ours = {os.geteuid(), 0}
+    if os.geteuid() == 0:  # a home that is mounted into a container belongs to a user outside
+        ours.add(path.parent.stat().st_uid)
+    if found.st_uid not in ours:
+        raise _unreadable(path, f"belongs to user {found.st_uid}, not to this one, {os.geteuid()}")
+    if found.st_mode & 0o022:
+        if not (_only_enter(path, ours) or _of_own_group(found)):
+            mode = stat.S_IMODE(found.st_mode)
+            rule, remedy = "such a file may be of them", f"if it is yours: chmod 600 {shlex.quote(str(path))}"
+            raise BadInput(f"{str(path)!r} can be written by other users (mode {mode:o})", rule, remedy)
+        with contextlib.suppress(OSError):  # such as of a FAT disk, which has no modes
+            os.fchmod(descriptor, PRIVATE)
+
+
+def _only_enter(path: Path, users: set[int]) -> bool:
+    """Whether a folder on the way to a file is one that only these users can enter."""
+    folders = (folder.stat() for folder in path.absolute().parents)
+    return any(not folder.st_mode & 0o077 and folder.st_uid in users for folder in folders)
+
+
+def _of_own_group(found: os.stat_result) -> bool:
+    """Whether only the group of a file may write to it, and that is its owner's own: systems that give each user such a
+    group, of the same name, have 002 as umask."""
+    try:
+        owner, group = pwd.getpwuid(found.st_uid).pw_name, grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    return not found.st_mode & 0o002 and group.gr_name == owner and set(group.gr_mem) <= {owner}
+
+
+@functools.cache
+def tell_once(problem: str) -> None:
+    """Warn of a file that is left out, once in a process."""
+    warnings.warn(f"left out: {problem}", stacklevel=3)
 
 
 def _unreadable(path: Path, what: str) -> BadInput:
@@ -189,6 +232,17 @@ def write_bytes(path: Path, data: bytes, *, mode: int = PRIVATE, flush: bool = F
     """Put a file of this content in the place of `path`; see `replacing`."""
     with replacing(path, needed=len(data), mode=mode, flush=flush) as file:
         file.write(data)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A file where none is; `FileExistsError` otherwise. Who reads it at the same time may see a part of it."""
+    descriptor = os.open(path, _CREATE, PRIVATE)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except BaseException:
+        path.unlink()
+        raise
 
 
 def write_json(path: Path, value: Any, *, flush: bool = False) -> None:

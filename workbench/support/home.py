@@ -17,14 +17,16 @@ LOCK_POLL_S = 0.25
 
 def home() -> Path:
     """`$WORKBENCH_HOME`, or `~/.cache/workbench`; made where it is missing. Raises `BadInput` for a folder of another
-    user, who could put other files in the place of ours."""
+    user, who could put other files in the place of ours; not for root, to whom a container gives a folder of the user
+    outside."""
     folder = path_of(os.environ.get("WORKBENCH_HOME") or "~/.cache/workbench", "WORKBENCH_HOME")
     if not folder.is_dir():
         private_folder(folder)
-    if (owner := folder.stat().st_uid) not in (os.geteuid(), 0):
+    owner, user = folder.stat().st_uid, os.geteuid()
+    if owner not in (user, 0) and user != 0:
         raise BadInput(
             f"WORKBENCH_HOME={str(folder)!r} belongs to user {owner}",
-            f"what is loaded from there has to be of this user, {os.geteuid()}",
+            f"what is loaded from there has to be of this user, {user}",
             "set WORKBENCH_HOME to a folder of your own",
         )
     return folder

@@ -7,11 +7,13 @@ import hmac
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
 from workbench.support.home import home
 
@@ -47,11 +49,30 @@ def _file() -> Path:
 def _key() -> bytes:
     """`$WORKBENCH_HOME/signing_key`, made once; of two processes that make it at the same time, one succeeds."""
     path = _file()
-    with suppress(FileNotFoundError):
-        return files.read_bytes(path, own=True, limit=_KEY_BYTES)
+    try:
+        key = files.read_bytes(path, own=True, limit=_KEY_BYTES)
+    except FileNotFoundError:
+        _make_key(path)
+        key = files.read_bytes(path, own=True, limit=_KEY_BYTES)
+    if len(key) != _KEY_BYTES:
+        raise BadInput(
+            f"{str(path)!r} has {len(key)} bytes", f"a key has {_KEY_BYTES}, or anybody could sign with it",
+            f"rm {shlex.quote(str(path))}: another one is made, and `wb trust FOLDER` signs a checkpoint with it",
+        )  # fmt: skip
+    return key
+
+
+def _make_key(path: Path) -> None:
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    files.write_bytes(new, secrets.token_bytes(_KEY_BYTES), flush=True)
-    with suppress(FileExistsError):
-        os.link(new, path)
-    new.unlink()
-    return files.read_bytes(path, own=True, limit=_KEY_BYTES)
+    key = secrets.token_bytes(_KEY_BYTES)
+    try:
+        files.write_bytes(new, key, flush=True)
+        with suppress(FileExistsError):
+            os.link(new, path)
+    except OSError as error:
+        if isinstance(error, WriteFailed):
+            raise
+        with suppress(FileExistsError), files.disk_errors(path, _KEY_BYTES):  # a disk without hard links: FUSE, FAT
+            files.write_new(path, key)
+    finally:
+        new.unlink(missing_ok=True)

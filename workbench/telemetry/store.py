@@ -222,35 +222,42 @@ class TelemetryStore:
         with self._lock:
             self._write(name, text.encode())
 
-    def _write(self, name: str, text: bytes) -> None:
-        """Append lines, after those that wait. What cannot be written waits."""
-        text = self._waiting.pop(name, b"") + text
+    def _write(self, name: str, new: bytes) -> None:
+        """Append lines, after those that wait. What is not written, whatever the reason, waits."""
+        old = self._waiting.get(name, b"")
+        text, written, descriptor = old + new, 0, -1
         try:
             private_folder(self.folder)
             descriptor = files.open_to_append(self._path(name))
-        except OSError as error:
-            self._keep(name, text, error)
-            return
-        written = 0
-        try:
             end = os.fstat(descriptor).st_size
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
                 os.write(descriptor, b"\n")  # a writer ended here: its rest must not swallow our first line
             while written < len(text):
                 written += os.write(descriptor, text[written:])
-        except OSError as error:  # half a line may be there: no reader takes it, and it is written again
-            self._keep(name, text[text.rfind(b"\n", 0, written) + 1 :], error)
+            self._waiting.pop(name, None)
+        except BaseException as error:  # half a line may be there: no reader takes it, and it is written again
+            begin = text.rfind(b"\n", 0, written) + 1
+            self._keep(name, text[begin : len(old)], text[max(begin, len(old)) :])
+            if not isinstance(error, OSError):
+                raise
+            self._warn(name, len(text) - begin, error)
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
-    def _keep(self, name: str, text: bytes, error: OSError) -> None:
-        if sum(map(len, self._waiting.values())) + len(text) > KEEP_BYTES:
-            self._dropped += text.count(b"\n")
-        else:
-            self._waiting[name] = text
+    def _keep(self, name: str, old: bytes, new: bytes) -> None:
+        """Have lines wait: the old ones, which waited before, and the new ones where there is room for them."""
+        self._waiting.pop(name, None)
+        if sum(map(len, self._waiting.values())) + len(old) + len(new) > KEEP_BYTES:
+            self._dropped += new.count(b"\n")
+            new = b""
+        if old + new:
+            self._waiting[name] = old + new
+
+    def _warn(self, name: str, needed: int, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            failed = error if isinstance(error, WriteFailed) else files.failed_write(error, self._path(name), len(text))
+            failed = error if isinstance(error, WriteFailed) else files.failed_write(error, self._path(name), needed)
             warnings.warn(
                 f"telemetry: {failed.value}. {failed.rule}. The run goes on; rows wait in memory until there is room, "
                 "and repr(lab) counts them.",
