@@ -4,7 +4,8 @@
     texts {module: (file, text)}                       unloadable class, message, frames, no memory
     load key, function      forget key                 begun i, thread, thread's id in a dump
     begin key, random states                           done i, value
-    calls invoke, finish, [arguments], concurrency     wrong i, message      raised i, class, message, frames, no memory
+    calls invoke, finish, rows, concurrency            wrong i, message      raised i, class, message, frames, no memory
+    find_unreadable [i, column, value]                 unreadable [i, column, class, message, frames, no memory]
     stop                                               print stream, text
     end                                                ended random states
 
