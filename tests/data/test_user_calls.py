@@ -469,3 +469,34 @@ def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_name
     ):
         give(threading.Lock())
     assert_goes_on(calls)
+
+
+def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.support.calls.process.SEND_TIMEOUT_S", 0.5)
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            return exec, ("import time; time.sleep(2)",)
+
+    slow = Slow()
+
+    def score(prompt: str, response: str) -> float:
+        return float(slow is None)
+
+    rows = [{"prompt": "p" * 2**23, "response": "r"}]
+    assert score_rows(
+        score, rows, [1], calls=calls, concurrency=1, timeout_s=20.0, where="rank 0", row_numbers=[0],
+        progress=lambda done, total, tokens: None,
+    ) == [1.0]  # fmt: skip
+
+
+def test_where_the_system_cannot_look_at_a_process_without_reaping_it(
+    calls: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "waitid")
+    assert_goes_on(calls)
+    with pytest.raises(RewardError, match="ended its process with exit code 3"):
+        run(calls, lambda prompt, response: os._exit(3))
+    with pytest.raises(RewardError, match="crashed its process with SIGKILL"):
+        run(calls, lambda prompt, response: os.kill(os.getpid(), signal.SIGKILL))
+    assert_goes_on(calls)

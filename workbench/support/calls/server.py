@@ -157,6 +157,7 @@ class Server:
         self._function, self._state = self._functions.get(key), {}
         self._loop = self._session.enter_context(event_loop())
         set_random_states(states)
+        self.send(("ready",))
 
     def _calls(self, invoke: Callable[..., Any], finish: Callable[..., Any], packed: bytes, concurrency: int) -> None:
         if self._function is None:

@@ -174,6 +174,7 @@ class _Isolated:
         self._process, self._name = process, name
         self._open: dict[int, _Call] = {}
         self._heard_s = time.monotonic()
+        self._ready = False  # it has loaded the function, which may import much
         self.alive = True
 
     def each(
@@ -190,8 +191,11 @@ class _Isolated:
     ) -> None:
         left, next_tick_s, self._heard_s = len(calls), 0.0, time.monotonic()
         try:
-            self._process.send("calls", invoke, finish, packed_rows(calls, self._name), concurrency)
+            packed, sent = packed_rows(calls, self._name), False
             while left:
+                if self._ready and not sent:
+                    self._process.send("calls", invoke, finish, packed, concurrency)
+                    sent = True
                 for message in self._process.receive(TICK_S):
                     if message[0] == "unreadable" and len(message) == 1:  # which of the values is it
                         values = [(i, column, by_value(value)) for i, column, value in values_of(calls)]
@@ -239,6 +243,9 @@ class _Isolated:
         if name == "begun":
             i, thread, ident = rest
             self._open[i] = _Call(time.monotonic(), thread, ident)
+            return 0
+        if name == "ready":
+            self._ready = True
             return 0
         if name == "print":
             print(rest[1], end="", file=getattr(sys, rest[0]))
