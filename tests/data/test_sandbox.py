@@ -162,3 +162,9 @@ time.sleep(20)
 """, memory_bytes=2**27, timeout_s=15.0,
     )  # fmt: skip
     assert ran.ended == "memory"
+
+
+@here
+def test_files_in_memory_are_refused() -> None:
+    ran = run_python("import os\nos.memfd_create('held')")
+    assert "Function not implemented" in ran.stderr, ran

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import mmap
 import os
 import random
@@ -157,7 +158,7 @@ def test_a_fork_bomb_is_stopped_with_all_that_it_started(calls: UserCalls, tmp_p
         for _ in range(8):  # no bomb without end: at most 256 processes, should nobody stop them
             os.fork()
             (tmp_path / str(os.getpid())).touch()
-        if int(os.getpid()) % 5 == 0:
+        if os.getpid() % 5 == 0 and os.getpid() != os.getpgrp():
             os.setsid()  # out of the group
         time.sleep(20)
         os._exit(0)
@@ -404,4 +405,100 @@ def test_a_process_that_takes_no_function_is_a_typed_error(calls: UserCalls, mon
         patch.setattr(sys, "path", [])  # it cannot import the package
         with pytest.raises(StageError, match="its process ended its process"):
             run(calls, lambda prompt, response: float(len(large)))
+    assert_goes_on(calls)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper_of_a_test.py").write_text("WEIGHT = 1.0\n")
+    text = "import helper_of_a_test as helper\nSCALE = 1.0\ndef score(prompt, response): return SCALE * helper.WEIGHT\n"
+    (tmp_path / "rewards_of_a_test.py").write_text(text)
+    yield importlib.import_module("rewards_of_a_test")
+    for name in ("rewards_of_a_test", "helper_of_a_test"):
+        sys.modules.pop(name)
+
+
+def test_what_is_changed_in_a_module_of_the_user_takes_effect(calls: UserCalls, module: Any, tmp_path: Path) -> None:
+    def indirect(prompt: str, response: str) -> float:
+        return float(module.score(prompt, response))
+
+    assert run(calls, module.score) == run(calls, indirect) == [1.0] * 3
+    module.SCALE = 5.0
+    assert run(calls, module.score) == run(calls, indirect) == [5.0] * 3
+    module.helper.WEIGHT = 2.0
+    assert run(calls, module.score) == run(calls, indirect) == [10.0] * 3
+    before = process_of(calls).pid
+    (tmp_path / "rewards_of_a_test.py").write_text("def score(prompt, response):\n    return 7.0 + 0 * len(prompt)\n")
+    importlib.reload(module)
+    assert run(calls, module.score) == run(calls, indirect) == [7.0] * 3
+    assert process_of(calls).pid == before
+
+
+def test_a_module_that_holds_what_cannot_be_sent_is_imported_by_its_process(calls: UserCalls, module: Any) -> None:
+    module.score.__dict__["lock"] = threading.Lock()
+    assert run(calls, module.score) == [1.0] * 3
+
+
+def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_named(
+    calls: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "class Task:\n    goal = 2.0\ndef score(prompt, response, task): return task.goal * isinstance(task, Task)",
+        names,
+    )
+    monkeypatch.setattr(sys.modules["__main__"], "Task", names["Task"], raising=False)
+
+    def give(task: object) -> list[Score]:
+        return score_rows(
+            names["score"], [{"prompt": "p", "response": "r", "task": task}], [1], calls=calls, concurrency=1,
+            timeout_s=20.0, where="rank 0", row_numbers=[10], progress=lambda done, total, tokens: None,
+        )  # fmt: skip
+
+    assert give(names["Task"]()) == [2.0]
+
+    class Here:
+        def __reduce__(self) -> Any:
+            return exec, ("raise ImportError('only in the host')",)
+
+    with pytest.raises(
+        RewardError, match=r"could not be given column 'task': ImportError: only in the host for row 10"
+    ):
+        give(Here())
+    with pytest.raises(
+        BadInput, match=r"column 'task' of a row for score cannot be sent to its process: cannot pickle"
+    ):
+        give(threading.Lock())
+    assert_goes_on(calls)
+
+
+def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.support.calls.process.SEND_TIMEOUT_S", 0.5)
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            return exec, ("import time; time.sleep(2)",)
+
+    slow = Slow()
+
+    def score(prompt: str, response: str) -> float:
+        return float(slow is None)
+
+    rows = [{"prompt": "p" * 2**23, "response": "r"}]
+    assert score_rows(
+        score, rows, [1], calls=calls, concurrency=1, timeout_s=20.0, where="rank 0", row_numbers=[0],
+        progress=lambda done, total, tokens: None,
+    ) == [1.0]  # fmt: skip
+
+
+def test_where_the_system_cannot_look_at_a_process_without_reaping_it(
+    calls: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "waitid")
+    assert_goes_on(calls)
+    with pytest.raises(RewardError, match="ended its process with exit code 3"):
+        run(calls, lambda prompt, response: os._exit(3))
+    with pytest.raises(RewardError, match="crashed its process with SIGKILL"):
+        run(calls, lambda prompt, response: os.kill(os.getpid(), signal.SIGKILL))
     assert_goes_on(calls)

@@ -32,7 +32,8 @@ from workbench.data.user_functions import short
 from workbench.errors import BadInput, RolloutError
 from workbench.models.tokenizers import render_reply
 from workbench.settings.engines import Sampling
-from workbench.support.calls.sessions import Session, UserCalls, name_of
+from workbench.support.calls.pickling import name_of
+from workbench.support.calls.sessions import Session, UserCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

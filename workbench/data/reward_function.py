@@ -9,7 +9,8 @@ from typing import Any
 from workbench.data.user_functions import Score, checked_score, parameters_of, score, short
 from workbench.errors import BadInput, RewardError
 from workbench.support.calls.limits import limits_of
-from workbench.support.calls.sessions import UserCalls, name_of, pickled
+from workbench.support.calls.pickling import name_of, pickled
+from workbench.support.calls.sessions import UserCalls
 from workbench.support.named_fields import meant
 
 RewardFunction = Callable[..., Any]

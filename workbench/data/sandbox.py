@@ -39,10 +39,10 @@ PROBE_TIMEOUT_S = 20.0
 REMEDY = "install bubblewrap 0.8 or newer (Debian: `apt install bubblewrap`), and allow user namespaces"
 PROGRAM = "/tmp/program.py"
 CLONE3, CLONE_THREAD = 435, 0x00010000
-# by machine: what the kernel calls it, and its system calls clone, and fork and vfork
-ARCHITECTURES: dict[str, tuple[int, int, tuple[int, ...]]] = {
-    "x86_64": (0xC000003E, 56, (57, 58)),
-    "aarch64": (0xC00000B7, 220, ()),
+# by machine: what the kernel calls it, and its system calls clone, memfd_create, and fork and vfork
+ARCHITECTURES: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
+    "x86_64": (0xC000003E, 56, 319, (57, 58)),
+    "aarch64": (0xC00000B7, 220, 279, ()),
 }
 # limits that the program inherits and cannot raise; then the program
 START = """
@@ -140,16 +140,17 @@ def command(program: int, no_processes: int, memory_bytes: int, network: bool) -
 
 
 def filter_of_calls() -> bytes:
-    """A program for the kernel, see seccomp(2): no system call makes a process, only threads. A limit of processes that
-    somebody watches over loses against a program that forks without end, and the system's own does not bind root."""
-    architecture, clone, forks = ARCHITECTURES[platform.machine()]
+    """A program for the kernel, see seccomp(2): no system call makes a process, only threads, or a file in memory, whose
+    pages are counted nowhere. A limit of processes that somebody watches over loses against a program that forks
+    without end, and the system's own does not bind root."""
+    architecture, clone, memory_file, forks = ARCHITECTURES[platform.machine()]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, fail = 0x7FFF0000, 0x00050000
-    refuse = 10 + len(forks)  # the number of that line; the one behind it is for what the C library tries otherwise
+    refuse = 11 + len(forks)  # the number of that line; the one behind it is for what the C library tries otherwise
     lines = [  # operation, lines that are left out where it is true, value
         (load, 0, 4), (equal, 1, architecture), (give, 0, fail | errno.EPERM),
         (load, 0, 0), (at_least, refuse - 5, 0x40000000), (equal, refuse + 1 - 6, CLONE3),
-        *((equal, refuse - 7 - n, fork) for n, fork in enumerate(forks)), (equal, 1, clone), (give, 0, allow),
+        (equal, refuse + 1 - 7, memory_file), *((equal, refuse - 8 - n, fork) for n, fork in enumerate(forks)), (equal, 1, clone), (give, 0, allow),
         (load, 0, 16), (any_bit, 2, CLONE_THREAD),
         (give, 0, fail | errno.EAGAIN), (give, 0, fail | errno.ENOSYS), (give, 0, allow),
     ]  # fmt: skip

@@ -3,8 +3,9 @@
     host -> process                                    process -> host
     texts {module: (file, text)}                       unloadable class, message, frames, no memory
     load key, function      forget key                 begun i, thread, thread's id in a dump
-    begin key, random states                           done i, value
-    calls invoke, finish, [arguments], concurrency     wrong i, message      raised i, class, message, frames, no memory
+    begin key, random states                           ready (for calls)        done i, value
+    calls invoke, finish, rows, concurrency            wrong i, message      raised i, class, message, frames, no memory
+    find_unreadable [i, column, value]                 unreadable [i, column, class, message, frames, no memory]
     stop                                               print stream, text
     end                                                ended random states
 
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,8 +95,16 @@ class CallProcess:
 
     def _runs(self) -> bool:
         """Whether it runs. It is not reaped here: until `end`, its number is that of its group."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._popen.pid, flags) is None
+        return self._exit_code() is None
+
+    def _exit_code(self) -> int | None:
+        """As of `Popen.poll`, which reaps it where the system cannot look without that (macOS)."""
+        if not hasattr(os, "waitid"):
+            return self._popen.poll()
+        found = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def send(self, *message: Any) -> None:
         """Raises `ProcessEnded` where the process takes no message, and what pickle raises."""
@@ -137,14 +147,13 @@ class CallProcess:
 
     def _how_it_ended(self) -> str:
         deadline_s = time.monotonic() + 1.0
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while (found := os.waitid(os.P_PID, self._popen.pid, flags)) is None and time.monotonic() < deadline_s:
+        while (code := self._exit_code()) is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        if found is None:
+        if code is None:
             return "closed its connection to the host"
-        if found.si_code == os.CLD_EXITED:
-            return f"ended its process with exit code {found.si_status}"
-        name = signal.Signals(found.si_status).name
+        if code >= 0:
+            return f"ended its process with exit code {code}"
+        name = signal.Signals(-code).name
         killed = " (the system kills a process where memory runs out)" if name == "SIGKILL" else ""
         return f"crashed its process with {name}{killed}"
 
@@ -220,7 +229,8 @@ def use_of(pid: int, most_tasks: int, most_bytes: int) -> tuple[list[psutil.Proc
         return tree, tasks, resident
     for process in tree:
         with contextlib.suppress(psutil.Error):
-            shared += process.memory_full_info().pss
+            found = process.memory_full_info()
+            shared += getattr(found, "pss", found.rss)  # Linux has pss
     return tree, tasks, shared
 
 
@@ -259,7 +269,10 @@ def _end(
         time.sleep(0.002)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(popen.pid, signal.SIGKILL)
-    popen.wait()
+    try:
+        popen.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # it waits on a device or a network disk
+        warnings.warn(f"process {popen.pid} of user functions does not end; the system ends it later", stacklevel=2)
     os.close(lifeline)
     connection.close()
     crash.close()

@@ -157,11 +157,15 @@ class Server:
         self._function, self._state = self._functions.get(key), {}
         self._loop = self._session.enter_context(event_loop())
         set_random_states(states)
+        self.send(("ready",))
 
-    def _calls(
-        self, invoke: Callable[..., Any], finish: Callable[..., Any], calls: Sequence[Sequence[Any]], concurrency: int
-    ) -> None:
+    def _calls(self, invoke: Callable[..., Any], finish: Callable[..., Any], packed: bytes, concurrency: int) -> None:
         if self._function is None:
+            return
+        try:
+            calls: Sequence[Sequence[Any]] = pickle.loads(packed)
+        except BaseException:
+            self.send(("unreadable",))
             return
         work = self._work = queue.SimpleQueue()
         for i in range(len(calls)):
@@ -177,15 +181,24 @@ class Server:
                     self.send(("begun", i, threading.get_native_id(), threading.get_ident()))
                 try:
                     value = call(invoke, finish, self._function, self._state, calls[i], self._loop)
-                    packed = pickle.dumps(("done", i, value))
+                    answer = pickle.dumps(("done", i, value))
                 except WrongValue as problem:
-                    packed = pickle.dumps(("wrong", i, plain_text(str(problem))))
+                    answer = pickle.dumps(("wrong", i, plain_text(str(problem))))
                 except BaseException as error:
-                    packed = pickle.dumps(("raised", i, *_told(error)))
-                self._write(packed)
+                    answer = pickle.dumps(("raised", i, *_told(error)))
+                self._write(answer)
 
         for _ in range(min(concurrency, len(calls))):
             threading.Thread(target=serve, daemon=True, name="user call").start()
+
+    def _find_unreadable(self, values: Sequence[tuple[int, str, bytes]]) -> None:
+        for i, column, packed in values:
+            try:
+                pickle.loads(packed)
+            except BaseException as error:
+                self.send(("unreadable", i, column, *_told(error)))
+                return
+        self.send(("unreadable", 0, "its rows", "UnpicklingError", "no value alone is the cause", (), False))
 
     def _stop(self) -> None:
         with self._beginning:

@@ -15,6 +15,7 @@ from workbench.errors.frames import RaisedElsewhere
 from workbench.errors.plain_text import plain_text
 from workbench.support.calls.in_host import InHost
 from workbench.support.calls.limits import limits_of
+from workbench.support.calls.pickling import by_value, name_of, packed_rows, pickled, values_of
 from workbench.support.calls.process import CallProcess, LimitPassed, ProcessEnded
 from workbench.support.calls.server import event_loop, random_states, set_random_states
 
@@ -157,29 +158,6 @@ class UserCalls:
         return self._process, key
 
 
-def pickled(function: Any) -> bytes:
-    """A function as it is sent to a process, with the values of globals and closures that it reads. `BadInput` for one
-    that holds what no other process can have."""
-    import cloudpickle
-
-    try:
-        return bytes(cloudpickle.dumps(function))
-    except Exception as error:
-        raise BadInput(
-            f"{name_of(function)} cannot be sent to a process of its own: {plain_text(str(error), 200)}",
-            "a function runs in a process that can be killed, with copies of what it reads",
-            "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
-            "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
-        ) from error
-
-
-def name_of(function: Any) -> str:
-    """What to call a function, or what a partial calls, in messages."""
-    while not hasattr(function, "__name__") and hasattr(function, "func"):
-        function = function.func
-    return plain_text(str(getattr(function, "__name__", None) or type(function).__name__), 80)
-
-
 @dataclass
 class _Call:
     """One that is under way. thread: for the system; ident: for Python."""
@@ -196,6 +174,7 @@ class _Isolated:
         self._process, self._name = process, name
         self._open: dict[int, _Call] = {}
         self._heard_s = time.monotonic()
+        self._ready = False  # it has loaded the function, which may import much
         self.alive = True
 
     def each(
@@ -212,10 +191,17 @@ class _Isolated:
     ) -> None:
         left, next_tick_s, self._heard_s = len(calls), 0.0, time.monotonic()
         try:
-            self._send("calls", invoke, finish, calls, concurrency)
+            packed, sent = packed_rows(calls, self._name), False
             while left:
+                if self._ready and not sent:
+                    self._process.send("calls", invoke, finish, packed, concurrency)
+                    sent = True
                 for message in self._process.receive(TICK_S):
-                    left -= self._handle(message, done, fail)
+                    if message[0] == "unreadable" and len(message) == 1:  # which of the values is it
+                        values = [(i, column, by_value(value)) for i, column, value in values_of(calls)]
+                        self._process.send("find_unreadable", values)
+                    else:
+                        left -= self._handle(message, done, fail)
                 now_s = time.monotonic()
                 if now_s >= next_tick_s:
                     tick()
@@ -250,17 +236,6 @@ class _Isolated:
             if not ended:
                 self._kill()
 
-    def _send(self, *message: Any) -> None:
-        try:
-            self._process.send(*message)
-        except ProcessEnded:
-            raise
-        except Exception as error:
-            raise BadInput(
-                f"a row for {self._name} cannot be sent to its process: {plain_text(str(error), 200)}",
-                "columns that a function is given are texts, numbers, lists and dicts",
-            ) from error
-
     def _handle(self, message: tuple[Any, ...], done: Callable[[int, Any], None], fail: Fail) -> int:
         """Take in a message; how many calls it ends."""
         name, *rest = message
@@ -268,6 +243,9 @@ class _Isolated:
         if name == "begun":
             i, thread, ident = rest
             self._open[i] = _Call(time.monotonic(), thread, ident)
+            return 0
+        if name == "ready":
+            self._ready = True
             return 0
         if name == "print":
             print(rest[1], end="", file=getattr(sys, rest[0]))
@@ -279,6 +257,13 @@ class _Isolated:
                 0, f"cannot be loaded in its process: {kind}: {said}", "its process imports the modules that it uses"
             ) from RaisedElsewhere(kind, said, chain)
         i, *rest = rest
+        if name == "unreadable":
+            column, kind, said, chain, _ = rest
+            self._kill()
+            raise fail(
+                i, f"could not be given {column}: {kind}: {said}", "a row is sent to the function's process, pickled",
+                "give it texts, numbers, lists, dicts, or objects whose modules its process can import",
+            ) from RaisedElsewhere(kind, said, chain)  # fmt: skip
         del self._open[i]
         if name == "done":
             done(i, rest[0])

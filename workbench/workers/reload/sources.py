@@ -9,28 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import site
 import sys
-import sysconfig
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import decode_source, resolve_name
 from pathlib import Path
-from types import ModuleType
 
 from workbench.errors import BadInput
+from workbench.support.editable import editable
 
-_NOT_EDITED = ("__main__", "__mp_main__")
-_INSTALLED = tuple(
-    {
-        os.path.realpath(path) + os.sep
-        for path in (
-            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-        )
-    }
-)
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(?P<of>[.\w]+)[ \t]+import[ \t]+(?P<names>\([^)]*\)|[^\n#;]+)"
     r"|import[ \t]+(?P<modules>[^\n#;]+))",
@@ -75,7 +62,7 @@ class Sources:
             self._edits.pop(name, None)
         for name in sys.modules.keys() - self._known:
             module = sys.modules.get(name)
-            path = _editable(name, module)
+            path = editable(name, module)
             if path is not None:
                 try:
                     stamp, text = stamp_of(path), read(path)
@@ -192,15 +179,6 @@ def imported(text: str, module: str) -> frozenset[str]:
 
 def _is_package(name: str) -> bool:
     return hasattr(sys.modules.get(name), "__path__")
-
-
-def _editable(name: str, module: ModuleType | None) -> str | None:
-    """The file of a module that the user may edit."""
-    path = getattr(module, "__file__", None)
-    if name in _NOT_EDITED or not isinstance(path, str) or not path.endswith(".py"):
-        return None
-    installed = any(folder in path for folder in ("site-packages", "dist-packages"))
-    return None if installed or os.path.realpath(path).startswith(_INSTALLED) else path
 
 
 def stamp_of(path: str) -> Stamp:

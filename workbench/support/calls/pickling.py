@@ -1,0 +1,111 @@
+"""What is sent to the process of a user's functions, pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from workbench.errors import BadInput
+from workbench.errors.plain_text import plain_text
+from workbench.support.editable import editable
+
+OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a module, and not its own
+_registering = threading.Lock()
+
+
+def pickled(function: Any) -> bytes:
+    """A function as it is sent to a process, with the values of globals and closures that it reads. `BadInput` for one
+    that holds what no other process can have."""
+    try:
+        return by_value(function)
+    except Exception as error:
+        raise BadInput(
+            f"{name_of(function)} cannot be sent to a process of its own: {plain_text(str(error), 200)}",
+            "a function runs in a process that can be killed, with copies of what it reads",
+            "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
+            "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
+        ) from error
+
+
+def by_value(thing: Any) -> bytes:
+    """Pickled with the code and the globals of the notebook and of modules that the user may edit, as they are now:
+    another process would import what their files say. By name where these hold what cannot be sent, such as a lock."""
+    try:
+        with _editable_by_value() as modules:
+            return _dumps(thing, modules)
+    except Exception:
+        return _dumps(thing, ())
+
+
+def _dumps(thing: Any, modules: Collection[ModuleType]) -> bytes:
+    import cloudpickle
+
+    ids = {id(module) for module in modules}
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, ModuleType) and id(value) in ids:  # cloudpickle's way fails on modules in a circle
+                return ModuleType, (value.__name__,), {k: v for k, v in vars(value).items() if k not in OF_IMPORT}
+            return super().reducer_override(value)
+
+    Pickler(file := io.BytesIO()).dump(thing)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def _editable_by_value() -> Iterator[Collection[ModuleType]]:
+    import cloudpickle
+
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value()
+        modules = [
+            module
+            for name, module in list(sys.modules.items())
+            if editable(name, module) and name.partition(".")[0] != "workbench" and module.__name__ == name
+        ]
+        modules = [module for module in modules if module.__name__ not in known]
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield modules
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> bytes:
+    """The arguments of calls of a function. `BadInput`, which names the column, for what cannot be sent."""
+    try:
+        return by_value(calls)
+    except Exception:
+        for _, column, value in values_of(calls):
+            try:
+                by_value(value)
+            except Exception as error:
+                raise BadInput(
+                    f"{column} of a row for {name} cannot be sent to its process: {plain_text(str(error), 200)}",
+                    "columns that a function is given are texts, numbers, lists, dicts, and objects of such",
+                ) from error
+        raise
+
+
+def values_of(calls: Sequence[Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Each value of the arguments of calls: the call's number, what to call the value in messages, the value."""
+    for i, arguments in enumerate(calls):
+        for argument in arguments:
+            if isinstance(argument, Mapping):
+                yield from ((i, f"column {column!r:.80}", value) for column, value in argument.items())
+            else:
+                yield i, "an argument", argument
+
+
+def name_of(function: Any) -> str:
+    """What to call a function, or what a partial calls, in messages."""
+    while not hasattr(function, "__name__") and hasattr(function, "func"):
+        function = function.func
+    return plain_text(str(getattr(function, "__name__", None) or type(function).__name__), 80)
