@@ -363,6 +363,7 @@ def test_the_modules_are_those_that_the_host_runs_though_their_files_were_edited
         assert run(calls, module.score) == [1.0] * 3
     finally:
         calls.close()
+        del sys.modules[module.__name__]  # later tests of this process reload what was edited
 
 
 def test_memory_that_could_be_shared_counts_too(calls: UserCalls) -> None:

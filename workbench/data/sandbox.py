@@ -140,8 +140,8 @@ def command(program: int, no_processes: int, memory_bytes: int, network: bool) -
 
 
 def filter_of_calls() -> bytes:
-    """A program for the kernel, see seccomp(2): no system call makes a process, only threads, or a file in memory, whose
-    pages are counted nowhere. A limit of processes that somebody watches over loses against a program that forks
+    """A program for the kernel, see seccomp(2): no system call makes a process, only threads, or a file in memory,
+    whose pages are counted nowhere. A limit of processes that somebody watches over loses against a program that forks
     without end, and the system's own does not bind root."""
     architecture, clone, memory_file, forks = ARCHITECTURES[platform.machine()]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -150,7 +150,9 @@ def filter_of_calls() -> bytes:
     lines = [  # operation, lines that are left out where it is true, value
         (load, 0, 4), (equal, 1, architecture), (give, 0, fail | errno.EPERM),
         (load, 0, 0), (at_least, refuse - 5, 0x40000000), (equal, refuse + 1 - 6, CLONE3),
-        (equal, refuse + 1 - 7, memory_file), *((equal, refuse - 8 - n, fork) for n, fork in enumerate(forks)), (equal, 1, clone), (give, 0, allow),
+        (equal, refuse + 1 - 7, memory_file),
+        *((equal, refuse - 8 - n, fork) for n, fork in enumerate(forks)),
+        (equal, 1, clone), (give, 0, allow),
         (load, 0, 16), (any_bit, 2, CLONE_THREAD),
         (give, 0, fail | errno.EAGAIN), (give, 0, fail | errno.ENOSYS), (give, 0, allow),
     ]  # fmt: skip
