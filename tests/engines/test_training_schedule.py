@@ -7,6 +7,7 @@ import math
 import pytest
 
 from workbench.engines.training.schedule import learning_rate
+from workbench.errors import BadInput
 from workbench.settings.engines import Training
 
 
@@ -29,5 +30,7 @@ def test_without_warmup_the_first_step_has_the_full_rate() -> None:
 
 
 def test_warmup_longer_than_the_run() -> None:
-    settings = Training(learning_rate=1.0, schedule="linear", warmup_steps=5, total_steps=3)
-    assert [learning_rate(settings, steps) for steps in (3, 5, 6)] == [0.8, 1.0, 0.0]
+    with pytest.raises(BadInput, match="warmup_steps=5 with total_steps=3"):
+        Training(learning_rate=1.0, schedule="linear", warmup_steps=5, total_steps=3)
+    whole = Training(learning_rate=1.0, schedule="linear", warmup_steps=3, total_steps=3)
+    assert [learning_rate(whole, steps) for steps in (0, 2, 3)] == [pytest.approx(1 / 3), 1.0, 1.0]

@@ -80,7 +80,7 @@ def test_attacks_fail_their_stage_and_hosts_go_on(lab: wb.Workbench, batch: wb.B
         assert lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"].tolist() == expected
     assert hosts_of(lab) == hosts
     wait_until(lambda: all(gone(int(path.name)) for path in tmp_path.iterdir()))
-    assert len(list(tmp_path.iterdir())) > 10
+    assert any(tmp_path.iterdir())
 
 
 class Stuck:

@@ -96,7 +96,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("--train 1-2-1 --generate 1-2 --model tiny-lama", "did you mean 'tiny-llama'?"),
         ("--train 1-2-1 --generate 1-2 --model ./nowhere.json", "no file or folder './nowhere.json'"),
         ("--train 1-2-1 --generate 1-2 --model tiny-llama --dtype half-ish", "must be the name of a torch dtype"),
-        ("--train 1-2-1 --generate 1-2 --model {prose}", "must be a model's config.json"),
+        ("--train 1-2-1 --generate 1-2 --model {prose}", "is no JSON"),
     ],
 )
 def test_wrong_input_is_one_clear_line(

@@ -20,7 +20,7 @@ from workbench.support.calls.process import CallProcess, LimitPassed, ProcessEnd
 from workbench.support.calls.server import event_loop, random_states, set_random_states
 
 TICK_S = 0.05
-GRACE_S = 0.5  # for calls under way, when others have failed
+GRACE_S = 2.0  # for calls under way, when others have failed
 END_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 120.0  # for the modules that a function imports
 MOST_FUNCTIONS = 8  # that a process keeps
