@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import workbench as wb
 from workbench.data.reward_function import Score, check_function, score_rows
@@ -332,6 +333,24 @@ def test_it_draws_on_where_its_host_stands_and_its_host_where_it_has_drawn(calls
     random.seed(3)
     np.random.seed(4)  # noqa: NPY002
     assert run(calls, draws, concurrency=1) + run(calls, draws, concurrency=1) == here
+
+
+def test_a_library_that_it_imports_itself_draws_on_too(calls: UserCalls) -> None:
+    def draws(prompt: str, response: str) -> float:
+        import numpy
+        import torch
+
+        return float(numpy.random.rand()) + float(torch.rand(()))  # noqa: NPY002
+
+    def seed() -> None:
+        np.random.seed(4)  # noqa: NPY002
+        torch.manual_seed(5)
+
+    seed()
+    here = [float(np.random.rand()) + float(torch.rand(())) for _ in range(7)]  # noqa: NPY002
+    seed()
+    there = run(calls, draws, concurrency=1) + run(calls, draws, concurrency=1)
+    assert [*there, float(np.random.rand()) + float(torch.rand(()))] == here  # noqa: NPY002
 
 
 def test_the_process_is_there_beside_other_work_and_loads_no_engine(calls: UserCalls) -> None:

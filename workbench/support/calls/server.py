@@ -23,8 +23,10 @@ import socket
 import struct
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from typing import Any
 
@@ -157,6 +159,8 @@ class Server:
         self._function, self._state = self._functions.get(key), {}
         self._loop = self._session.enter_context(event_loop())
         set_random_states(states)
+        _waiting.clear()
+        _waiting.update({name: state for name, state in states.items() if name not in (*sys.modules, "random")})
         self.send(("ready",))
 
     def _calls(self, invoke: Callable[..., Any], finish: Callable[..., Any], packed: bytes, concurrency: int) -> None:
@@ -270,9 +274,40 @@ def set_random_states(states: Mapping[str, bytes]) -> None:
     """Go on drawing where another process stands."""
     random.setstate(pickle.loads(states["random"]))
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(pickle.loads(states["numpy"]))
+        _SETTERS["numpy"](numpy.random, states["numpy"])
     if "torch" in states and (torch := sys.modules.get("torch")) is not None:
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+        _SETTERS["torch"](torch, states["torch"])
+
+
+_SETTERS: Mapping[str, Callable[[Any, bytes], None]] = {
+    "numpy": lambda numpy_random, state: numpy_random.set_state(pickle.loads(state)),
+    "torch": lambda torch, state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+}
+
+
+_waiting: dict[str, bytes] = {}  # states of libraries that this process has not imported
+
+
+class _SetsStates(MetaPathFinder):
+    """Has a library that a function imports draw where the host stands, from its first draw on."""
+
+    LIBRARIES = types.MappingProxyType({"numpy.random": "numpy", "torch": "torch"})
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if self.LIBRARIES.get(name) not in _waiting:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_set(module: types.ModuleType) -> None:
+                execute(module)
+                library = self.LIBRARIES[name]
+                if (state := _waiting.pop(library, None)) is not None:
+                    _SETTERS[library](module, state)
+
+            spec.loader.exec_module = execute_and_set  # type: ignore[method-assign]
+        return spec
 
 
 def serve(connection: int, lifeline: int, crash: int, most_bytes: int) -> None:
@@ -281,6 +316,7 @@ def serve(connection: int, lifeline: int, crash: int, most_bytes: int) -> None:
     lifeline: a pipe to which nobody writes; when the host ends, the system kills this process and those that it
     started, also while Python's lock is held. crash: file for the frames of a crash.
     """
+    sys.meta_path.insert(0, _SetsStates())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(file=crash)
     if hasattr(fcntl, "F_SETSIG"):  # Linux
