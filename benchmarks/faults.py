@@ -13,6 +13,7 @@ from there. Needs a C compiler. The exit code is 1 where a trial was not right.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -108,14 +109,15 @@ class Faults:
             driver.kill()
             return f"first: {error.split(':')[0] or 'done before'}"
         other.kill()
-        if fault == "kill host":
-            os.kill(pid, signal.SIGKILL)
-        elif fault == "stop host":
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.0)
-            os.kill(pid, signal.SIGCONT)
-        else:
-            os.kill(driver.process.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):  # a move has ended it
+            if fault == "kill host":
+                os.kill(pid, signal.SIGKILL)
+            elif fault == "stop host":
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(1.0)
+                os.kill(pid, signal.SIGCONT)
+            else:
+                os.kill(driver.process.pid, signal.SIGINT)
         error, _ = driver.answer()
         kind = error.split(":")[0]
         allowed = {
