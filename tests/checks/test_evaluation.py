@@ -108,7 +108,7 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
         ({"samples": 0}, "samples=0"),
         ({"n": 0}, "n=0"),
         ({"sampling": {"top_p": 1}}, "wb.Sampling"),
-        ({"reward": "length"}, "must be callable"),
+        ({"reward": "length"}, "must be a function"),
         ({"threshold": "1"}, "threshold='1'"),
         ({"data": {}}, "a data set at least"),
         ({"data": "arithmetics"}, "arithmetics"),

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import traceback
 from multiprocessing.connection import Connection
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import _forkserver, ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def started() -> str:
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     before, os.environ["LD_PRELOAD"] = os.environ.get("LD_PRELOAD"), str(library)
     try:
+        _forkserver._stop()  # type: ignore[attr-defined]
         ensure_running()
     finally:
         del os.environ["LD_PRELOAD"]

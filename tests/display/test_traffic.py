@@ -56,5 +56,5 @@ def test_nothing_moved(tmp_path: Path) -> None:
         assert "0 B in all" in shown._repr_html_()
         with pytest.raises(NotFound, match="stage 'nowhere'"):
             lab.traffic(stage="nowhere")
-        with pytest.raises(BadInput, match=r"kind.*'gradients'.*batch, weights"):
+        with pytest.raises(BadInput, match=r"kind='gradients'.*'batch', 'weights'"):
             lab.transfers("gradients")  # type: ignore[arg-type]

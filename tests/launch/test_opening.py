@@ -138,6 +138,8 @@ def test_where_the_seconds_of_opening_went(tmp_path: Path) -> None:
         assert len(lab.opening()) == len(opening)  # stages are no part of it
 
 
+# vLLM imports parts of torch that use torch's own deprecated decorators
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_where_the_seconds_of_starting_vllm_went(tmp_path: Path) -> None:
     models = {"actor": TINY, "reward": vowels}
     with tiny_lab("vllm", tmp_path, backend="inline", models=models, engine="deepspeed", generation="vllm") as lab:

@@ -365,7 +365,7 @@ def test_a_simulation_keeps_to_the_plan() -> None:
         ({"models": ["actor"]}, "models=['actor']"),
         ({"models": {**dict.fromkeys(ROLES[:4], "llama-7b"), "actor": 5}}, "model 5"),
         ({"models": {**dict.fromkeys(ROLES[:4], "llama-7b"), "judge": "llama-7b"}}, "'judge'"),
-        ({"workload": 5}, "algorithm=5"),
+        ({"workload": 5}, "workload=5"),
         ({"placement": "split", "devices": 16, "granularity": 16}, "2 sets of at least 16"),
     ],
 )

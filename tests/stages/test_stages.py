@@ -136,7 +136,7 @@ def test_shards_of_a_stage_that_failed_are_dropped(lab: wb.Workbench) -> None:
         ("critic.update_critic", {"clip": 0}, "clip=0"),
         ("reward.compute_reward", {"concurrency": 0}, "concurrency=0"),
         ("reward.compute_reward", {"timeout_s": 0}, "timeout_s=0"),
-        ("reward.compute_reward", {"function": "vowels"}, "must be callable"),
+        ("reward.compute_reward", {"function": "vowels"}, "must be a function"),
         ("compute_advantages", {"gamma": 1.5}, "gamma=1.5"),
         ("compute_advantages", {"estimator": "gea"}, "estimator='gea'"),
     ],

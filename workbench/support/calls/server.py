@@ -163,7 +163,9 @@ class Server:
         _waiting.update({name: state for name, state in states.items() if name not in (*sys.modules, "random")})
         self.send(("ready",))
 
-    def _calls(self, invoke: Callable[..., Any], finish: Callable[..., Any], packed: bytes, concurrency: int) -> None:
+    def _calls(
+        self, invoke: Callable[..., Any], finish: Callable[..., Any], packed: bytes, concurrency: int, number: int
+    ) -> None:
         if self._function is None:
             return
         try:
@@ -182,14 +184,14 @@ class Server:
                         i = work.get_nowait()
                     except queue.Empty:
                         return
-                    self.send(("begun", i, threading.get_native_id(), threading.get_ident()))
+                    self.send(("begun", (number, i), threading.get_native_id(), threading.get_ident()))
                 try:
                     value = call(invoke, finish, self._function, self._state, calls[i], self._loop)
-                    answer = pickle.dumps(("done", i, value))
+                    answer = pickle.dumps(("done", (number, i), value))
                 except WrongValue as problem:
-                    answer = pickle.dumps(("wrong", i, plain_text(str(problem))))
+                    answer = pickle.dumps(("wrong", (number, i), plain_text(str(problem))))
                 except BaseException as error:
-                    answer = pickle.dumps(("raised", i, *_told(error)))
+                    answer = pickle.dumps(("raised", (number, i), *_told(error)))
                 self._write(answer)
 
         for _ in range(min(concurrency, len(calls))):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +22,8 @@ from workbench.support.calls.process import CallProcess, LimitPassed, ProcessEnd
 from workbench.support.calls.server import event_loop, random_states, set_random_states
 
 TICK_S = 0.05
+OF_CALLS = ("begun", "done", "wrong", "raised")  # messages about one call, which is named by a number and its row
+_numbers = itertools.count()  # one for the calls of each stage, so that no late answer passes for one of a later stage
 GRACE_S = 2.0  # for calls under way, when others have failed
 END_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 120.0  # for the modules that a function imports
@@ -173,6 +177,7 @@ class _Isolated:
     def __init__(self, process: CallProcess, name: str) -> None:
         self._process, self._name = process, name
         self._open: dict[int, _Call] = {}
+        self._number, self._unread = -1, deque[tuple[Any, ...]]()
         self._heard_s = time.monotonic()
         self._ready = False  # it has loaded the function, which may import much
         self.alive = True
@@ -190,13 +195,16 @@ class _Isolated:
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         left, next_tick_s, self._heard_s = len(calls), 0.0, time.monotonic()
+        self._number = next(_numbers)
         try:
             packed, sent = packed_rows(calls, self._name), False
             while left:
                 if self._ready and not sent:
-                    self._process.send("calls", invoke, finish, packed, concurrency)
+                    self._process.send("calls", invoke, finish, packed, concurrency, self._number)
                     sent = True
-                for message in self._process.receive(TICK_S):
+                self._unread.extend(self._process.receive(TICK_S))
+                while self._unread:
+                    message = self._unread.popleft()
                     if message[0] == "unreadable" and len(message) == 1:  # which of the values is it
                         values = [(i, column, by_value(value)) for i, column, value in values_of(calls)]
                         self._process.send("find_unreadable", values)
@@ -240,6 +248,11 @@ class _Isolated:
         """Take in a message; how many calls it ends."""
         name, *rest = message
         self._heard_s = time.monotonic()
+        if name in OF_CALLS:
+            (number, i), *rest = rest
+            if number != self._number:  # of a call of before, which was given up
+                return 0
+            rest = [i, *rest]
         if name == "begun":
             i, thread, ident = rest
             self._open[i] = _Call(time.monotonic(), thread, ident)
@@ -312,12 +325,16 @@ class _Isolated:
         try:
             self._process.send("stop")
             while (self._open or not stopped) and time.monotonic() < deadline_s:
-                for name, *rest in self._process.receive(0.01):
+                self._unread.extend(self._process.receive(0.01))
+                while self._unread:
+                    name, *rest = self._unread.popleft()
                     stopped = stopped or name == "stopped"
+                    if name not in OF_CALLS or rest[0][0] != self._number:
+                        continue
                     if name == "begun":
-                        self._open[rest[0]] = _Call(time.monotonic(), *rest[1:])
-                    elif name in ("done", "wrong", "raised"):
-                        self._open.pop(rest[0], None)
+                        self._open[rest[0][1]] = _Call(time.monotonic(), *rest[1:])
+                    else:
+                        self._open.pop(rest[0][1], None)
         except (ProcessEnded, LimitPassed):
             pass
         finally:
