@@ -277,6 +277,10 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(calls: UserCalls) -> Non
         wb.limits(memory_bytes=0)
     with pytest.raises(BadInput, match=r"memory_bytes=1000"):
         wb.limits(memory_bytes=1000)
+    with pytest.raises(BadInput, match=r"memory_bytes"):
+        wb.limits(memory=2**30)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match=r"wb.limits"):
+        wb.limits(locked)  # type: ignore[arg-type, call-arg]
     with pytest.raises(BadInput, match=r"takes no attributes"):
         wb.limits(tasks=1)(len)
 

@@ -142,7 +142,7 @@ def test_scrub_masks_all_that_is_text_and_names_what_is_not(
     for name in ("events.jsonl", "host.log", "memory.jsonl"):
         assert f"masked in {old_run}" in said
         assert name in said
-    assert "events.out.tfevents.1: it holds what looks like a key" in said
+    assert "events.out.tfevents.1: it seems to hold a key" in said
     assert "out: it is a link, which is not followed" in said
     assert texts_with(old_run, [KEY, "plain-words"]) == [(KEY, "events.out.tfevents.1")]
     for path in [old_run, *old_run.rglob("*")]:
@@ -243,7 +243,7 @@ def test_an_export_names_the_cell_and_line_of_a_secret(tmp_path: Path, capsys: p
     }  # fmt: skip
     (tmp_path / "page.ipynb").write_text(json.dumps(page))
     assert main(["export", str(tmp_path / "page.ipynb"), "-o", str(tmp_path / "page.py")]) == 0
-    assert "cell 2 (In [2]) holds what looks like a secret in line 3, and so does the script" in capsys.readouterr().err
+    assert "cell 2 (In [2]) seems to hold a secret in line 3; the script has it too" in capsys.readouterr().err
     assert KEY in (tmp_path / "page.py").read_text()  # the user's own text stays as it is
 
 

@@ -105,13 +105,13 @@ def script_of(
 
 
 def _secrets_told(cells: Sequence[Cell], text: str) -> list[str]:
-    """Where cells hold what looks like a secret that is in the script as well: cell and line."""
+    """Cell and line of what seems to be a secret, where the script has it too."""
     told = []
     for cell in cells:
         lines = dict.fromkeys(line for line, secret in secrets_in(cell.text) if secret in text)
         if lines:
             told.append(
-                f"{cell} holds what looks like a secret in line {', '.join(map(str, lines))}, and so does the script: "
+                f"{cell} seems to hold a secret in line {', '.join(map(str, lines))}; the script has it too: "
                 "read it from the environment instead"
             )
     return told

@@ -310,7 +310,7 @@ def _check_memory(description: Description, replaced: Sequence[psutil.Process]) 
 
 
 @checked_call("wb.attach")
-@stoppable("attaching", ("the workbench lives on, as it was", "the same call again attaches to it"))
+@stoppable("attaching", ("the workbench is still open and unchanged", "the same call again attaches to it"))
 def attach(name: str, *, take_over: bool = False) -> Workbench:
     """Take up a workbench that lives, opened in this kernel or an earlier one: groups, placement, batches (see
     `lab.batches()`), telemetry, where prompts, examples and the algorithm stand. An algorithm of the class that stepped

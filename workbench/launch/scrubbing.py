@@ -145,7 +145,7 @@ def _clean(path: Path, place: Path, done: Scrubbed) -> None:
     elif not (path.suffix == ".safetensors" and "roles" in path.relative_to(place).parts):  # those are numbers
         text = files.read_bytes(path).decode("latin-1")
         if without_forms(text) != text:
-            done.left[path] = "it holds what looks like a key, and is no text that can be changed: delete it"
+            done.left[path] = "it seems to hold a key, and only text files can be changed: delete it"
 
 
 def _rewrite(path: Path, mask: Callable[[str], Any], done: Scrubbed) -> None:

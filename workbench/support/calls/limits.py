@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from workbench.errors import BadInput
+from workbench.support.checked_calls import checked_call
 from workbench.support.machine import cores, total_bytes
 from workbench.support.validation import PositiveInt, Whole, settings
 
@@ -41,6 +42,7 @@ class Limits:
         return self.tasks or max(512, 8 * cores())
 
 
+@checked_call("wb.limits")
 def limits(*, memory_bytes: int | None = None, tasks: int | None = None, own_process: bool = True) -> Callable[[F], F]:
     """A decorator of reward and cost functions and of environments, which says how their process is limited.
 
