@@ -511,7 +511,6 @@ class Workbench:
 
     # --- code ---------------------------------------------------------------------------------------------------------
 
-    @stoppable("lab.reload()", ("all processes have the edits, or none", "the same call again reloads"))
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
 
@@ -748,23 +747,14 @@ class Workbench:
         """
         from workbench.export import export_notebook
 
-        if not self.description.record:
-            raise BadInput(
-                f"{self.name!r} was opened with record=False", "what its cells did was not recorded",
-                "`wb export NOTEBOOK` writes the page as it stands",
-            )  # fmt: skip
+        recorded = _recorded(self)
         output = path_of(output, "output")
         if output.suffix != ".py":
             raise BadInput(f"output={str(output)!r}", "a script's name ends in .py", f"write {output.stem + '.py'!r}")
-        runs = sorted(
-            {self.run_folder, *(lab.run_folder for lab in registry.opened.values())}, key=lambda folder: folder.name
-        )
-        recorded = [folder for folder in runs if (folder / "events.jsonl").is_file()]
         return export_notebook(notebook or notebook_path(), output, **{"runs": recorded, **options})
 
     # --- branches, checks, evaluation ---------------------------------------------------------------------------------
 
-    @stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
     def compare(self, batch: Batch, arms: Arms) -> Comparison:
         """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
@@ -778,7 +768,6 @@ class Workbench:
         end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
         return self.runner.snapshots.kept(*roles)
 
-    @stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
     def check(self, *names: str) -> CheckReport:
         """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
         before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
@@ -788,7 +777,6 @@ class Workbench:
 
         return check(self, names)
 
-    @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
     def evaluate(
         self, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
         reward: Callable[..., Any] | None = None, threshold: float = 1.0, seed: int = 0,
@@ -813,6 +801,17 @@ class Workbench:
         until the actor's next step. They go from host to host, to each rank what it holds of them; meanwhile the
         actor's ranks keep one copy of them together, in host memory."""
         refresh_reference(self.runner)
+
+
+def _recorded(lab: Workbench) -> list[Path]:
+    """The run folders of this process in which cells are recorded. `BadInput` after record=False."""
+    if not lab.description.record:
+        raise BadInput(
+            f"{lab.name!r} was opened with record=False", "what its cells did was not recorded",
+            "`wb export NOTEBOOK` writes the page as it stands",
+        )  # fmt: skip
+    runs = {lab.run_folder, *(other.run_folder for other in registry.opened.values())}
+    return sorted((run for run in runs if (run / "events.jsonl").is_file()), key=lambda run: run.name)
 
 
 def _groups_of_process() -> list[Groups]:

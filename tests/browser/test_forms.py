@@ -62,3 +62,24 @@ def test_a_field_that_is_greyed_and_drawn_again(page: Any) -> None:
     page.keyboard.press("Enter")
     page.wait_for_function("() => sent.length")
     assert page.evaluate("sent") == [["iterations", "5"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "number"])
+def test_what_is_selected_in_a_field_that_is_drawn_again_is_replaced_by_what_is_typed(page: Any, kind: str) -> None:
+    field = f'<input type="{kind}" data-act="clip" value="0.2">'
+    page.evaluate("([html]) => replace(area, html)", [field])
+    page.locator("input").select_text()
+    page.evaluate("([html]) => replace(area, html)", [field + "<p>a stage has ended</p>"])
+    page.keyboard.insert_text("0.001")
+    assert page.locator("input").input_value() == "0.001"
+
+
+@pytest.mark.slow
+def test_the_caret_stays_where_it_was(page: Any) -> None:
+    page.locator("input").fill("rewards 0.5")
+    for _ in range(4):
+        page.keyboard.press("ArrowLeft")
+    draw_again(page, "<p>a stage has ended</p>")
+    page.keyboard.insert_text(" >")
+    assert page.locator("input").input_value() == "rewards > 0.5"

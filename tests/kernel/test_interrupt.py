@@ -26,7 +26,8 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_the_next_cell_is_right(kernel: Interrupting, stage: str) -> None:
     trial = kernel.trial(stage, kernel.took_s[stage] * 0.4)
     assert trial.right
-    assert trial.said.startswith(("StageInterrupted", "CancelledError", "done before")), trial.said
+    after = trial.said.startswith("KeyboardInterrupt") and "workbench/" not in trial.said  # in IPython's own last lines
+    assert after or trial.said.startswith(("StageInterrupted", "CancelledError", "done before")), trial.said
     if stage.startswith("update") and "after optimizer step" in trial.said:
         assert "the same call again goes on with step" in trial.said
 

@@ -65,6 +65,8 @@ export function replace(root, html) {
   if (drawn.get(root) === html) return;
   const active = root.contains(document.activeElement) ? document.activeElement : null;
   const key = active && keyOf(active);
+  const caret = active && isText(active) ? [active.selectionStart, active.selectionEnd] : null;
+  const untouched = active && active.dataset.typed === undefined;
   const fields = [...root.querySelectorAll("input, textarea")]
     .filter((field) => isText(field) && (field === active || field.dataset.typed !== undefined))
     .map((field) => ({ name: keyOf(field), value: field.value, typed: field.dataset.typed !== undefined }));
@@ -85,7 +87,11 @@ export function replace(root, html) {
     again.value = value;
     if (typed) again.dataset.typed = "";
   }
-  if (key) fieldIn(root, key)?.focus({ preventScroll: true });
+  const again = key && fieldIn(root, key);
+  again?.focus({ preventScroll: true });
+  if (!caret || !again || !isText(again)) return;
+  if (caret[0] !== null) again.setSelectionRange(...caret);
+  else if (untouched) again.select(); // a number field tells of no caret: what is typed next replaces it
 }
 
 // Grey what cannot act now, and say why. `blocked`: nothing acts; `busy`: nothing that runs stages does.

@@ -13,6 +13,7 @@ from workbench.algorithms.graph import Graph
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.data.prompt_stream import PromptStream
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.stages.ownership import Ownership
 from workbench.stages.runner import StageRunner
@@ -83,6 +84,7 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
     return [name for name in graph.names if name in todo]
 
 
+@stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
 def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
     """Run each arm's stages from what `batch` has, all from the same weights and, where they draw more of them, with
     the same prompts; afterwards roles and prompts are as before."""

@@ -10,6 +10,7 @@ from workbench.checks import CHECKS, UPDATING
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
 from workbench.stages.isolated import isolated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
 
 
+@stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
 def check(lab: Lab, names: Sequence[str]) -> CheckReport:
     """The report of `Workbench.check`."""
     unknown = [name for name in names if name not in CHECKS]

@@ -13,6 +13,7 @@ import torch
 from workbench.batches.columns import Ragged
 from workbench.data.prompt_stream import check_room, prompt_options, prompt_table
 from workbench.data.prompts import PromptRow, Prompts
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.objectives.pass_at_k import pass_at_k
 from workbench.settings.engines import Sampling
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
 
 
+@stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
 def evaluate(
     lab: Lab,
     data: Any,

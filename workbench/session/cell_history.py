@@ -9,9 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from workbench.display.interrupts import uninterrupted
 from workbench.support.secrets import masked
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.reload.sources import loaded
@@ -72,6 +74,10 @@ class _History:
         return cls._one
 
     def _ran(self, result: Any) -> None:
+        with suppress(KeyboardInterrupt), uninterrupted():  # the cell is over: there is nothing left to interrupt
+            self._note(result)
+
+    def _note(self, result: Any) -> None:
         loaded.note()
         info = result.info
         if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():

@@ -20,7 +20,7 @@ from workbench.backends.starting import Step, settle
 from workbench.config.requirements import check
 from workbench.data.reward_function import check_function
 from workbench.display.html import table
-from workbench.display.interrupts import uninterrupted
+from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, ReloadError
 from workbench.messages.calls import HostInfo
@@ -114,6 +114,7 @@ class Reloader:
             del self._shipped[part]
         self._note_notebook_code(())
 
+    @stoppable("lab.reload()", ("all processes have the edits, or none", "the same call again reloads"))
     def reload(self, **roles: Any) -> ReloadReport:
         """See `Workbench.reload`."""
         self._runner.require_alone("reload()", "stages that belong together run the same code")
