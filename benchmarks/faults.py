@@ -6,8 +6,9 @@ under way; afterwards the iteration has to be that of a run without faults.
 Each trial begins after iteration 1 of PPO on a tiny model under Ray. The fault comes at a random moment. Then what a
 user would do: the same cell again, `lab.recover()`, or `wb.attach` in another kernel; and the rest of iteration 2, and
 iteration 3. Right: the calls ended as documented, and all metrics, optimizer steps and sums of the weights' bits of
-both iterations are those of the run without faults, none filtered. Results are added to --state; a later call goes on
-from there. Needs a C compiler. The exit code is 1 where a trial was not right.
+both iterations are those of the run without faults, none filtered; and no process is left of another placement.
+Results are added to --state; a later call goes on from there. Needs a C compiler. The exit code is 1 where a trial was
+not right.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.crash_points.cases import ALGORITHM, REST, same
+from tests.crash_points.cases import ALGORITHM, OTHERS, REST, same
 from tests.crash_points.processes import LOST, Kernel, Kernels
 
 OPEN = """
@@ -85,6 +86,7 @@ class Faults:
             same(self._driver.run(REST.format(2)), self._second)
             same(self._driver.run(REST.format(3)), self._third)
             self._back()
+            assert not (others := self._driver.run(OTHERS)), f"hosts that no placement has: {others}"
             row |= {"right": True, "seconds": round(time.monotonic() - began, 1)}
         except (AssertionError, TimeoutError) as error:
             row |= {"right": False, "seconds": round(time.monotonic() - began, 1), "error": str(error)[:2000]}

@@ -280,11 +280,13 @@ def _scrub(arguments: argparse.Namespace) -> int:
 
 
 def _trust(arguments: argparse.Namespace) -> int:
+    from workbench.errors.plain_text import plain_text
     from workbench.session.checkpoint import find_checkpoint
 
     checkpoint = find_checkpoint(arguments.checkpoint)
+    print(plain_text(checkpoint.described(), 4000))
     checkpoint.trust()
-    print(f"{checkpoint.folder} is trusted: wb.restore runs the code that it holds")
+    print("its files are those that its manifest names; it is trusted now: wb.restore runs the code that it holds")
     return 0
 
 

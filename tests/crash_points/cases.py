@@ -20,6 +20,18 @@ def state(lab, ppo):
 # up to the end of an iteration: all of its metrics, optimizer steps, and sums of the weights' bits
 REST = "while ppo.iteration < {0} or ppo.under_way:\n    ppo.step()\nout = state(lab, ppo)"
 
+# hosts of a workbench that are on no placement of it, as soon as there are none, or after 20 s
+OTHERS = """
+import ray, time
+def others():
+    there = {actor["name"] for actor in ray.util.list_named_actors(True)}
+    return sorted(name for name in there if name.startswith(lab.description.id + "/")
+                  and name.partition("/")[2] not in [info.name for info in lab.hosts.infos])
+until_s = time.monotonic() + 20
+while (out := others()) and time.monotonic() < until_s:
+    time.sleep(0.1)
+"""
+
 
 def spread(points: Sequence[str], count: int) -> list[int]:
     """Numbers of points that are spread over all."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash_points.cases import ALGORITHM, REST, failures, same, spread
+from tests.crash_points.cases import ALGORITHM, OTHERS, REST, failures, same, spread
 from tests.crash_points.processes import COMPILER, LOST, Kernel, Kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
@@ -128,6 +128,17 @@ class OnRay:
         same(self.driver.run(REST.format(2)), self.second)
         self._go_back()
 
+    def killed_moving(self, point: int) -> None:
+        """The kernel ends there, in the middle of a move: of the processes of both placements those of one go on."""
+        self.driver.arm(point, signal.SIGKILL)
+        error, _ = self.driver.try_to(MOVE.format(f"killed{point}"))
+        if error == LOST:
+            self.driver = kernel = self.kernels.start(ALGORITHM)
+            kernel.run("lab = wb.attach('points')\nppo = algorithm(lab)")
+        assert not (others := self.driver.run(OTHERS)), others
+        same(self.driver.run(REST.format(2)), self.second)
+        self._go_back()
+
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
@@ -155,6 +166,20 @@ def test_the_kernel_ends_at_every_point_of_a_recovery(on_ray: OnRay) -> None:
 @pytest.mark.slow
 def test_another_takes_over_during_a_move(on_ray: OnRay) -> None:
     assert not failures(on_ray.moving, (1, 5, 9))
+
+
+@pytest.mark.slow
+def test_the_kernel_ends_during_a_move(on_ray: OnRay) -> None:
+    points = on_ray.driver.count(MOVE.format("counted"))
+    on_ray._go_back()
+    assert not failures(on_ray.killed_moving, spread(points, 3))
+
+
+@pytest.mark.thorough
+def test_the_kernel_ends_at_every_point_of_a_move(on_ray: OnRay) -> None:
+    points = on_ray.driver.count(MOVE.format("counted"))
+    on_ray._go_back()
+    assert not failures(on_ray.killed_moving, range(1, len(points) + 1))
 
 
 @pytest.mark.thorough

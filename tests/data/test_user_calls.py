@@ -267,7 +267,7 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(calls: UserCalls) -> Non
         with lock:
             return 1.0
 
-    remedy = r"locked cannot be sent to a process of its own: cannot pickle.*@wb.limits\(own_process=False\)"
+    remedy = r"locked cannot be sent to a process of its own: lock is .*cannot pickle.*@wb.limits\(own_process=False\)"
     for call in (lambda: check_function(locked), lambda: run(calls, locked)):
         with pytest.raises(BadInput, match=remedy):
             call()

@@ -19,6 +19,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, ModelUnavailable, NotFound, RewardError, UnknownColumn, WorkbenchError
+from workbench.support.named_fields import FIELDS_OF
 
 FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
 
@@ -276,7 +277,9 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench) -> None:
         _ = lab.cost
     with pytest.raises(AttributeError, match=r"no attribute 'actr': write actor \(the nearest\)"):
         _ = lab.actr
-    with pytest.raises(AttributeError, match="'critic' has no operation 'compute_valuse'; it has compute_values"):
+    with pytest.raises(
+        AttributeError, match=r"no operation 'compute_valuse'; write compute_values \(the nearest\); it has"
+    ):
         _ = lab.critic.compute_valuse
     few = tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY})
     with few, pytest.raises(BadInput, match="PPO on a workbench without critic and reference and reward"):
@@ -303,6 +306,7 @@ def test_stopping_what_is_not_there() -> None:
     [
         (wb.Training, {"learningrate": 1e-3}, r"Training\(learningrate=0.001\).*write learning_rate="),
         (wb.Generation, {"max_tokens": 64}, r"Generation\(max_tokens=64\).*write max_model_tokens="),
+        (wb.Generation, {"temperature": 0.7}, r"is a field of wb.Sampling: write wb.Sampling\(temperature=...\)"),
         (wb.Sampling, {"temprature": 0.5}, r"Sampling\(temprature=0.5\).*write temperature="),
         (wb.Model, {"name": TINY, "adaptor": None}, r"Model\(adaptor=None\).*it takes name, .*write adapter="),
         (wb.LoRA, {"rang": 4}, r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
@@ -316,6 +320,11 @@ def test_stopping_what_is_not_there() -> None:
 def test_a_field_that_there_is_not(make: Any, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make(**wrong)
+
+
+def test_fields_of_other_settings_are_fields_of_theirs() -> None:
+    for settings, fields in FIELDS_OF.items():
+        assert set(fields) <= set(inspect.signature(getattr(wb, settings)).parameters)
 
 
 def test_settings_keep_their_signature_and_travel() -> None:

@@ -101,6 +101,11 @@ class Hosts:
         if isinstance(self.backend, RayBackend):
             self.backend.drive()
 
+    def end_others(self) -> None:
+        """End processes of this workbench that no placement has: an earlier kernel was killed before it ended them."""
+        if isinstance(self.backend, RayBackend):
+            self.backend.end_others(self.infos)
+
     def record(self) -> None:
         """Record the current hosts, so that a later kernel can reattach."""
         if isinstance(self.backend, RayBackend):

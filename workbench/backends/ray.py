@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from textwrap import shorten
 from typing import Any
@@ -171,12 +171,12 @@ def end_hosts(lab: str, address: str | None, hosts: Iterable[str], processes: It
     end(processes, grace_s=END_GRACE_S)
 
 
-def _remove_groups(ray: Any, prefix: str) -> None:
-    """Give back the devices of the placement groups whose names begin like that."""
+def _remove_groups(ray: Any, prefix: str, kept: Collection[str] = ()) -> None:
+    """Give back the devices of the placement groups whose names begin like that, and end the hosts on them."""
     from ray.util.placement_group import PlacementGroup
 
     for group, entry in ray.util.placement_group_table().items():
-        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+        if entry["name"].startswith(prefix) and entry["name"] not in kept and entry["state"] != "REMOVED":
             ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
 
 
@@ -365,6 +365,11 @@ class RayBackend(Backend):
                         "open it again with if_exists='replace', or go on from a checkpoint with wb.restore(path)",
                     ) from error  # fmt: skip
         return lost
+
+    def end_others(self, infos: Sequence[HostInfo]) -> None:
+        """End the hosts of this workbench that are none of these: a kernel that was killed while it moved roles, or
+        started hosts again, has left them."""
+        _remove_groups(self._ray, _groups_prefix(self._lab), [_group_name(info) for info in infos])
 
     def _pending(self, host: str, ref: Any) -> RayPending:
         return RayPending(self._ray, ref, host, self._head)

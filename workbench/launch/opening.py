@@ -343,6 +343,8 @@ def attach(name: str, *, take_over: bool = False) -> Workbench:
             if not lab.looks:
                 lab.ownership.take()
                 lab.hosts.drive()
+                if owner is None or not owner.lives:  # one that lives ends its own
+                    lab.hosts.end_others()
         recorded = read_journal(record.id)
         take_over_session(recorded, lab.runner, lab.position, lab.checkpoints, lab.prompts, bar.note)
     if not lab.looks:

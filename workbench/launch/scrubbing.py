@@ -39,7 +39,10 @@ class Scrubbed:
     def __str__(self) -> str:
         lines = [f"masked in {path}" for path in self.cleaned]
         lines += [f"not cleaned: {path}: {why}" for path, why in self.left.items()]
-        lines.append(f"{len(self.cleaned)} files cleaned, {len(self.left)} left, {self.private} modes made private")
+        lines.append(
+            f"secrets masked in {len(self.cleaned)} files; {len(self.left)} files not cleaned; {self.private} files "
+            "and folders that others could read are this user's alone now"
+        )
         return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from workbench.models.spec import Model
 from workbench.placement import Layout, Placement, Pool
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
+from workbench.support.named_fields import meant
 from workbench.support.validation import PositiveInt, whole
 from workbench.workers.reload.sources import loaded
 
@@ -198,7 +199,10 @@ class WorkerGroup:
         setattr(self, name, operation)
 
     def __getattr__(self, name: str) -> GroupOperation:
-        raise AttributeError(f"{self.role!r} has no operation {name!r}; it has {', '.join(self.operations)}")
+        near = meant(name, self.operations, str)
+        raise AttributeError(
+            f"{self.role!r} has no operation {name!r}; {near + '; ' if near else ''}it has {', '.join(self.operations)}"
+        )
 
     def __repr__(self) -> str:
         layout = f" {self.layout}" if self.layout.p * self.layout.t > 1 else ""

@@ -54,9 +54,19 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("prompts", "rows"),
 }
 
+# Fields that users give to the wrong one of these.
+FIELDS_OF: dict[str, tuple[str, ...]] = {
+    "Sampling": ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "repetition_penalty",
+                 "stop", "stop_token_ids", "ignore_eos", "environment", "max_turns"),
+    "Training": ("learning_rate", "weight_decay", "schedule", "warmup_steps", "zero_stage", "max_grad_norm",
+                 "minibatches", "micro_batch_tokens", "activation_checkpointing"),
+    "Generation": ("max_model_tokens", "kv_cache_gib", "gpu_memory_fraction", "max_rows", "tensor_parallel_size"),
+}  # fmt: skip
+
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
-    """A remedy for an unknown name: its synonym in `known`, or the name with the nearest spelling; else "".
+    """A remedy for an unknown name: its synonym in `known`, the settings that have it, or the name with the nearest
+    spelling; else "".
 
     written: how a name is shown in the message.
     """
@@ -64,6 +74,10 @@ def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}="
     for other in SYNONYMS.get(name, ()):
         if other in names:
             return f"write {written(other)}, its name here"
+    for other in (name, *SYNONYMS.get(name, ())):
+        for settings, fields in FIELDS_OF.items():
+            if other in fields:
+                return f"it is a field of wb.{settings}: write wb.{settings}({other}=...)"
     near = difflib.get_close_matches(name, names, n=1)
     return f"write {written(near[0])} (the nearest)" if near else ""
 

@@ -17,12 +17,13 @@ from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
 from workbench.support.home import home
 
-SIGNATURE = "signature"  # the field of what is signed
+SIGNATURE, SIGNER = "signature", "signed_by"  # fields of what is signed
 _KEY_BYTES = 32
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with a signature of this user."""
+    """The same values with a signature of this user, and which key made it."""
+    values = {**values, SIGNER: _signer()}
     return {**values, SIGNATURE: _signature(values)}
 
 
@@ -32,9 +33,20 @@ def is_signed(values: Mapping[str, Any]) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given.encode(), _signature(values).encode())
 
 
+def why_unsigned(values: Mapping[str, Any]) -> str:
+    """Of values that this user has not signed as they are now: what is known of their signature."""
+    if SIGNATURE not in values:
+        return "has no signature"
+    return "was changed after this user signed it" if values.get(SIGNER) == _signer() else "is signed by another key"
+
+
 def share_key(other_home: Path) -> None:
     """Let processes that have another home folder, for a time, trust and sign what this user does."""
     files.write_bytes(other_home / _file().name, _key())
+
+
+def _signer() -> str:
+    return hashlib.sha256(b"signer" + _key()).hexdigest()[:16]
 
 
 def _signature(values: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from workbench.errors import BadInput, NotFound, WriteFailed
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.files import MANIFEST, Checkpoint
 from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM
-from workbench.support.signing import signed
+from workbench.support.signing import SIGNATURE, signed
 from workbench.workers.worker import Worker
 
 
@@ -130,10 +130,19 @@ def test_the_key_of_another_user_signs_nothing_here(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "another home"))
-    with pytest.raises(BadInput, match="is not signed by this user"):
+    with pytest.raises(BadInput, match="is not signed by this user: it is signed by another key"):
         find_checkpoint(copy).controller()
+    assert "it is signed by another key" in find_checkpoint(copy).described()
     find_checkpoint(copy).trust()
+    assert "it is signed by this user" in find_checkpoint(copy).described()
     find_checkpoint(copy).controller()
+    values = manifest(copy)
+    change(copy, {**values, "name": "another"}, sign=False)
+    with pytest.raises(BadInput, match="it was changed after this user signed it"):
+        find_checkpoint(copy).controller()
+    change(copy, {name: value for name, value in values.items() if name != SIGNATURE}, sign=False)
+    with pytest.raises(BadInput, match="it has no signature"):
+        find_checkpoint(copy).controller()
 
 
 def test_a_pickle_that_is_swapped_after_it_was_checked_is_not_loaded(copy: Path, tmp_path: Path) -> None:

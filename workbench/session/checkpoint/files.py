@@ -36,7 +36,7 @@ import cloudpickle
 from workbench.errors import BadInput, MissingDependency, NotFound
 from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM, check_manifest
 from workbench.support import files
-from workbench.support.signing import is_signed, signed
+from workbench.support.signing import is_signed, signed, why_unsigned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ class Checkpoint:
         """Raise `BadInput` where somebody else than this user has written it: its pickles are code."""
         if not is_signed(self.values):
             raise BadInput(
-                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed after it was saved",
+                f"checkpoint {str(self.folder)!r} is not signed by this user: it {why_unsigned(self.values)}",
                 "it holds Python objects, and loading these runs code of the one who wrote it",
                 f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
             )
@@ -155,6 +155,18 @@ class Checkpoint:
                 for rank, more in enumerate(added[role])
             ]
         return description, states
+
+    def described(self) -> str:
+        """For one who decides whether to trust it: what it is, who owns it, by whom it is signed."""
+        from workbench.display.html import bytes_text
+
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.values["saved_s"]))
+        signature = "is signed by this user" if is_signed(self.values) else why_unsigned(self.values)
+        return (
+            f"{self.folder}\n  {self.values['name']!r} after {self.iteration} iterations, saved {saved}\n"
+            f"  roles {', '.join(self.values['roles'])}; {len(self.values['files'])} files, {bytes_text(self.nbytes)}\n"
+            f"  owned by {_owner(self.folder)}; it {signature}"
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpoint after {self.iteration} iterations of {self.values['name']!r}: {self.folder}>"
@@ -271,3 +283,10 @@ def _entry(folder: Path, name: str, nbytes: int | None = None, *, to_disk: bool 
             return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if same else ""}
     except FileNotFoundError:
         return None
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:  # a user that this machine does not know
+        return f"user {path.stat().st_uid}"

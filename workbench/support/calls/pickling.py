@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import sys
 import threading
@@ -25,11 +26,26 @@ def pickled(function: Any) -> bytes:
         return by_value(function)
     except Exception as error:
         raise BadInput(
-            f"{name_of(function)} cannot be sent to a process of its own: {plain_text(str(error), 200)}",
+            f"{name_of(function)} cannot be sent to a process of its own: {_culprit(function)}"
+            f"{plain_text(str(error), 200)}",
             "a function runs in a process that can be killed, with copies of what it reads",
             "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
             "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
         ) from error
+
+
+def _culprit(function: Any) -> str:
+    """Which of the variables that a function reads cannot be sent, for a message."""
+    try:
+        outside, read, _, _ = inspect.getclosurevars(getattr(function, "func", function))
+    except (TypeError, ValueError):  # an object that is called
+        outside, read = {}, getattr(function, "__dict__", {})
+    for name, value in {**read, **outside}.items():
+        try:
+            by_value(value)
+        except Exception:
+            return f"{name} is {type(value).__name__!r}: "
+    return ""
 
 
 def by_value(thing: Any) -> bytes:
