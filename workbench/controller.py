@@ -59,6 +59,7 @@ from workbench.session.recovering import recover
 from workbench.session.reloading import Reloader, ReloadReport
 from workbench.session.topology import ANSWER_S, Topology
 from workbench.settings.engines import Sampling
+from workbench.settings.precision import Precision
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.counters import Counters
 from workbench.stages.failing import FailedStage
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from workbench.checks import CheckReport
+    from workbench.checks.mismatch import Mismatch
     from workbench.display.devices import DeviceMap
     from workbench.display.timeline import Timeline
     from workbench.display.traffic import Traffic
@@ -96,6 +98,9 @@ if TYPE_CHECKING:
 
 Arms = Annotated[
     Mapping[str, Algorithm], Rule("must be algorithms by name, of this workbench", 'write {"ppo": wb.PPO(lab)}')
+]
+Precisions = Annotated[
+    Mapping[str, Precision], Rule("must be precisions by name", 'write {"mine": wb.Precision(dtype="bfloat16")}')
 ]
 Metrics = Annotated[Mapping[str, SupportsFloat], Rule("must be numbers by name", 'write {"mean": 1.0}')]
 
@@ -776,6 +781,19 @@ class Workbench:
         from workbench.checks.checking import check
 
         return check(self, names)
+
+    def mismatch(self, batch: Batch, precisions: Precisions | None = None) -> Mismatch:
+        """How far apart the log-probabilities of these responses are under several precisions, from the actor's weights
+        as they are now: as a trainer and as a generation engine compute in fp32, bf16 and fp16, with the output head in
+        fp32, with an adapter beside the weights or merged into them. `.df` is one row a precision, `.tokens` and
+        `.gaps` one row a token; in a notebook it is a picture. Before any training: which precision will do?
+
+        precisions: `wb.Precision` by name, in place of `workbench.settings.precision.PRECISIONS`. Needs room for the
+        actor's weights a second time.
+        """
+        from workbench.checks.mismatch import mismatch
+
+        return mismatch(self, batch, precisions)
 
     def evaluate(
         self, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,

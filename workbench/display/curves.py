@@ -24,6 +24,7 @@ class Stroke(NamedTuple):
 STROKES = (
     Stroke("#0072b2", "", "circle"), Stroke("#d55e00", "6 3", "square"), Stroke("#009e73", "2 3", "diamond"),
     Stroke("#cc79a7", "8 3 2 3", "triangle-up"), Stroke("#e69f00", "1 4", "x"),
+    Stroke("#56b4e9", "10 4", "square"), Stroke("#888888", "4 4", "diamond"), Stroke("#b0a000", "2 6", "triangle-up"),
 )  # fmt: skip
 # in a box from -1 to 1
 MARKERS = {

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 # What may be called in a value: none of it calls what it is given.
 MAKERS = {
     "builtins.staticmethod", "dataclasses.field", "functools.partial", "typing.TypeVar",
-    *(f"workbench.{name}" for name in ("Correction", "Generation", "Layout", "LoRA", "Model", "Sampling", "Training")),
+    *(f"workbench.{name}" for name in ("Correction", "Generation", "Layout", "LoRA", "Model", "Precision")),
+    "workbench.Sampling", "workbench.Training",
 }  # fmt: skip
 # What may decorate as it is. A function has at most one of `BINDING`: reading a `classmethod` of a `property` runs it.
 BINDING = {"builtins.classmethod", "builtins.property", "builtins.staticmethod", "functools.cached_property"}

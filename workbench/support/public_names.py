@@ -12,6 +12,7 @@ PUBLIC_NAMES = {
     "Model": "workbench.models.spec",
     "PROTOCOLS": "workbench.messages.protocols",
     "Placement": "workbench.placement",
+    "Precision": "workbench.settings.precision",
     "Sampling": "workbench.settings.engines",
     "Training": "workbench.settings.engines",
     "Workbench": "workbench.controller",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from workbench.batches.columns import Table
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
+from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
@@ -17,14 +21,27 @@ from workbench.messages.shards import Shard
 from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
+from workbench.settings.precision import PRECISIONS, Precision
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
+from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.model_worker import ModelWorker
+from workbench.workers.precision import computing_in
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.weight_exchange import Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Context, Worker
+
+
+def _precision_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"log_prob_{name}" for name in arguments["precisions"])
+
+
+def _check_precisions(arguments: Mapping[str, Any]) -> None:
+    check_temperature(arguments)
+    if not arguments["precisions"]:
+        raise BadInput("precisions={}", "must name at least one wb.Precision", "leave it out for the usual ones")
 
 
 class ReferencePolicy(Worker):
@@ -69,6 +86,44 @@ class ReferencePolicy(Worker):
         with self.as_reference():
             column = each_response_token(batch, forward, self.budget, self.context)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        optional=("response_mask",),
+        writes=_precision_columns,
+        minibatched=True,
+        check=_check_precisions,
+    )
+    def compute_precisions(
+        self, batch: Shard, *, precisions: Mapping[str, Precision] = PRECISIONS, temperature: float | None = None
+    ) -> Output:
+        """Columns `log_prob_<name>` [rows, response tokens]: log softmax(logits / temperature) at each response token,
+        once in each of these precisions, from the weights as they are now. See `lab.mismatch`.
+
+        temperature: None takes the one that the responses were sampled with.
+        """
+        module: Any = self.engine.module
+        if self.context.layout.p * self.context.layout.t > 1 or any(hasattr(w, "ds_id") for w in module.parameters()):
+            raise BadInput(
+                "compute_precisions on a model that is cut over ranks", "each rank computes with the whole model",
+                "take a layout without p and t, and zero_stage=2 or less",
+            )  # fmt: skip
+        scale = sampling_temperature(batch, temperature)
+        self.engine.load("parameters")
+        columns: Table = {}
+        metrics: Metrics = {}
+
+        def score(micro: MicroBatch) -> Tensor:
+            log_probs_N: Tensor = module(**micro.scored(scale))[0]
+            return log_probs_N
+
+        for name, precision in precisions.items():
+            with computing_in(module, precision):
+                found = each_response_token(batch, score, self.budget, self.context)
+            columns[f"log_prob_{name}"] = found
+            metrics[f"log_prob_{name}/mean"] = mean_of(found, batch)
+        return Output(columns=columns, metrics=metrics)
 
 
 class ReferenceWorker(ModelWorker, ReferencePolicy):

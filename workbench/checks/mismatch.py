@@ -1,0 +1,128 @@
+"""`lab.mismatch()`: how far apart the log-probabilities of the same tokens are under several precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from workbench.batches.batch import Batch
+from workbench.batches.columns import Ragged
+from workbench.display.interrupts import stoppable
+from workbench.errors import BadInput
+from workbench.settings.precision import MERGED, PRECISIONS, Precision
+from workbench.stages.isolated import isolated
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.algorithms.lab import Lab
+
+QUANTILES = 100
+SAMPLED = "rollout"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Log-probabilities of the same tokens, from the same weights, under several precisions.
+
+    tokens: a frame with one row for each token of the policy's: its `row`, its place `token`, `token_id`, and a column
+        of log-probabilities, nats, for each precision; "rollout" are those of the engine that sampled it.
+    base: the column that the others are held against: "rollout" where the batch has it, else the first precision.
+    """
+
+    tokens: pd.DataFrame
+    base: str
+
+    @property
+    def gaps(self) -> pd.DataFrame:
+        """The same tokens: each precision's log-probability less the base's, nats."""
+        ids = ["row", "token", "token_id"]
+        columns = self.tokens.drop(columns=[*ids, self.base])
+        return self.tokens[ids].join(columns.sub(self.tokens[self.base], axis=0))
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """One row a precision: the mean and the largest |gap| of a token, and what an update would make of the gaps.
+
+        kl: the mean of exp(gap) - 1 - gap, an estimate of KL(base | precision) a token (Schulman's k3,
+        http://joschu.net/blog/kl-approx.html). sequence_weight: the mean over responses of exp(sum of gaps), 1 where
+        both are one distribution. effective_share: (sum w)^2 / (n sum w^2) of these weights, 1 where all are equal.
+        """
+        import pandas as pd
+
+        rows, gaps = [], self.gaps
+        for name in gaps.columns[3:]:
+            gap = gaps[name].to_numpy()
+            total = gaps.groupby("row")[name].sum().to_numpy()
+            weight = np.exp(total - total.max())  # the share is one of ratios: no weight overflows
+            rows.append(
+                {
+                    "precision": name, "mean_gap": np.abs(gap).mean(), "max_gap": np.abs(gap).max(),
+                    "kl": (np.expm1(gap) - gap).mean(), "sequence_weight": float(np.exp(np.minimum(total, 700)).mean()),
+                    "effective_share": weight.sum() ** 2 / (len(weight) * (weight**2).sum()),
+                }
+            )  # fmt: skip
+        return pd.DataFrame(rows).set_index("precision")
+
+    def __repr__(self) -> str:
+        return f"<Mismatch of {len(self.tokens)} tokens, against {self.base}>\n{self.df.to_string(float_format='%.3g')}"
+
+    def _repr_html_(self) -> str:
+        from workbench.display.curves import STROKES, Chart, Curve, sheet
+        from workbench.display.html import table
+
+        gaps, places = self.gaps, np.linspace(0, 1, QUANTILES + 1)
+        curves: list[Curve] = []
+        for name in gaps.columns[3:]:
+            found = np.quantile(np.abs(gaps[name].to_numpy()), places).tolist()
+            curves.append(Curve(name=name, x=places.tolist(), y=found, stroke=STROKES[len(curves) % len(STROKES)]))
+        chart = Chart(
+            title=f"|gap| of tokens to {self.base}, nats", curves=tuple(curves), x="tokens, by their gap", log=True,
+            ends=("smallest", "largest"),
+        )  # fmt: skip
+        rows = [{"precision": name, **{str(key): f"{value:.3g}" for key, value in row.items()}}
+                for name, row in self.df.iterrows()]  # fmt: skip
+        return table(rows, caption=f"{len(self.tokens):,} tokens, against {self.base}") + sheet([chart])
+
+
+@stoppable("lab.mismatch()", ("the system is as before", "the same call again compares"))
+def mismatch(lab: Lab, batch: Batch, precisions: Mapping[str, Precision] | None) -> Mismatch:
+    """See `Workbench.mismatch`."""
+    import pandas as pd
+
+    if "actor" not in lab.groups or "compute_precisions" not in lab.actor.operations:
+        raise BadInput("mismatch without an actor of workbench's own", "its weights score the tokens")
+    if precisions is None:
+        adapted = lab.groups["actor"].spec.adapter is not None
+        precisions = {**PRECISIONS, **(MERGED if adapted else {})}
+    with isolated(lab.runner, "mismatch"):
+        scored = lab.actor.compute_precisions(batch, precisions=precisions)
+        names = ["response_ids", *(f"log_prob_{name}" for name in precisions)]
+        names += [name for name in ("response_mask", "rollout_log_prob") if name in scored.names]
+        found = scored.fetch(names)
+    ids = found["response_ids"]
+    assert isinstance(ids, Ragged)
+    mask = found.get("response_mask")
+    kept = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(ids.values), dtype=torch.bool)
+    lengths = ids.lengths.tolist()
+    columns = {
+        "row": torch.repeat_interleave(torch.arange(len(ids)), ids.lengths),
+        "token": torch.cat([torch.arange(n) for n in lengths]), "token_id": ids.values,
+    }  # fmt: skip
+    if "rollout_log_prob" in found:
+        columns[SAMPLED] = _values(found["rollout_log_prob"])
+    columns |= {name: _values(found[f"log_prob_{name}"]) for name in precisions}
+    tokens = pd.DataFrame({name: values[kept].numpy() for name, values in columns.items()})
+    base = SAMPLED if SAMPLED in columns else next(iter(precisions))
+    if tokens.empty:
+        raise BadInput("mismatch on a batch without a token of the policy's", "its response_mask is 0 everywhere")
+    return Mismatch(tokens, base)
+
+
+def _values(column: object) -> torch.Tensor:
+    assert isinstance(column, Ragged)
+    return column.values.double()
