@@ -41,7 +41,7 @@ EACH = 500  # cases between two generations
 # names of `wb` whose objects are in the table; those of settings are called in test_settings.py
 IN_TABLE = {"Batch", "Algorithm", "Placement", "Workbench", "mapping", "script", "verifiers", "sandbox"}
 FUNCTIONS = {"attach", "ls", "open", "restore", "stop", "protocol", "register"}
-SETTINGS = {"Correction", "Generation", "Layout", "LoRA", "Model", "Sampling", "Training"}
+SETTINGS = {"Correction", "Generation", "Layout", "LoRA", "Model", "Precision", "Sampling", "Training"}
 VALUE = {"PROTOCOLS", "limits"}  # a dict; a decorator that checks by itself, as its process imports little
 # there is nothing of that name, or nothing has failed
 REFUSED = {"lab.release", "algo.insert", "algo.remove", "lab.last_error"}
