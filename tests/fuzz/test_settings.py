@@ -50,6 +50,7 @@ def streams(lab: wb.Workbench) -> dict[str, ExampleStream]:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64
     return {
         "pairs": lab.pairs(pairs),
+        "feedback": lab.feedback([{"prompt": "a", "response": "b", "label": True}] * 64),
         "demonstrations": lab.demonstrations([{"prompt": "a", "response": "b"}] * 64),
     }
 

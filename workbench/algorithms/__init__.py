@@ -14,6 +14,9 @@ ALGORITHMS = {
     "DAPO": "workbench.algorithms.dapo",
     "DPO": "workbench.algorithms.dpo",
     "GRPO": "workbench.algorithms.grpo",
+    "IPO": "workbench.algorithms.ipo",
+    "KTO": "workbench.algorithms.kto",
+    "ORPO": "workbench.algorithms.orpo",
     "PPO": "workbench.algorithms.ppo",
     "RLOO": "workbench.algorithms.rloo",
     "ReMax": "workbench.algorithms.remax",
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from workbench.algorithms.dapo import DAPO as DAPO
     from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
+    from workbench.algorithms.ipo import IPO as IPO
+    from workbench.algorithms.kto import KTO as KTO
+    from workbench.algorithms.orpo import ORPO as ORPO
     from workbench.algorithms.ppo import PPO as PPO
     from workbench.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
     from workbench.algorithms.remax import ReMax as ReMax

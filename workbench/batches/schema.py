@@ -71,6 +71,8 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "pretrain_loss": _NUMBER,
         "chosen_ids": _ids(follows="prompt_ids", empty=False),
         "rejected_ids": _ids(follows="prompt_ids", empty=False),
+        "mismatched_ids": _ids(follows="prompt_ids", empty=False),
+        "desirable": ColumnSchema(holds="zeros and ones", least=0, most=1),
         "chosen_rewards": _NUMBER,
         "rejected_rewards": _NUMBER,
         "chosen_costs": _NUMBER,
@@ -79,6 +81,10 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "rejected_log_prob": _NUMBER,
         "ref_chosen_log_prob": _NUMBER,
         "ref_rejected_log_prob": _NUMBER,
+        "response_log_prob": _NUMBER,
+        "mismatched_log_prob": _NUMBER,
+        "ref_response_log_prob": _NUMBER,
+        "ref_mismatched_log_prob": _NUMBER,
     }
 )
 # columns of token ids, which are shown as text

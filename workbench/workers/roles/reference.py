@@ -27,6 +27,7 @@ from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.precision import computing_in
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
+from workbench.workers.roles.feedback import FEEDBACK_COLUMNS, REFERENCE_FEEDBACK_COLUMNS, answer_values
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.weight_exchange import Published, plan_of_taking
@@ -67,6 +68,17 @@ class ReferencePolicy(Worker):
         with self.as_reference():
             chosen, rejected = pair_values(batch, values, self.budget, self.context)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
+
+    @register(THREE_D_PROTO, reads=FEEDBACK_COLUMNS, writes=REFERENCE_FEEDBACK_COLUMNS, minibatched=True)
+    def compute_ref_feedback_log_prob(self, batch: Shard) -> Output:
+        """Columns `ref_response_log_prob`, `ref_mismatched_log_prob` [rows]: log-probabilities of each row's whole
+        answer, and of the answer to another prompt, summed over their tokens, nats."""
+        values = partial(ANSWER_LOG_PROBS.of, self.engine)
+        with self.as_reference():
+            own, mismatched = (
+                answer_values(batch, name, values, self.budget, self.context) for name in FEEDBACK_COLUMNS[1:]
+            )
+        return Output(columns={"ref_response_log_prob": own, "ref_mismatched_log_prob": mismatched})
 
     @register(
         THREE_D_PROTO,
