@@ -108,7 +108,7 @@ def test_operations_have_the_papers_protocols() -> None:
         **dict.fromkeys(
             ("compute_pair_log_prob", "compute_ref_pair_log_prob", "compute_feedback_log_prob"), "3D_PROTO"
         ),
-        "compute_ref_feedback_log_prob": "3D_PROTO",
+        **dict.fromkeys(("compute_ref_feedback_log_prob", "compute_teacher_log_prob", "update_distill"), "3D_PROTO"),
         **dict.fromkeys(("compute_pair_rewards", "compute_pair_costs"), "3D_PROTO"),
         "generate_sequences": "3D_ALL_MICRO_DP",
         "compute_advantages": "DP_PROTO",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 ALGORITHMS = {
     "DAPO": "workbench.algorithms.dapo",
     "DPO": "workbench.algorithms.dpo",
+    "Distill": "workbench.algorithms.distill",
     "GRPO": "workbench.algorithms.grpo",
     "IPO": "workbench.algorithms.ipo",
     "KTO": "workbench.algorithms.kto",
@@ -28,6 +29,7 @@ ALGORITHMS = {
 
 if TYPE_CHECKING:
     from workbench.algorithms.dapo import DAPO as DAPO
+    from workbench.algorithms.distill import Distill as Distill
     from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
     from workbench.algorithms.ipo import IPO as IPO
