@@ -25,11 +25,12 @@ from torch import Tensor
 
 from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.objectives.correction import Correction, correct
+from workbench.objectives.distillation import divergence
 from workbench.objectives.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
 from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo
 from workbench.objectives.kl import KLKind, adaptive_kl_step, kl_estimate, kl_loss
 from workbench.objectives.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
-from workbench.objectives.preference import pairwise_loss
+from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss, pairwise_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, SAMPLES = 24, 17, 4
@@ -255,6 +256,96 @@ def against_trl() -> Iterator[Row]:
         )
 
 
+def against_trl_preferences() -> Iterator[Row]:
+    """Losses of pairs, of rated answers and of a student, by the trainers' own methods.
+
+    The rows are the chosen and then the rejected answers, or rated in turns."""
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.orpo import ORPOTrainer
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    tokens, half, good = LENGTHS[:, 0], ROWS // 2, torch.arange(ROWS) % 3 > 0
+    accelerator = types.SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
+    asked = {
+        "aux_loss_enabled": False, "precompute_ref_logps": True, "accelerator": accelerator, "beta": 0.3,
+        "model": types.SimpleNamespace(training=False), "_total_train_tokens": 0, "_tp_size": 1,
+    }  # fmt: skip
+    ids = torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)
+    mask = torch.cat((torch.zeros(ROWS, 1), MASK), 1)
+
+    def answers(x: Tensor) -> Tensor:
+        return (x * MASK).sum(-1)
+
+    def model_of(now: Tensor) -> Callable[..., Any]:
+        nothing = torch.zeros_like(now)
+        output = types.SimpleNamespace(
+            log_probs=now * MASK, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool(),
+            log_sum_sq_probs=nothing,
+        )  # fmt: skip
+        return lambda **inputs: output
+
+    def dpo(now: Tensor, loss_type: str) -> Tensor:
+        stand_in = types.SimpleNamespace(
+            **asked, _metrics={"eval": defaultdict(list)}, ld_alpha=None, f_divergence_type="reverse_kl",
+            loss_types=[loss_type], loss_weights=[1.0], use_weighting=False, label_smoothing=0.0,
+        )  # fmt: skip
+        ref_chosen, ref_rejected = answers(REF).chunk(2)
+        inputs = {
+            "input_ids": ids, "attention_mask": ids + 1, "completion_mask": mask, "ref_chosen_logps": ref_chosen,
+            "ref_rejected_logps": ref_rejected,
+        }  # fmt: skip
+        return DPOTrainer._compute_loss(stand_in, model_of(now), inputs, False)
+
+    def kto(now: Tensor) -> Tensor:
+        stand_in = types.SimpleNamespace(
+            **asked, _metrics={"eval": defaultdict(list)}, calculate_KL=True, loss_type="kto", desirable_weight=1.5,
+            undesirable_weight=0.7, _compute_kl_logps=lambda model, batch: answers(OLD),
+        )  # fmt: skip
+        inputs = {
+            "input_ids": ids, "attention_mask": ids + 1, "completion_mask": mask, "label": good,
+            "ref_logps": answers(REF), "ref_KL_logps": answers(REF),
+        }  # fmt: skip
+        return KTOTrainer._compute_loss(stand_in, model_of(now), inputs, False)
+
+    def pair_loss(loss: Callable[..., Any], now: Tensor, **arguments: Any) -> Tensor:
+        return loss(*answers(now).chunk(2), *answers(REF).chunk(2), beta=0.3, **arguments)[0].mean()
+
+    def odds(now: Tensor) -> Tensor:
+        """ORPO's own odds ratio; its fine-tuning, which TRL takes over other tokens, is left out of both."""
+        chosen, rejected = (answers(now) / tokens).chunk(2)
+        return -ORPOTrainer.odds_ratio_loss(types.SimpleNamespace(**asked), chosen, rejected)[0].mean()
+
+    def own_odds(now: Tensor) -> Tensor:
+        chosen, rejected = answers(now).chunk(2)
+        loss, _ = orpo_loss(chosen, rejected, tokens[:half], tokens[half:], 0.3)
+        return (loss + chosen / tokens[:half]).mean()
+
+    point = max(0.0, float((answers(OLD) - answers(REF)).mean()))
+    lengths = {"chosen_tokens_P": tokens[:half], "rejected_tokens_P": tokens[half:]}
+    for title, ours, theirs in (
+        ("DPO", lambda now: pair_loss(dpo_loss, now), lambda now: dpo(now, "sigmoid")),
+        ("IPO", lambda now: pair_loss(ipo_loss, now, **lengths), lambda now: dpo(now, "ipo")),
+        ("ORPO, the odds ratio", lambda now: own_odds(now - 3), lambda now: odds(now - 3)),
+        (
+            "KTO",
+            lambda now: kto_loss(answers(now), answers(REF), good, point, 0.3, 1.5, 0.7)[0].mean(),
+            kto,
+        ),
+    ):
+        yield "trl", f"{title}: loss and gradient", losses_apart(ours, theirs)
+    for beta in (0.0, 0.3, 1.0):
+        yield (
+            "trl",
+            f"GKD, beta {beta}: divergence and gradient",
+            losses_apart(
+                lambda now: divergence(REF.log_softmax(-1), now.log_softmax(-1), beta).mean(),  # noqa: B023
+                # its batchmean divides by the rows of a [rows, tokens, vocabulary]
+                lambda now: GKDTrainer.generalized_jsd_loss(now[:, None], REF[:, None], beta=beta),  # noqa: B023
+            ),
+        )
+
+
 def _head_apart(head: Any, selective_log_softmax: Callable[..., Tensor]) -> float:
     """Log-probabilities of a tiny model's tokens: our head, and trl's function on transformers' logits."""
     from workbench.models import load_causal_lm
@@ -284,7 +375,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     failed = 0
     print(f"{'witness':8} {'quantity':60} difference")
-    for comparison in (against_torchrl, against_verl, against_trl):
+    for comparison in (against_torchrl, against_verl, against_trl, against_trl_preferences):
         for witness, quantity, difference in comparison():
             # float64 throughout, but for the model and for eps inside a square root or beside it
             right = difference <= 3e-6

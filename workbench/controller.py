@@ -418,16 +418,19 @@ class Workbench:
         `update_sft`. Rows and options: see `Examples`; seed: default the workbench's."""
         return self._stream(source, "demonstrations", options)
 
+    def feedback(self, source: Source, **options: Any) -> ExampleStream:
+        """Prompts with an answer and a label, whether it is good, for `update_kto`: `lab.feedback("rated.jsonl")` of
+        rows such as {"prompt": ..., "response": ..., "label": true}. Rows and options: see `Examples`."""
+        return self._stream(source, "feedback", options)
+
     def pairs(self, source: Source, **options: Any) -> ExampleStream:
-        """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost` and `update_dpo`:
+        """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost`, `update_dpo` and the like:
         `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows and options: see `Examples`."""
         return self._stream(source, "pairs", options)
 
     def _stream(self, source: Source, kind: Kind, options: Mapping[str, Any]) -> ExampleStream:
-        tokenizer = self.runner.batches.tokenizer
-        stream = ExampleStream(self._iterations, source, kind, seed=self.seed, tokenizer=tokenizer, options=options)
-        self.position.add_stream(stream)
-        return stream
+        given: dict[str, Any] = {"seed": self.seed, "tokenizer": self.runner.batches.tokenizer, "options": options}
+        return self.position.add_stream(ExampleStream(self._iterations, source, kind, **given))
 
     def batches(self) -> pd.DataFrame:
         """What stages made and the store keeps: one row a batch, with the stage, the inputs and where it is."""

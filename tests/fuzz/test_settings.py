@@ -40,7 +40,8 @@ PASSED_ON = {"reward": "function=", "cost": "function=", "pretrain": "column"}
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
-    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": SCORER, "cost": SCORER, "cost_critic": TINY}
+    models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": SCORER, "cost": SCORER, "cost_critic": TINY,
+              "teacher": TINY}  # fmt: skip
     with tiny_lab("fuzz", tmp_path_factory.mktemp("runs"), backend="inline", models=models) as lab:
         yield lab
 
@@ -50,6 +51,7 @@ def streams(lab: wb.Workbench) -> dict[str, ExampleStream]:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64
     return {
         "pairs": lab.pairs(pairs),
+        "feedback": lab.feedback([{"prompt": "a", "response": "b", "label": True}] * 64),
         "demonstrations": lab.demonstrations([{"prompt": "a", "response": "b"}] * 64),
     }
 

@@ -17,6 +17,12 @@ ROWS = [
     {"prompt": f"Question {i}?", "chosen": f"yes, {'very ' * (i % 5)}gladly", "rejected": f"no{'!' * (i % 4)} {i}"}
     for i in range(13)
 ]
+RATED = [
+    {"prompt": row["prompt"], "response": row[answer], "label": answer == "chosen"}
+    for i, row in enumerate(ROWS)
+    for answer in ("chosen", "rejected")
+    if answer == "chosen" or i % 3
+]
 
 
 def lab_of(name: str, runs: Path, training: dict[str, Any], **options: Any) -> wb.Workbench:
@@ -38,6 +44,11 @@ def learn(lab: wb.Workbench, saved: Path) -> dict[str, float]:
     batch = lab.reference.compute_ref_pair_log_prob(pairs.next(10))
     tell("reward", lab.reward.update_reward(batch, epochs=2))
     tell("dpo", lab.actor.update_dpo(batch, epochs=2))
+    tell("ipo", lab.actor.update_ipo(batch, epochs=2))
+    tell("orpo", lab.actor.update_orpo(batch))
+    tell(
+        "kto", lab.actor.update_kto(lab.reference.compute_ref_feedback_log_prob(lab.feedback(RATED).next(12)), epochs=2)
+    )
     tell("sft", lab.actor.update_sft(demonstrations.next(12)))
     tell("center", lab.reward.center(pairs.held_out, answers="chosen_ids"))
     lab.reward.compute_pair_rewards(pairs.held_out)

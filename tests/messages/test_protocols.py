@@ -92,8 +92,23 @@ def test_operations_have_the_papers_protocols() -> None:
         **dict.fromkeys(("compute_log_prob", "update_actor", "compute_ref_log_prob"), "3D_PROTO"),
         **dict.fromkeys(("compute_values", "update_critic", "compute_reward", "compute_cost"), "3D_PROTO"),
         **dict.fromkeys(("compute_cost_values", "update_cost_critic", "compute_loss"), "3D_PROTO"),
-        **dict.fromkeys(("update_sft", "update_dpo", "update_reward", "update_cost", "center"), "3D_PROTO"),
-        **dict.fromkeys(("compute_pair_log_prob", "compute_ref_pair_log_prob"), "3D_PROTO"),
+        **dict.fromkeys(
+            (
+                "update_sft",
+                "update_dpo",
+                "update_ipo",
+                "update_orpo",
+                "update_kto",
+                "update_reward",
+                "update_cost",
+                "center",
+            ),
+            "3D_PROTO",
+        ),
+        **dict.fromkeys(
+            ("compute_pair_log_prob", "compute_ref_pair_log_prob", "compute_feedback_log_prob"), "3D_PROTO"
+        ),
+        **dict.fromkeys(("compute_ref_feedback_log_prob", "compute_teacher_log_prob", "update_distill"), "3D_PROTO"),
         **dict.fromkeys(("compute_pair_rewards", "compute_pair_costs"), "3D_PROTO"),
         "generate_sequences": "3D_ALL_MICRO_DP",
         "compute_advantages": "DP_PROTO",

@@ -51,6 +51,38 @@ def sequence_and_time(given: dict[str, Any], position: int) -> tuple[Tensor, int
     raise AssertionError
 
 
+class Squares:
+    """Reads the sum of squared probabilities, and notes how many positions it was given at a time."""
+
+    width = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, log_probs: Tensor, positions: slice) -> Tensor:
+        assert len(log_probs) <= ROWS_PER_CALL
+        self.seen.append((positions.start, positions.stop))
+        return (2 * log_probs).exp().sum(-1, keepdim=True)
+
+
+def test_a_reader_sees_the_whole_distribution_a_few_positions_at_a_time() -> None:
+    model, given = llama(), batch()
+    given["positions"] = given["positions"].repeat(2 * ROWS_PER_CALL // len(given["positions"]) + 1)
+    reader, head = Squares(), TokenLogProbs(model)
+    hidden = head.hidden_states(given["input_ids"], given["lengths"]).index_select(0, given["positions"])
+    whole = (2 * (model.lm_head(hidden) / 0.7).log_softmax(-1)).exp().sum(-1)
+    read = head(**{**given, "targets": given["positions"]}, temperature=0.7, reader=reader)
+    torch.testing.assert_close(read[:, 0], whole)
+    assert [start for start, _ in reader.seen[1:]] == [stop for _, stop in reader.seen[:-1]]
+    assert (reader.seen[0][0], reader.seen[-1][1]) == (0, len(whole))
+    weights = list(model.parameters())
+    found, expected = (torch.autograd.grad(x.sum(), weights, retain_graph=True) for x in (read, whole))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    nothing = head.unread(given["positions"], reader=reader)
+    assert isinstance(nothing, Tensor) and nothing.shape == read.shape
+
+
 def test_pad_right() -> None:
     input_ids, attention_mask, position_ids = pad_right([torch.tensor([5, 6, 7]), torch.tensor([8])], 2)
     assert input_ids.tolist() == [[5, 6, 7], [8, 2, 2]]

@@ -165,6 +165,15 @@ def test_lesson_303(tmp_path: Path) -> None:
     assert sum("<polyline" in text for text in html) == 1
 
 
+@pytest.mark.lesson
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_305(tmp_path: Path) -> None:
+    html = run("305_distil_a_teacher.ipynb", tmp_path)
+    assert sum("Dataflow of Distill" in text for text in html) == 1
+    assert sum("<polyline" in text for text in html) == 1
+    assert "in the teacher's form" in "".join(SAID)
+
+
 @pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_lessons_are_numbered_and_say_how_to_check_them(lesson: Path) -> None:
     notebook = nbformat.read(lesson, as_version=4)

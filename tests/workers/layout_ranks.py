@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.workers.preference_ranks import preferences_of
 from tests.workers.update_ranks import ROWS, context_here, shard_of
 from workbench.batches.columns import Ragged
 from workbench.messages.metrics import as_metrics, reported
@@ -56,6 +57,12 @@ def stages(layout: Layout, folder: Path) -> dict[str, Any]:
     actor.load_state(state)
     done["actor again"] = actor.update_actor(told, epochs=2, entropy_coefficient=0.01, kl_coefficient=0.1)
     done["sft"] = actor.update_sft(shard)
+    rated = preferences_of(shard)
+    for stage in (reference.compute_ref_feedback_log_prob, reference.compute_teacher_log_prob):
+        done[stage.__name__] = output = stage(rated)
+        rated = replace(rated, columns={**rated.columns, **output.columns}, meta={**rated.meta, **output.meta})
+    done["kto"] = actor.update_kto(rated, epochs=2)
+    done["distilled"] = actor.update_distill(rated)
     done["critic"] = critic.update_critic(shard, epochs=2)
     done["pairs learned"] = reward.update_reward(pairs_of(shard))
     done["centred"] = reward.center(shard)

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 ALGORITHMS = {
     "DAPO": "workbench.algorithms.dapo",
     "DPO": "workbench.algorithms.dpo",
+    "Distill": "workbench.algorithms.distill",
     "GRPO": "workbench.algorithms.grpo",
+    "IPO": "workbench.algorithms.ipo",
+    "KTO": "workbench.algorithms.kto",
+    "ORPO": "workbench.algorithms.orpo",
     "PPO": "workbench.algorithms.ppo",
     "RLOO": "workbench.algorithms.rloo",
     "ReMax": "workbench.algorithms.remax",
@@ -25,8 +29,12 @@ ALGORITHMS = {
 
 if TYPE_CHECKING:
     from workbench.algorithms.dapo import DAPO as DAPO
+    from workbench.algorithms.distill import Distill as Distill
     from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
+    from workbench.algorithms.ipo import IPO as IPO
+    from workbench.algorithms.kto import KTO as KTO
+    from workbench.algorithms.orpo import ORPO as ORPO
     from workbench.algorithms.ppo import PPO as PPO
     from workbench.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
     from workbench.algorithms.remax import ReMax as ReMax

@@ -249,6 +249,11 @@ class Batch(BatchTools):
                 "cost_returns": "compute_advantages(multiplier=...)", "pretrain_ids": "actor.compute_loss",
                 "ref_chosen_log_prob": "reference.compute_ref_pair_log_prob",
                 "ref_rejected_log_prob": "reference.compute_ref_pair_log_prob",
+                "ref_response_log_prob": "reference.compute_ref_feedback_log_prob",
+                "ref_mismatched_log_prob": "reference.compute_ref_feedback_log_prob",
+                "teacher_ids": "teacher.compute_teacher_log_prob",
+                "teacher_log_prob": "teacher.compute_teacher_log_prob",
+                "teacher_tail_log_prob": "teacher.compute_teacher_log_prob",
             }.get(missing[0])  # fmt: skip
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",

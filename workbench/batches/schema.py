@@ -71,6 +71,12 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "pretrain_loss": _NUMBER,
         "chosen_ids": _ids(follows="prompt_ids", empty=False),
         "rejected_ids": _ids(follows="prompt_ids", empty=False),
+        "teacher_prompt_ids": _ids(empty=False),
+        "teacher_ids": ColumnSchema(holds="whole numbers", row="tokens", least=0),
+        "teacher_log_prob": ColumnSchema(row="tokens"),
+        "teacher_tail_log_prob": _TOKEN_NUMBER,
+        "mismatched_ids": _ids(follows="prompt_ids", empty=False),
+        "desirable": ColumnSchema(holds="zeros and ones", least=0, most=1),
         "chosen_rewards": _NUMBER,
         "rejected_rewards": _NUMBER,
         "chosen_costs": _NUMBER,
@@ -79,6 +85,10 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "rejected_log_prob": _NUMBER,
         "ref_chosen_log_prob": _NUMBER,
         "ref_rejected_log_prob": _NUMBER,
+        "response_log_prob": _NUMBER,
+        "mismatched_log_prob": _NUMBER,
+        "ref_response_log_prob": _NUMBER,
+        "ref_mismatched_log_prob": _NUMBER,
     }
 )
 # columns of token ids, which are shown as text

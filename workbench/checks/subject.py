@@ -32,6 +32,7 @@ READ = ("prompt_ids", "response_ids", "response_mask")
 FORWARD = {
     "actor": ("compute_log_prob", "old_log_prob"),
     "reference": ("compute_ref_log_prob", "ref_log_prob"),
+    "teacher": ("compute_ref_log_prob", "ref_log_prob"),
     "critic": ("compute_values", "values"),
     "cost_critic": ("compute_cost_values", "cost_values"),
     "reward": ("compute_reward", "rewards"),

@@ -7,7 +7,7 @@ from collections import Counter
 from workbench.checks.report import Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject, and_more
 
-FROZEN = ("reference", "reward", "cost")
+FROZEN = ("reference", "teacher", "reward", "cost")
 
 
 def check_frozen(subject: Subject) -> Finding:

@@ -1,11 +1,12 @@
-"""What a row of a data set says: a prompt and its answer (a demonstration), or a prompt and two answers (a pair)."""
+"""What a row of a data set says: a prompt and its answer (a demonstration), the same with a rating (feedback), or a
+prompt and two answers (a pair)."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.data.sources import Row
@@ -13,6 +14,7 @@ from workbench.errors import BadInput
 
 PROMPTS = ("prompt", "question")
 RESPONSES = ("response", "completion", "answer")
+LABELS = ("label", "desirable")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _MESSAGES = "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text"
@@ -29,11 +31,13 @@ class Example:
 
     prompt: a text, or messages up to where the answer begins. answers: the response; or the chosen and the rejected
     one. margin: of a pair, by how much more the chosen answer is preferred; None where the row does not say.
+    desirable: of feedback, whether the answer was rated as good.
     """
 
     prompt: Conversation
     answers: tuple[str, ...]
     margin: float | None = None
+    desirable: bool = True
 
 
 def demonstration(row: Row, where: str) -> Example:
@@ -60,6 +64,25 @@ def demonstration(row: Row, where: str) -> Example:
         "a demonstration is {'prompt': ..., 'response': ...} or {'messages': [...]}",
         "rename its columns, or drop the row",
     )
+
+
+def feedback(row: Row, where: str) -> Example:
+    """The rated answer of a row: what `demonstration` reads, and "label" (or "desirable"), true or false (1 or 0),
+    whether the answer is good.
+
+        {"prompt": text or messages, "completion": text, "label": true}
+
+    where: the row's place, for errors. Raises `BadInput`.
+    """
+    label = next((name for name in LABELS if name in row), None)
+    if label is None or row[label] not in (True, False):
+        found = f"has {', '.join(map(repr, row)) or 'no columns'}" if label is None else f"{label}={row[label]!r:.60}"
+        raise BadInput(
+            f"{where}: {found}",
+            "feedback is {'prompt': ..., 'response': ..., 'label': true or false}",
+            "add a column 'label': whether the answer is good; of a pair make two rows",
+        )
+    return replace(demonstration(row, where), desirable=bool(row[label]))
 
 
 def pair(row: Row, where: str) -> Example:

@@ -1,4 +1,4 @@
-"""`lab.demonstrations(...)` and `lab.pairs(...)`: where batches for supervised training come from."""
+"""`lab.demonstrations(...)`, `lab.feedback(...)` and `lab.pairs(...)`: batches for supervised training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.support.validation import Rule, whole
 
 @checks_calls("examples")
 class ExampleStream:
-    """Draws batches of demonstrations or pairs, in an order that only the seed decides.
+    """Draws batches of demonstrations, feedback or pairs, in an order that only the seed decides.
 
         pairs = lab.pairs("pairs.jsonl", held_out=200)
         batch = pairs.next(64)
@@ -102,4 +102,5 @@ class ExampleStream:
 
 
 Demonstrations = Annotated[ExampleStream, Rule("must be demonstrations", "make them with lab.demonstrations(source)")]
+Feedback = Annotated[ExampleStream, Rule("must be feedback", "make it with lab.feedback(source)")]
 Pairs = Annotated[ExampleStream, Rule("must be pairs", "make them with lab.pairs(source)")]

@@ -1,4 +1,4 @@
-"""Demonstrations and preference pairs: rows of a source as token ids, in a training part and a held-out part."""
+"""Demonstrations, rated answers and preference pairs: rows of a source as token ids, for training or held out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from workbench.batches.columns import Ragged, Table
 from workbench.data.epochs import EpochRows
-from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, pair
+from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, feedback, pair
 from workbench.data.sources import Row, Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
@@ -21,10 +21,18 @@ from workbench.support.validation import checked, one_of, whole
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["demonstrations", "pairs"]
-_READ: dict[Kind, Callable[[Row, str], Example]] = {"demonstrations": demonstration, "pairs": pair}
+Kind = Literal["demonstrations", "feedback", "pairs"]
+_READ: dict[Kind, Callable[[Row, str], Example]] = {
+    "demonstrations": demonstration,
+    "feedback": feedback,
+    "pairs": pair,
+}
 # the columns of token ids, in the order of `Example.answers`
-ANSWERS: dict[Kind, tuple[str, ...]] = {"demonstrations": ("response",), "pairs": ("chosen", "rejected")}
+ANSWERS: dict[Kind, tuple[str, ...]] = {
+    "demonstrations": ("response",),
+    "feedback": ("response",),
+    "pairs": ("chosen", "rejected"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,7 @@ class Tokenized:
 class Examples(EpochRows[Tokenized]):
     """All rows of a source, tokenized once; what is handed out is decided by the seed alone.
 
-    source: see `read_rows`. kind: what its rows are, see `demonstration` and `pair`.
+    source: see `read_rows`. kind: what its rows are, see `demonstration`, `feedback` and `pair`.
     max_tokens: of prompt and answer together. overlong: what becomes of a longer row: "filter" drops it; "cut" takes
         tokens off the front of the prompt (BOS stays), and drops the row only where its answer alone is too long;
         "error" raises `BadInput`. Both answers of a pair keep the same prompt.
@@ -94,7 +102,9 @@ class Examples(EpochRows[Tokenized]):
 
     def table(self, rows: Sequence[Tokenized]) -> Table:
         """The rows as columns of a batch: `prompt`, `prompt_ids`, each answer as text and as `..._ids`; for
-        demonstrations also `response_mask`, all ones; `margin` where the rows have one."""
+        demonstrations also `response_mask`, all ones; for feedback `desirable`, and `mismatched_ids`: the answer of the
+        row before (of the last one for the first), cut where it is too long for this row's prompt, which KTO's
+        reference point is estimated from; `margin` where the rows have one."""
         table: Table = {
             "prompt": [_last_said(row.example.prompt) for row in rows],
             "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
@@ -104,6 +114,12 @@ class Examples(EpochRows[Tokenized]):
             table[f"{name}_ids"] = ids = Ragged.of([row.answer_ids[i] for row in rows], torch.int64)
             if self.kind == "demonstrations":
                 table["response_mask"] = ids.like(torch.ones(len(ids.values), dtype=torch.bool))
+        if self.kind == "feedback":
+            answers = [row.answer_ids[0] for row in (*rows[-1:], *rows[:-1])]
+            rooms = [self.max_tokens - len(row.prompt_ids) for row in rows]
+            cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
+            table["mismatched_ids"] = Ragged.of(cut, torch.int64)
+            table["desirable"] = torch.tensor([row.example.desirable for row in rows])
         if self.has_margin:
             table["margin"] = torch.tensor([float(row.example.margin or 0) for row in rows])
         return table

@@ -17,7 +17,13 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("compute_reward/rewards/mean", "dynamic_sampling/rewards/mean"),
     "cost": ("compute_cost/costs/mean",),
     "KL": ("compute_advantages/reference_kl", "update_actor/reference_kl"),
-    "accuracy": ("update_reward/accuracy", "update_cost/accuracy", "update_dpo/accuracy"),
+    "accuracy": (
+        "update_reward/accuracy",
+        "update_cost/accuracy",
+        "update_dpo/accuracy",
+        "update_ipo/accuracy",
+        "update_orpo/accuracy",
+    ),
 }
 OTHERWISE = "loss"  # of the first stage that has one, where there is none of these
 

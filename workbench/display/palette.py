@@ -28,6 +28,7 @@ ROLE_STYLES = {
     "reward": RoleStyle(colour="#d55e00", letter="W"),
     "cost": RoleStyle(colour="#cc79a7", letter="$"),
     "cost_critic": RoleStyle(colour="#f2c4de", letter="K"),
+    "teacher": RoleStyle(colour="#a6761d", letter="T"),
     "rollout": RoleStyle(colour="#56459c", letter="G", ink=WHITE),
     "numeric": RoleStyle(colour="#56b4e9", letter="N"),
     "prompts": RoleStyle(colour="#999999", letter="P"),

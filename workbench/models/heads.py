@@ -7,9 +7,10 @@ tokens of all of them together, N positions, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,18 @@ HeadInit = Literal["zero", "normal"]
 ROWS_PER_CALL = 512
 # Names under which a scalar head is saved: transformers' sequence classification, other reward models, TRL's values.
 SAVED_HEADS = ("score", "value_head", "v_head.summary")
+
+
+class LogitsReader(Protocol):
+    """What is asked of the distribution over the vocabulary at each position, where one log-probability is not enough.
+
+    width: how many numbers a position.
+    """
+
+    width: int
+
+    def __call__(self, log_probs: Tensor, positions: slice) -> Tensor:
+        """[n, width] from log softmax(logits / temperature) [n, V], fp32, of consecutive positions among the N."""
 
 
 def pad_right(sequences: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,14 +133,16 @@ class TokenLogProbs(PackedModule):
         temperature: float = 1.0,
         with_entropy: bool = False,
         after: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities, entropies or None), each fp32 [N], in nats.
+        reader: LogitsReader | None = None,
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """(log-probabilities, entropies or None), each fp32 [N], in nats; with a reader, what it reads [N, width].
 
         input_ids: [T], S sequences of these `lengths` end to end. positions, targets: [N]; the hidden state at
         `positions[n]` of the T predicts `targets[n]`, the token after it. after: see `hidden_states`. Values with and
         without grad are equal to the last bit.
         """
-        return self.read(self.hidden_states(input_ids, lengths, after), positions, targets, temperature, with_entropy)
+        hidden = self.hidden_states(input_ids, lengths, after)
+        return self.read(hidden, positions, targets, temperature, with_entropy, reader)
 
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
@@ -142,7 +157,8 @@ class TokenLogProbs(PackedModule):
         targets: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        reader: LogitsReader | None = None,
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
         if temperature <= 0:
             raise BadInput(
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
@@ -150,17 +166,30 @@ class TokenLogProbs(PackedModule):
         hidden = hidden.index_select(0, positions)
         sharded = any(hasattr(weight, "ds_id") for weight in self.model.get_output_embeddings().parameters())
         calls = max(1, -(-(self.micro_batch_tokens if sharded else len(positions)) // ROWS_PER_CALL))
-        parts: list[Any] = [
+
+        def call(function: Any, *args: Any) -> Any:
             # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
-            checkpoint(self._score, *part, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
-            if torch.is_grad_enabled()
-            else self._score(*part, temperature, with_entropy)
+            if torch.is_grad_enabled():
+                return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+            return function(*args)
+
+        if reader is not None:
+            cuts = hidden.tensor_split(calls)
+            ends = list(itertools.accumulate(map(len, cuts)))
+            places = [slice(end - len(cut), end) for cut, end in zip(cuts, ends, strict=True)]
+            return torch.cat([call(self._read, *part, temperature, reader) for part in zip(cuts, places, strict=True)])
+        parts: list[Any] = [
+            call(self._score, *part, temperature, with_entropy)
             for part in zip(hidden.tensor_split(calls), targets.tensor_split(calls), strict=True)
         ]
         entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
         return torch.cat([part[0] for part in parts]), entropy
 
-    def unread(self, positions: Tensor, with_entropy: bool = False, **asked: Any) -> tuple[Tensor, Tensor | None]:
+    def unread(
+        self, positions: Tensor, with_entropy: bool = False, reader: LogitsReader | None = None, **asked: Any
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        if reader is not None:
+            return torch.zeros((len(positions), reader.width), device=positions.device)
         zeros = torch.zeros(len(positions), device=positions.device)
         return zeros, zeros.clone() if with_entropy else None
 
@@ -173,6 +202,11 @@ class TokenLogProbs(PackedModule):
             return scored
         # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
         return cast(Any, ChosenLogProbs.apply(head(hidden), targets, temperature, with_entropy))
+
+    def _read(self, hidden: Tensor, positions: slice, temperature: float, reader: LogitsReader) -> Tensor:
+        head: Any = self.model.get_output_embeddings()
+        logits = head.whole_logits(hidden) if isinstance(head, VocabularyParallelHead) else head(hidden)
+        return reader(torch.log_softmax(logits.float() / temperature, dim=-1), positions)
 
     def weight_names(self) -> dict[str, str]:
         """Own parameter name -> transformers' name; tied weights once, and none of an adapter's."""

@@ -104,6 +104,13 @@ class VocabularyParallelHead(nn.Module):
     def __init__(self, linear: nn.Linear, start: int, group: TensorGroup) -> None:
         super().__init__()
         self.weight, self.bias, self.start, self._group = linear.weight, linear.bias, start, group
+        self._vocabulary = linear.out_features
+
+    def whole_logits(self, hidden: Tensor) -> Tensor:
+        """The logits of the whole vocabulary [N, V], on every rank: for a few positions at a time."""
+        logits = nn.functional.linear(enter(hidden, self._group), self.weight, self.bias)
+        behind = self._vocabulary - self.start - len(self.weight)
+        return leave(nn.functional.pad(logits, (self.start, behind)), self._group)
 
     def forward(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool

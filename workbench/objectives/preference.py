@@ -1,19 +1,24 @@
-"""Losses on pairs of answers to one prompt, of which people prefer the chosen one. Suffix P: pairs of a micro-batch.
+"""Losses on pairs of answers to one prompt, of which people prefer the chosen one, and on single rated answers.
 
 A pair's loss depends on both of its answers, so both go through the model in one micro-batch; the loss of a minibatch
-is the mean over all of its pairs, on all ranks.
+is the mean over all of its pairs (or answers), on all ranks. Suffixes: P pairs of a micro-batch, B answers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from workbench.objectives.arguments import full, same_shape, within
 from workbench.support.checked_calls import checked_call
+from workbench.support.validation import at_least
 
+# ORPO takes a mean token probability above this as this: the odds of 1 are infinite.
+MOST_PROBABLE = 1 - 1e-6
 CONFIDENCE_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 
@@ -72,6 +77,129 @@ def dpo_loss(
     h_P = chosen_rewards_P - rejected_rewards_P
     loss_P = -(1 - label_smoothing) * logsigmoid(h_P) - label_smoothing * logsigmoid(-h_P)
     return loss_P, DPOStats(chosen_rewards_P.detach(), rejected_rewards_P.detach())
+
+
+@checked_call()
+def ipo_loss(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    ref_chosen_P: Tensor,
+    ref_rejected_P: Tensor,
+    chosen_tokens_P: Tensor,
+    rejected_tokens_P: Tensor,
+    beta: float = 0.1,
+) -> tuple[Tensor, DPOStats]:
+    """Identity preference optimization, [P], from log-probabilities of whole answers and their numbers of tokens.
+
+        h    = (log pi - log ref)(chosen) / chosen_tokens - (log pi - log ref)(rejected) / rejected_tokens
+        loss = (h - 1 / (2 beta))^2
+
+    Source: Azar et al. 2023, https://arxiv.org/abs/2310.12036, equation 17, where beta is tau and h has sums over
+    tokens. The authors' results are with means over tokens, as TRL's `loss_type="ipo"` says and computes it: with sums
+    the distance to the same 1 / (2 beta) depends on the length of the answers. With numbers of tokens of 1 it is the
+    equation.
+
+    Where DPO raises h without end for a pair that is always preferred, this loss is 0 at h = 1 / (2 beta). Gradients
+    flow into `chosen_P` and `rejected_P` only. Its stats are the terms of h times beta.
+
+    Raises `BadInput` on unequal shapes, and on beta <= 0.
+    """
+    same_shape(
+        chosen_P=chosen_P, rejected_P=rejected_P, ref_chosen_P=ref_chosen_P, ref_rejected_P=ref_rejected_P,
+        chosen_tokens_P=chosen_tokens_P, rejected_tokens_P=rejected_tokens_P,
+    )  # fmt: skip
+    at_least("beta", beta, 0, strictly=True)
+    chosen_P = (full(chosen_P) - full(ref_chosen_P).detach()) / chosen_tokens_P
+    rejected_P = (full(rejected_P) - full(ref_rejected_P).detach()) / rejected_tokens_P
+    loss_P = (chosen_P - rejected_P - 1 / (2 * beta)) ** 2
+    return loss_P, DPOStats(beta * chosen_P.detach(), beta * rejected_P.detach())
+
+
+class ORPOStats(NamedTuple):
+    """Per pair and without gradient: the log-odds of both answers, and the part of the loss that is fine-tuning's."""
+
+    chosen_log_odds_P: Tensor
+    rejected_log_odds_P: Tensor
+    sft_loss_P: Tensor
+
+
+@checked_call()
+def orpo_loss(
+    chosen_P: Tensor, rejected_P: Tensor, chosen_tokens_P: Tensor, rejected_tokens_P: Tensor, beta: float = 0.1
+) -> tuple[Tensor, ORPOStats]:
+    """Odds ratio preference optimization, [P], from log-probabilities of whole answers and their numbers of tokens.
+
+        log P(y) = log pi(y) / tokens(y)
+        odds(y)  = P(y) / (1 - P(y))
+        loss     = -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))
+
+    Source: Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 1, 4, 6 and 7; beta is the paper's lambda.
+    There is no reference: the first term, fine-tuning on the chosen answer, keeps the policy at the data. It is the
+    mean over the tokens of each answer, then over pairs, as equation 6 has it; TRL takes it over the tokens of prompts
+    and chosen answers together. Answers whose mean token is likelier than 1 - 1e-6 count as if it were that.
+
+    Raises `BadInput` on unequal shapes, and on beta < 0.
+    """
+    same_shape(
+        chosen_P=chosen_P, rejected_P=rejected_P, chosen_tokens_P=chosen_tokens_P, rejected_tokens_P=rejected_tokens_P
+    )
+    within("beta", beta, 0.0)
+    chosen_P, rejected_P = full(chosen_P) / chosen_tokens_P, full(rejected_P) / rejected_tokens_P
+    odds_P, against_P = _log_odds(chosen_P), _log_odds(rejected_P)
+    loss_P = -chosen_P - beta * logsigmoid(odds_P - against_P)
+    return loss_P, ORPOStats(odds_P.detach(), against_P.detach(), -chosen_P.detach())
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p."""
+    log_p = log_p.clamp(max=math.log(MOST_PROBABLE))
+    return log_p - torch.log(-torch.expm1(log_p))
+
+
+class KTOStats(NamedTuple):
+    """Per answer and without gradient: beta times how much likelier it became than under the reference."""
+
+    rewards_B: Tensor
+
+
+@checked_call()
+def kto_loss(
+    log_prob_B: Tensor,
+    ref_log_prob_B: Tensor,
+    desirable_B: Tensor,
+    kl: float,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, KTOStats]:
+    """Kahneman-Tversky optimization, [B], from log-probabilities of whole answers: sums over response tokens, nats.
+
+        r    = log pi(y | x) - log ref(y | x)
+        loss = desirable_weight   (1 - sigmoid(beta (r - kl)))    of a desirable answer
+               undesirable_weight (1 - sigmoid(beta (kl - r)))    of an undesirable one
+
+    desirable_B: 1 (or True) for desirable answers. kl: the reference point, an estimate of KL(pi || ref) that all
+    answers of a minibatch share, and that has no gradient. The authors and TRL take the mean of log pi - log ref over
+    answers to other prompts (each prompt with the answer of the row before it), cut at 0.
+
+    Source: Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4 (the loss of KTO, where the weights are
+    lambda_D and lambda_U), and the authors' `KTOTrainer.loss` in ContextualAI/HALOs.
+
+    Raises `BadInput` on unequal shapes, and on kl, beta or weights below 0.
+    """
+    same_shape(log_prob_B=log_prob_B, ref_log_prob_B=ref_log_prob_B, desirable_B=desirable_B)
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    for name, value in {"kl": kl, "beta": beta, **weights}.items():
+        within(name, value, 0.0)
+    ratio_B = full(log_prob_B) - full(ref_log_prob_B).detach()
+    good_B = desirable_B.bool()
+    # 1 - sigmoid(z) is sigmoid(-z), without cancellation
+    loss_B = torch.where(
+        good_B,
+        desirable_weight * torch.sigmoid(-beta * (ratio_B - kl)),
+        undesirable_weight * torch.sigmoid(-beta * (kl - ratio_B)),
+    )
+    return loss_B, KTOStats(beta * ratio_B.detach())
 
 
 @checked_call()

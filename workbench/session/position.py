@@ -76,11 +76,12 @@ class Position:
             algorithm.load_state(self.first_states.get(type(algorithm).__name__, {}))
         self.take_up(algorithm)
 
-    def add_stream(self, stream: ExampleStream) -> None:
+    def add_stream(self, stream: ExampleStream) -> ExampleStream:
         """Save the position of this stream from now on; it goes on from the saved one of the same rows, if there is
-        one."""
+        one. The stream."""
         self._streams = [*(known for known in self._streams if known() is not None), weakref.ref(stream)]
         self.put_back_stream(stream)
+        return stream
 
     def put_back_stream(self, stream: ExampleStream) -> None:
         """Put a stream to the saved position of the same rows; where none was saved, to its start."""

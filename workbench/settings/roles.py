@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workbench.errors import BadInput
 
-ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
 # has no model of its own: it generates for the actor, where a placement names it
 ROLLOUT = "rollout"
 TRAINED_ROLES = ("actor", "critic", "cost_critic")

@@ -21,13 +21,18 @@ LOG_PROB_TEMPERATURE = "log_prob_temperature"
 
 
 def each_response_token(
-    shard: Shard, forward: Callable[[MicroBatch], Tensor], budget: TokenBudget, context: Context
+    shard: Shard,
+    forward: Callable[[MicroBatch], Tensor],
+    budget: TokenBudget,
+    context: Context,
+    *,
+    width: int | None = None,
 ) -> Ragged:
-    """`forward(micro_batch)` -> [N], without gradients, collected in the shard's row order.
+    """`forward(micro_batch)` -> [N], or [N, width], without gradients, collected in the shard's row order.
 
     budget: of tokens of a micro-batch; it may shrink during the pass.
     """
-    scatter = Scatter(shard.ragged("response_ids"))
+    scatter = Scatter(shard.ragged("response_ids"), width)
     for micro, values_N in _passes(shard, forward, budget, context):
         scatter.put(micro, values_N)
     return scatter.column()

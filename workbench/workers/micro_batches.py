@@ -233,11 +233,14 @@ def _sequences(
 
 
 class Scatter:
-    """Collects the numbers of micro-batches back into one ragged column in the shard's row order."""
+    """Collects the numbers of micro-batches back into one ragged column in the shard's row order.
 
-    def __init__(self, like: Ragged) -> None:
+    width: how many numbers a token; None: one, and the column's values are [tokens].
+    """
+
+    def __init__(self, like: Ragged, width: int | None = None) -> None:
         self._like = like
-        self._values = torch.zeros(len(like.values))
+        self._values = torch.zeros(len(like.values)) if width is None else torch.zeros(len(like.values), width)
         self._starts = torch.cumsum(like.lengths, 0) - like.lengths
 
     def put(self, batch: MicroBatch, values_N: Tensor) -> None:

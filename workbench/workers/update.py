@@ -32,6 +32,7 @@ class Term:
     response token [B, R], and metrics. The shard has as many minibatches as those of the other terms.
     skip: rows of the shard that have no gradient, so that they only count in the denominators.
     together: consecutive rows whose loss is one, see `micro_batches`.
+    prepare: called with the minibatch's number before each of its optimizer steps, on every rank.
     """
 
     shard: Shard
@@ -41,6 +42,7 @@ class Term:
     max_response_tokens: int | None = None
     skip: Collection[int] = ()
     together: int = 1
+    prepare: Callable[[int], None] = lambda number: None
 
     def divisors(self, context: Context) -> list[Tensor]:
         """The denominator of each minibatch, over the rows of all replicas, skipped ones among them."""
@@ -121,6 +123,8 @@ class Update:
                 self._done += _passes(self._minibatches[number])
                 continue
             stopping.point(step, self.epochs * count, {**metrics, "optimizer_steps": Max(value=self.engine.steps)})
+            for term in self.terms:
+                term.prepare(number)
             report, seen = self._step(epoch, number, [of_term[number] for of_term in divisors])
             of_step = seen.read()
             share = of_step.get("loss", Mean(total=0.0, count=0.0))  # reported on the last stage of a pipeline

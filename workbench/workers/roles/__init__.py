@@ -3,7 +3,7 @@
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CostCriticWorker, CriticWorker
 from workbench.workers.roles.numeric import NumericWorker
-from workbench.workers.roles.reference import ReferenceWorker
+from workbench.workers.roles.reference import ReferenceWorker, TeacherWorker
 from workbench.workers.roles.reward import CostWorker, RewardWorker
 from workbench.workers.roles.rollout import RolloutWorker
 
@@ -14,6 +14,7 @@ ROLE_WORKERS = {
     "reward": RewardWorker,
     "cost": CostWorker,
     "cost_critic": CostCriticWorker,
+    "teacher": TeacherWorker,
     "rollout": RolloutWorker,
     "numeric": NumericWorker,
 }
@@ -28,4 +29,5 @@ __all__ = [
     "ReferenceWorker",
     "RewardWorker",
     "RolloutWorker",
+    "TeacherWorker",
 ]

@@ -39,7 +39,9 @@ from workbench.workers.inference import (
 )
 from workbench.workers.micro_batches import MicroBatch, Scatter, largest
 from workbench.workers.readings import token_log_probs_and_entropies
+from workbench.workers.roles.distillation import DistilledWorker
 from workbench.workers.roles.hybrid import HybridWorker
+from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.roles.trained import check_update
@@ -97,7 +99,7 @@ def _rows_without_advantage(advantages: Ragged, mask: Ragged) -> frozenset[int]:
     return frozenset(torch.where(valid, advantages.pad(), 0.0).eq(0).all(-1).nonzero()[:, 0].tolist())
 
 
-class ActorWorker(HybridWorker, SupervisedWorker, ReferencePolicy):
+class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWorker, ReferencePolicy):
     """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
     a pool for the role `rollout`, whose workers then have it).
 

@@ -38,18 +38,23 @@ def as_rows(batch: Shard) -> Shard:
     prompts = [row for prompt in batch.ragged("prompt_ids").rows() for row in (prompt, prompt)]
     answers = [row for pair in zip(*(column.rows() for column in both), strict=True) for row in pair]
     responses = Ragged.of(answers, torch.int64)
-    last = torch.zeros(len(responses.values), dtype=torch.bool)
-    last[torch.cumsum(responses.lengths, 0) - 1] = True
     return replace(
         batch,
         columns={
             "prompt_ids": Ragged.of(prompts, torch.int64),
             "response_ids": responses,
-            "response_mask": responses.like(last),
+            "response_mask": last_tokens(responses),
         },
         rows=batch.rows.repeat(2),
         minibatch_sizes=tuple(2 * size for size in batch.minibatch_sizes),
     )
+
+
+def last_tokens(answers: Ragged) -> Ragged:
+    """1 on the last token of every answer, none of which is empty."""
+    last = torch.zeros(len(answers.values), dtype=torch.bool)
+    last[torch.cumsum(answers.lengths, 0) - 1] = True
+    return answers.like(last)
 
 
 def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) -> Term:
@@ -73,12 +78,6 @@ def pair_values(batch: Shard, values: RowValues, budget: TokenBudget, context: C
     rows = as_rows(batch)
     values_B = each_row(rows, values, budget, context, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
-
-
-def reference_log_probs(batch: Shard) -> tuple[Tensor, Tensor]:
-    chosen, rejected = (batch.columns[name] for name in REFERENCE_COLUMNS)
-    assert isinstance(chosen, Tensor) and isinstance(rejected, Tensor)
-    return chosen, rejected
 
 
 def pair_metrics(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.precision import computing_in
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
+from workbench.workers.roles.distillation import (
+    TEACHER_COLUMNS,
+    TEACHER_TEMPERATURE,
+    TopK,
+    check_teacher,
+    check_top_k,
+    teacher_columns,
+)
+from workbench.workers.roles.feedback import FEEDBACK_COLUMNS, REFERENCE_FEEDBACK_COLUMNS, answer_values
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.weight_exchange import Published, plan_of_taking
@@ -67,6 +77,17 @@ class ReferencePolicy(Worker):
         with self.as_reference():
             chosen, rejected = pair_values(batch, values, self.budget, self.context)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
+
+    @register(THREE_D_PROTO, reads=FEEDBACK_COLUMNS, writes=REFERENCE_FEEDBACK_COLUMNS, minibatched=True)
+    def compute_ref_feedback_log_prob(self, batch: Shard) -> Output:
+        """Columns `ref_response_log_prob`, `ref_mismatched_log_prob` [rows]: log-probabilities of each row's whole
+        answer, and of the answer to another prompt, summed over their tokens, nats."""
+        values = partial(ANSWER_LOG_PROBS.of, self.engine)
+        with self.as_reference():
+            own, mismatched = (
+                answer_values(batch, name, values, self.budget, self.context) for name in FEEDBACK_COLUMNS[1:]
+            )
+        return Output(columns={"ref_response_log_prob": own, "ref_mismatched_log_prob": mismatched})
 
     @register(
         THREE_D_PROTO,
@@ -125,6 +146,52 @@ class ReferencePolicy(Worker):
             metrics[f"log_prob_{name}/mean"] = mean_of(found, batch)
         return Output(columns=columns, metrics=metrics)
 
+    @register(
+        THREE_D_PROTO,
+        reads=lambda arguments: (arguments["prompt"], "response_ids"),
+        optional=("response_mask",),
+        writes=TEACHER_COLUMNS,
+        minibatched=True,
+        check=check_teacher,
+        check_model=check_top_k,
+    )
+    def compute_teacher_log_prob(
+        self,
+        batch: Shard,
+        *,
+        top_k: int = 64,
+        vocabulary: int | None = None,
+        temperature: float | None = None,
+        prompt: Literal["prompt_ids", "teacher_prompt_ids"] = "prompt_ids",
+    ) -> Output:
+        """What this model says of each response token, for `update_distill`: of softmax(logits / temperature) the top_k
+        likeliest tokens and their log-probabilities, `teacher_ids` and `teacher_log_prob` [rows, response tokens x
+        top_k], and `teacher_tail_log_prob` [rows, response tokens], that of all others together. 8 top_k + 4 bytes a
+        response token.
+
+        vocabulary: leave out the tokens from this id on, which the student's model does not have; None: none.
+        temperature: None takes the one that the responses were sampled with; it is kept in the batch's meta as
+        `teacher_temperature`. prompt: "teacher_prompt_ids" reads other prompts than the student did, such as ones that
+        hold a solution: self-distillation.
+        Metric: `teacher_tokens/mass`, this model's probability of the top_k tokens.
+        """
+        scale = sampling_temperature(batch, temperature)
+        rows = replace(batch, columns={**batch.columns, "prompt_ids": batch.ragged(prompt)})
+        reader = TopK(top_k, vocabulary)
+
+        def forward(micro: MicroBatch) -> Tensor:
+            return cast(Tensor, self.engine.forward(**micro.scored(scale), reader=reader))
+
+        with self.as_reference():
+            read = each_response_token(rows, forward, self.budget, self.context, width=reader.width)
+        columns = teacher_columns(read, top_k)
+        mass = read.like(1 - read.values[:, -1].exp())
+        return Output(
+            columns=columns,
+            metrics={"teacher_tokens/mass": mean_of(mass, batch)},
+            meta={TEACHER_TEMPERATURE: scale},
+        )
+
 
 class ReferenceWorker(ModelWorker, ReferencePolicy):
     """A causal language model whose weights change only by `take_weights`."""
@@ -166,3 +233,7 @@ class ReferenceWorker(ModelWorker, ReferencePolicy):
         shards = {weight.name: plan.destination.shard(weight, me) for weight in plan.weights}
         held = {name: (live[name], shard) for name, shard in shards.items() if shard is not None}
         WeightIntake(plan, rank, self.context.exchange).place(published, held)
+
+
+class TeacherWorker(ReferenceWorker):
+    """The model that a student learns from: a reference that is not the actor's beginning."""

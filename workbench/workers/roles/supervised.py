@@ -1,54 +1,33 @@
-"""What the actor learns from texts and pairs: fine-tuning, preferences, a pretraining loss."""
+"""What the actor learns from texts: fine-tuning, a pretraining loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
-from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.metrics import Mean
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.models.packing import to_device
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.arguments import within
-from workbench.objectives.preference import dpo_loss
-from workbench.support.validation import at_least, whole
-from workbench.workers.device_metrics import DeviceMetrics, on_host
+from workbench.support.validation import whole
+from workbench.workers.device_metrics import DeviceMetrics
 from workbench.workers.inference import each_response_token
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
-from workbench.workers.roles.pairs import (
-    PAIR_COLUMNS,
-    REFERENCE_COLUMNS,
-    accuracy_bounds,
-    pair_metrics,
-    pair_term,
-    pair_values,
-    reference_log_probs,
-)
+from workbench.workers.readings import token_log_probs
 from workbench.workers.roles.trained import TrainedWorker, check_update
 from workbench.workers.update import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-REWARDS = ("chosen_rewards", "rejected_rewards")
-
-
-def _check_dpo(arguments: Mapping[str, Any]) -> None:
-    at_least("beta", arguments["beta"], 0, strictly=True)
-    whole("epochs", arguments.get("epochs", 1), 1)
-    within("label_smoothing", arguments.get("label_smoothing", 0.0), 0.0, 0.5)
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
@@ -97,57 +76,6 @@ class SupervisedWorker(TrainedWorker):
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-        return self.update(term, epochs=epochs)
-
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=REFERENCE_COLUMNS,
-        writes=("chosen_log_prob", "rejected_log_prob"),
-        minibatched=True,
-        check=_check_dpo,
-    )
-    def compute_pair_log_prob(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Output:
-        """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
-        summed over their tokens, nats.
-
-        Where the batch has the reference's, the metrics are those of `update_dpo` with the same arguments, and the
-        bounds of the accuracy's 95 % interval: what held-out pairs say.
-        """
-        values = partial(ANSWER_LOG_PROBS.of, self.engine)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context)
-        metrics: Metrics = {}
-        if set(REFERENCE_COLUMNS) <= set(batch.columns):
-            loss, rewards = dpo_loss(chosen, rejected, *reference_log_probs(batch), beta, label_smoothing)
-            (metrics,) = on_host([pair_metrics(loss, *rewards, names=REWARDS)])
-            metrics |= accuracy_bounds(*rewards, self.context.groups.data)
-        return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
-
-    @register(
-        THREE_D_PROTO,
-        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
-        minibatched=True,
-        updates=True,
-        check=_check_dpo,
-    )
-    def update_dpo(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0, epochs: int = 1) -> Output:
-        """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
-        `workbench.objectives.preference.dpo_loss`.
-
-        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
-        first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.
-        Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
-        """
-        ref_chosen, ref_rejected = reference_log_probs(batch)
-
-        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
-            ref_chosen_P, ref_rejected_P = (
-                to_device(ref[pairs], chosen_P.device) for ref in (ref_chosen, ref_rejected)
-            )
-            loss_P, rewards = dpo_loss(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta, label_smoothing)
-            return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS)
-
-        term = pair_term(batch, ANSWER_LOG_PROBS, loss, self.context)
         return self.update(term, epochs=epochs)
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:

@@ -1,0 +1,61 @@
+"""On-policy distillation: GKD (Agarwal et al. 2023, arXiv:2306.13649) on the student's own responses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from workbench.algorithms.lab import Lab
+from workbench.algorithms.loop import Algorithm
+from workbench.models.limits import Limits
+from workbench.settings.engines import Sampling
+
+
+@dataclass
+class Distill(Algorithm):
+    """`Distill(lab).run(n)`: n iterations of the lines in `define`. The actor is the student.
+
+    The student answers prompts, the teacher says at each token of the answers which tokens it would have taken, and the
+    student learns that distribution. `lab.teacher.compute_teacher_log_prob` and `lab.actor.update_distill` do the same
+    on `lab.demonstrations(...).next(64)`, which is distillation on given answers.
+
+    prompts: prompts an iteration; samples: responses a prompt. beta: 1 for the reverse KL, 0 for the forward KL,
+    between them the generalised Jensen-Shannon divergence. top_k: the teacher's likeliest tokens at each position,
+    which are told apart; all others are one more outcome. teacher: the role that is asked. teacher_prompt:
+    "teacher_prompt_ids" for a column of other prompts, which a stage of yours has put. epochs: over each batch.
+
+    Self-distillation: the same model as teacher, which sees more than the student, such as a solution
+    (teacher_prompt); with teacher="reference" an actor with an adapter has the model under it as its teacher.
+
+    The teacher needs the actor's tokenizer: `wb.open` refuses another one. Models of one family may differ in the
+    number of token ids beyond it; those that the student lacks are left out.
+    """
+
+    lab: Lab
+    prompts: int = 64
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    beta: float = 1.0
+    top_k: int = 64
+    teacher: Literal["teacher", "reference"] = "teacher"
+    teacher_prompt: Literal["prompt_ids", "teacher_prompt_ids"] = "prompt_ids"
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        self.need("actor", self.teacher)
+
+    def define(self, lab: Lab) -> None:
+        batch = lab.prompts.next(self.prompts)
+        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
+        batch = getattr(lab, self.teacher).compute_teacher_log_prob(
+            batch, top_k=self.top_k, vocabulary=self._vocabulary(), prompt=self.teacher_prompt
+        )
+        lab.actor.update_distill(batch, beta=self.beta, epochs=self.epochs)
+
+    def _vocabulary(self) -> int | None:
+        """The student's number of token ids, where the teacher has more."""
+        own, theirs = (
+            Limits.of(self.lab.groups[role].spec.name).vocabulary  # type: ignore[arg-type]
+            for role in ("actor", self.teacher)
+        )
+        return own if own is not None and theirs is not None and own < theirs else None

@@ -1,0 +1,197 @@
+"""Distillation: what a teacher says of the next token, and a student that learns it.
+
+The teacher writes its k likeliest tokens at each position, their log-probabilities, and that of all others together:
+8 k + 4 bytes a token. The student's divergence is over these k + 1 outcomes. With k = vocabulary it is the whole
+divergence, which for large vocabularies is too much to send; both models in one process, where whole distributions
+would not have to be sent, would tie their placements to each other. Neither side has logits of more than 512 positions
+at a time in memory.
+
+Shape legend: N response tokens of a micro-batch, n of one call of the head, k tokens of the teacher, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import ColumnValues, Ragged
+from workbench.errors import BadInput
+from workbench.messages.operation import register
+from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
+from workbench.models.limits import Limits
+from workbench.models.packing import to_device
+from workbench.models.spec import Model
+from workbench.objectives.aggregation import Aggregation
+from workbench.objectives.arguments import within
+from workbench.objectives.distillation import coarsened, divergence
+from workbench.support.validation import whole
+from workbench.workers.device_metrics import DeviceMetrics
+from workbench.workers.inference import check_temperature, sampling_temperature
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.update import Term
+
+TEACHER_COLUMNS = ("teacher_ids", "teacher_log_prob", "teacher_tail_log_prob")
+# The batch's meta key of the temperature of the teacher's log-probabilities.
+TEACHER_TEMPERATURE = "teacher_temperature"
+# The least log-probability that a column holds: a column has no infinite numbers.
+LEAST = -1e4
+
+
+class TopK:
+    """Reads the k likeliest tokens: [n, 2 k + 1], ids, log-probabilities, and the log-probability of all others.
+
+    vocabulary: tokens from this id on are left out, and the others' probabilities add up to 1.
+    """
+
+    def __init__(self, k: int, vocabulary: int | None) -> None:
+        self.k, self.vocabulary, self.width = k, vocabulary, 2 * k + 1
+
+    def __call__(self, log_probs: Tensor, positions: slice) -> Tensor:
+        if self.vocabulary is not None and self.vocabulary < log_probs.shape[-1]:
+            log_probs = torch.log_softmax(log_probs[:, : self.vocabulary], dim=-1)
+        ids = log_probs.topk(self.k, dim=-1).indices
+        outcomes = coarsened(log_probs, ids).clamp(min=LEAST)
+        if outcomes.shape[-1] == self.k:  # no token is left
+            outcomes = torch.nn.functional.pad(outcomes, (0, 1), value=LEAST)
+        return torch.cat([ids.float(), outcomes], dim=-1)  # float32 holds ids up to 2^24
+
+
+class Divergence:
+    """Reads the student's divergence from the teacher's columns, and its share on the teacher's tokens: [n, 2].
+
+    The columns' rows go to the device with the logits that they are compared with, and not before.
+    """
+
+    width = 2
+
+    def __init__(self, columns: Mapping[str, Ragged], index: list[int], k: int, beta: float) -> None:
+        self._columns, self._index, self._k, self._beta = columns, index, k, beta
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids [N, k], their log-probabilities [N, k], and that of the others [N, 1]."""
+        ids, chosen, others = (self._columns[name].take(self._index).values for name in TEACHER_COLUMNS)
+        return ids.view(-1, self._k), chosen.view(-1, self._k), others[:, None]
+
+    def __call__(self, log_probs: Tensor, positions: slice) -> Tensor:
+        ids, chosen, others = (to_device(rows[positions], log_probs.device) for rows in self._rows)
+        student = coarsened(log_probs, ids.long())
+        teacher = chosen if student.shape[-1] == self._k else torch.cat([chosen, others], dim=-1)
+        share = student[:, : self._k].detach().exp().sum(-1)
+        return torch.stack([divergence(teacher, student, self._beta), share], dim=-1)
+
+
+def teacher_columns(read: Ragged, k: int) -> dict[str, ColumnValues]:
+    """The teacher's columns, from what `TopK` read at all response tokens [tokens, 2 k + 1]."""
+    ids, chosen, others = read.values.split([k, k, 1], dim=-1)
+    each = k * read.lengths
+    ids_of, log_probs, others_of = TEACHER_COLUMNS
+    return {
+        ids_of: Ragged(ids.to(torch.int32).flatten(), each),
+        log_probs: Ragged(chosen.flatten(), each),
+        others_of: read.like(others.flatten()),
+    }
+
+
+def check_teacher(arguments: Mapping[str, Any]) -> None:
+    check_temperature(arguments)
+    whole("top_k", arguments["top_k"], 1)
+    if arguments["vocabulary"] is not None:
+        whole("vocabulary", arguments["vocabulary"], 1)
+
+
+def check_top_k(arguments: Mapping[str, Any], model: Model) -> None:
+    sizes = (arguments["vocabulary"], None if model.name is None else Limits.of(model.name).vocabulary)
+    size = min((size for size in sizes if size is not None), default=arguments["top_k"])
+    if arguments["top_k"] > size:
+        raise BadInput(
+            f"top_k={arguments['top_k']}", f"the teacher chooses among {size} tokens", f"take at most top_k={size}"
+        )
+
+
+def check_distillation(arguments: Mapping[str, Any]) -> None:
+    check_update(arguments)
+    within("beta", arguments["beta"], 0, 1)
+
+
+class DistilledWorker(TrainedWorker):
+    """A trained causal language model that learns a teacher's distributions."""
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask", *TEACHER_COLUMNS),
+        minibatched=True,
+        updates=True,
+        check=check_distillation,
+    )
+    def update_distill(
+        self,
+        batch: Shard,
+        *,
+        beta: float = 1.0,
+        epochs: int = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: int | None = None,
+    ) -> Output:
+        """Learn the teacher's distribution at each response token, one optimizer step a minibatch and epoch.
+
+        Reads what `lab.teacher.compute_teacher_log_prob` wrote, at its temperature. beta: 0 is the forward KL, 1 the
+        reverse KL, between them the generalised Jensen-Shannon divergence, see
+        `workbench.objectives.distillation.divergence`. aggregation, max_response_tokens: as in `update_actor`.
+        Where responses are the student's own there is no gradient through their sampling, as in GKD (Agarwal et al.
+        2023, https://arxiv.org/abs/2306.13649, section 3.1).
+        Metrics: `divergence` a token; `teacher_tokens/student_mass`, the student's probability of the teacher's tokens.
+        """
+        columns = {name: batch.ragged(name) for name in TEACHER_COLUMNS}
+        k = self._teacher_k(batch, columns["teacher_ids"])
+        scale = sampling_temperature(batch, batch.meta.get(TEACHER_TEMPERATURE))
+        mask = batch.ragged("response_mask")
+
+        def inputs(micro: MicroBatch) -> dict[str, Any]:
+            return {**micro.scored(scale), "reader": Divergence(columns, micro.index, k, beta)}
+
+        def loss(micro: MicroBatch, output: Tensor) -> tuple[Tensor, DeviceMetrics]:
+            loss_BR, share_BR = micro.to_BR(output[:, 0]), micro.to_BR(output[:, 1])
+            mean = micro.mean_over(micro.mask_BR(mask))
+            return loss_BR, {"divergence": mean(loss_BR), "teacher_tokens/student_mass": mean(share_BR)}
+
+        term = Term(
+            shard=batch,
+            inputs=inputs,
+            loss=loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
+        return self.update(term, epochs=epochs)
+
+    def _teacher_k(self, batch: Shard, ids: Ragged) -> int:
+        """Tokens of the teacher at each position; `BadInput` on every rank where some rank's columns do not fit."""
+        assert self.spec.name is not None
+        tokens, size = batch.ragged("response_ids").lengths, Limits.of(self.spec.name).vocabulary or 0
+        k = len(ids.values) // max(1, int(tokens.sum()))
+        same = torch.equal(ids.lengths, k * tokens) and torch.equal(
+            batch.ragged("teacher_log_prob").lengths, k * tokens
+        )
+        largest = int(ids.values.max()) if len(ids.values) else 0
+        seen = torch.tensor([float(not same), float(largest), float(k)], dtype=torch.float64)
+        uneven, largest, most = (int(x) for x in self.context.groups.data.all_reduce_max(seen).tolist())
+        if uneven:
+            raise BadInput(
+                f"columns {', '.join(TEACHER_COLUMNS[:2])}",
+                "they hold equally many numbers for each response token",
+                "take them as compute_teacher_log_prob wrote them",
+            )
+        if largest >= size:
+            raise BadInput(
+                f"token id {largest} in 'teacher_ids'",
+                f"the actor's model has ids 0 to {size - 1}",
+                f"compute_teacher_log_prob(batch, vocabulary={size})",
+            )
+        return k or most

@@ -1,0 +1,263 @@
+"""What the actor learns from people's preferences: pairs of answers, and single answers that were rated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.operation import register
+from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
+from workbench.models.packing import to_device
+from workbench.objectives.arguments import within
+from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss
+from workbench.support.validation import at_least, whole
+from workbench.workers.device_metrics import DeviceMetrics, OnDevice, on_host
+from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.readings import ANSWER_LOG_PROBS
+from workbench.workers.roles.feedback import (
+    FEEDBACK_COLUMNS,
+    REFERENCE_FEEDBACK_COLUMNS,
+    answer_values,
+    as_answers,
+    minibatch_of,
+)
+from workbench.workers.roles.pairs import (
+    PAIR_COLUMNS,
+    REFERENCE_COLUMNS,
+    accuracy_bounds,
+    pair_metrics,
+    pair_term,
+    pair_values,
+)
+from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.update import Term
+
+PairObjective = Literal["dpo", "ipo", "orpo"]
+REWARDS = ("chosen_rewards", "rejected_rewards")
+LOG_ODDS = ("chosen_log_odds", "rejected_log_odds")
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    at_least("beta", arguments["beta"], 0, strictly=True)
+    whole("epochs", arguments.get("epochs", 1), 1)
+    within("label_smoothing", arguments.get("label_smoothing", 0.0), 0.0, 0.5)
+    for name in ("desirable_weight", "undesirable_weight"):
+        at_least(name, arguments.get(name, 1.0), 0)
+
+
+class PairLosses:
+    """The loss of the pairs of a shard, from the log-probabilities of their answers.
+
+    objective: which loss. beta, label_smoothing: see `workbench.objectives.preference`.
+    """
+
+    def __init__(self, batch: Shard, objective: PairObjective, beta: float, label_smoothing: float = 0.0) -> None:
+        self._objective, self._beta, self._label_smoothing = objective, beta, label_smoothing
+        self._tokens = batch.ragged("chosen_ids").lengths, batch.ragged("rejected_ids").lengths
+        self._batch = batch
+
+    def __call__(
+        self, chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]
+    ) -> tuple[Tensor, DeviceMetrics, tuple[Tensor, Tensor]]:
+        """(loss, metrics, the scores of both answers by which the pair is judged)."""
+
+        def here(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+            return to_device(chosen[pairs], chosen_P.device), to_device(rejected[pairs], chosen_P.device)
+
+        tokens = here(*self._tokens)
+        if self._objective == "orpo":
+            loss_P, odds = orpo_loss(chosen_P, rejected_P, *tokens, self._beta)
+            scores = odds.chosen_log_odds_P, odds.rejected_log_odds_P
+            sft = OnDevice(Mean, {"total": odds.sft_loss_P.double().sum(), "count": len(pairs)})
+            return loss_P, {**pair_metrics(loss_P, *scores, names=LOG_ODDS), "sft_loss": sft}, scores
+        reference = here(*(self._batch.numbers(name) for name in REFERENCE_COLUMNS))
+        if self._objective == "ipo":
+            loss_P, rewards = ipo_loss(chosen_P, rejected_P, *reference, *tokens, self._beta)
+        else:
+            loss_P, rewards = dpo_loss(chosen_P, rejected_P, *reference, self._beta, self._label_smoothing)
+        return loss_P, pair_metrics(loss_P, *rewards, names=REWARDS), (rewards[0], rewards[1])
+
+
+class PreferenceWorker(TrainedWorker):
+    """A trained causal language model that learns which answers are preferred."""
+
+    @register(
+        THREE_D_PROTO,
+        reads=PAIR_COLUMNS,
+        optional=REFERENCE_COLUMNS,
+        writes=("chosen_log_prob", "rejected_log_prob"),
+        minibatched=True,
+        check=_check,
+    )
+    def compute_pair_log_prob(
+        self, batch: Shard, *, objective: PairObjective = "dpo", beta: float = 0.1, label_smoothing: float = 0.0
+    ) -> Output:
+        """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
+        summed over their tokens, nats.
+
+        Where the batch has the reference's (for objective "orpo", which has none, always), the metrics are those of
+        `update_dpo`, `update_ipo` or `update_orpo` with the same arguments, and the bounds of the accuracy's 95 %
+        interval: what held-out pairs say.
+        """
+        values = partial(ANSWER_LOG_PROBS.of, self.engine)
+        chosen, rejected = pair_values(batch, values, self.budget, self.context)
+        metrics: Metrics = {}
+        if objective == "orpo" or set(REFERENCE_COLUMNS) <= set(batch.columns):
+            loss = PairLosses(batch, objective, beta, label_smoothing)
+            _, told, scores = loss(chosen, rejected, list(range(len(batch))))
+            (metrics,) = on_host([told])
+            metrics |= accuracy_bounds(*scores, self.context.groups.data)
+        return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
+
+    @register(
+        THREE_D_PROTO,
+        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
+        minibatched=True,
+        updates=True,
+        check=_check,
+    )
+    def update_dpo(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0, epochs: int = 1) -> Output:
+        """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        `workbench.objectives.preference.dpo_loss`.
+
+        Reads `chosen_ids` and `rejected_ids`, and what `lab.reference.compute_ref_pair_log_prob` wrote. In float32 the
+        first loss is log 2; in bfloat16 the frozen reference rounds otherwise than the actor, by tenths of a nat.
+        Metrics: `accuracy` (of the implicit rewards beta log pi/ref), `margin` between them, and their means.
+        """
+        return self._update_on_pairs(PairLosses(batch, "dpo", beta, label_smoothing), batch, epochs)
+
+    @register(
+        THREE_D_PROTO,
+        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
+        minibatched=True,
+        updates=True,
+        check=_check,
+    )
+    def update_ipo(self, batch: Shard, *, beta: float = 0.1, epochs: int = 1) -> Output:
+        """Identity preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        `workbench.objectives.preference.ipo_loss`.
+
+        Reads what `update_dpo` reads, and its metrics are the same, of implicit rewards that are means over tokens. In
+        float32 the first loss is 1 / (4 beta^2).
+        """
+        return self._update_on_pairs(PairLosses(batch, "ipo", beta), batch, epochs)
+
+    @register(THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True, updates=True, check=_check)
+    def update_orpo(self, batch: Shard, *, beta: float = 0.1, epochs: int = 1) -> Output:
+        """Odds ratio preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
+        `workbench.objectives.preference.orpo_loss`. It needs no reference.
+
+        Metrics: `sft_loss` (of the chosen answers), `accuracy` (of the log-odds), `margin` between them (the log odds
+        ratio), and their means.
+        """
+        return self._update_on_pairs(PairLosses(batch, "orpo", beta), batch, epochs)
+
+    def _update_on_pairs(self, losses: PairLosses, batch: Shard, epochs: int) -> Output:
+        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
+            return losses(chosen_P, rejected_P, pairs)[:2]
+
+        return self.update(pair_term(batch, ANSWER_LOG_PROBS, loss, self.context), epochs=epochs)
+
+    @register(
+        THREE_D_PROTO,
+        reads=FEEDBACK_COLUMNS,
+        optional=("desirable", *REFERENCE_FEEDBACK_COLUMNS),
+        writes=("response_log_prob", "mismatched_log_prob"),
+        minibatched=True,
+        check=_check,
+    )
+    def compute_feedback_log_prob(
+        self,
+        batch: Shard,
+        *,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+    ) -> Output:
+        """Columns `response_log_prob`, `mismatched_log_prob` [rows]: log-probabilities of each row's whole answer, and
+        of the answer to another prompt, summed over their tokens, nats.
+
+        Where the batch has ratings and the reference's numbers, the metrics are those of `update_kto` with the same
+        arguments: what held-out feedback says.
+        """
+        values = partial(ANSWER_LOG_PROBS.of, self.engine)
+        own, mismatched = (
+            answer_values(batch, name, values, self.budget, self.context) for name in ("response_ids", "mismatched_ids")
+        )
+        metrics: Metrics = {}
+        if {"desirable", *REFERENCE_FEEDBACK_COLUMNS} <= set(batch.columns):
+            kl = self._reference_point(mismatched, batch)
+            ref_B, good_B = batch.numbers("ref_response_log_prob"), batch.numbers("desirable")
+            loss_B, stats = kto_loss(own, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
+            (metrics,) = on_host([_kto_metrics(loss_B, stats.rewards_B, good_B, kl)])
+        return Output(columns={"response_log_prob": own, "mismatched_log_prob": mismatched}, metrics=metrics)
+
+    @register(
+        THREE_D_PROTO,
+        reads=(*FEEDBACK_COLUMNS, "desirable", *REFERENCE_FEEDBACK_COLUMNS),
+        minibatched=True,
+        updates=True,
+        check=_check,
+    )
+    def update_kto(
+        self,
+        batch: Shard,
+        *,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        epochs: int = 1,
+    ) -> Output:
+        """Kahneman-Tversky optimization, one optimizer step a minibatch (of rated answers) and epoch; see
+        `workbench.objectives.preference.kto_loss`.
+
+        Reads the columns of `lab.feedback(...)`, and what `lab.reference.compute_ref_feedback_log_prob` wrote. Before
+        each step a pass without gradients over `mismatched_ids` estimates the reference point `kl`, over the whole
+        minibatch of all replicas. In float32 the first loss is half of the mean weight.
+        Metrics: `kl`; `desirable_rewards/mean` and `undesirable_rewards/mean`, of beta log pi/ref.
+        """
+        rows, kl, values = as_answers(batch, "response_ids"), 0.0, partial(ANSWER_LOG_PROBS.of, self.engine)
+        ref, good = batch.numbers("ref_response_log_prob"), batch.numbers("desirable")
+
+        def prepare(number: int) -> None:
+            nonlocal kl
+            part = minibatch_of(batch, number)
+            kl = self._reference_point(answer_values(part, "mismatched_ids", values, self.budget, self.context), part)
+
+        def loss(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
+            values_B = ANSWER_LOG_PROBS.values(micro, output)
+            ref_B, good_B = (to_device(column[micro.index], values_B.device) for column in (ref, good))
+            loss_B, stats = kto_loss(values_B, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
+            loss_BR = loss_B[:, None].expand(-1, micro.longest)
+            return loss_BR, _kto_metrics(loss_B, stats.rewards_B, good_B, kl) if micro.weight else {}
+
+        term = Term(shard=rows, inputs=ANSWER_LOG_PROBS.inputs, loss=loss, prepare=prepare)
+        return self.update(term, epochs=epochs)
+
+    def _reference_point(self, mismatched: Tensor, batch: Shard) -> float:
+        """KTO's estimate of KL(pi || ref), over the rows of all replicas."""
+        gap = mismatched.double() - batch.numbers("ref_mismatched_log_prob").double()
+        counts = torch.tensor([float(gap.sum()), len(gap)], dtype=torch.float64)
+        total, rows = self.context.groups.data.all_reduce(counts).tolist()
+        return max(0.0, total / rows)
+
+
+def _kto_metrics(loss_B: Tensor, rewards_B: Tensor, desirable_B: Tensor, kl: float) -> DeviceMetrics:
+    good_B, rewards_B = desirable_B.bool(), rewards_B.double()
+
+    def mean(of_B: Tensor) -> OnDevice:
+        return OnDevice(Mean, {"total": torch.where(of_B, rewards_B, 0.0).sum(), "count": of_B.sum()})
+
+    return {
+        "preference_loss": OnDevice(Mean, {"total": loss_B.detach().double().sum(), "count": len(loss_B)}),
+        "desirable_rewards/mean": mean(good_B),
+        "undesirable_rewards/mean": mean(~good_B),
+        "kl": OnDevice(Mean, {"total": kl * len(loss_B), "count": len(loss_B)}),
+    }
