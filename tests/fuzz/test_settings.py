@@ -31,8 +31,8 @@ class MyTraining(wb.Training):
 
 
 SETTINGS: dict[Any, dict[str, Any]] = {
-    wb.Training: {}, MyTraining: {}, wb.Generation: {}, wb.Sampling: {}, wb.LoRA: {}, wb.Correction: {}, wb.Precision: {},
-    wb.Layout: {}, wb.Model: {"name": "tiny-llama"},
+    wb.Training: {}, MyTraining: {}, wb.Generation: {}, wb.Sampling: {}, wb.LoRA: {}, wb.Correction: {},
+    wb.Precision: {}, wb.Layout: {}, wb.Model: {"name": "tiny-llama"},
 }  # fmt: skip
 # fields -> what an operation that is given their value calls it in its error
 PASSED_ON = {"reward": "function=", "cost": "function=", "pretrain": "column"}

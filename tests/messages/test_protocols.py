@@ -89,7 +89,7 @@ def test_operations_have_the_papers_protocols() -> None:
         for name, operation in operations(worker).items()
     }
     assert found == {
-        **dict.fromkeys(("compute_log_prob", "update_actor", "compute_ref_log_prob"), "3D_PROTO"),
+        **dict.fromkeys(("compute_log_prob", "update_actor", "compute_ref_log_prob", "compute_precisions"), "3D_PROTO"),
         **dict.fromkeys(("compute_values", "update_critic", "compute_reward", "compute_cost"), "3D_PROTO"),
         **dict.fromkeys(("compute_cost_values", "update_cost_critic", "compute_loss"), "3D_PROTO"),
         **dict.fromkeys(
