@@ -186,7 +186,7 @@ def checked_loss(
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     rule = f"it returns the loss of each token, a tensor of shape {list(shape)} [rows, tokens], or (loss, metrics)"
     if not isinstance(loss, Tensor):
-        raise BadInput(f"{what} {_kind(returned)}", rule, SUMMED if isinstance(loss, int | float) else "")
+        raise BadInput(f"{what} {kind_of(returned)}", rule, SUMMED if isinstance(loss, int | float) else "")
     if loss.shape != shape:
         fewer = loss.numel() < torch.Size(shape).numel()
         raise BadInput(f"{what} a tensor of shape {list(loss.shape)}", rule, SUMMED if fewer else "")
@@ -203,7 +203,7 @@ def checked_loss(
 
 def _checked_metrics(what: str, metrics: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
     if not isinstance(metrics, Mapping):
-        raise BadInput(f"{what} {_kind(metrics)} as its metrics", "they are a dict from a name to a tensor")
+        raise BadInput(f"{what} {kind_of(metrics)} as its metrics", "they are a dict from a name to a tensor")
     found = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or name in OF_UPDATES:
@@ -211,7 +211,7 @@ def _checked_metrics(what: str, metrics: Any, shape: tuple[int, ...]) -> dict[st
             raise BadInput(f"{what} a metric {name!r}", rule, "give it another name")
         if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]) or value.is_complex():
             raise BadInput(
-                f"{what} {_kind(value)} as metric {name!r}",
+                f"{what} {kind_of(value)} as metric {name!r}",
                 f"it is a tensor [rows, tokens] of shape {list(shape)}, or [rows] of shape {list(shape[:1])}; the mean "
                 "over the tokens inside the mask, or over the rows, is reported",
             )
@@ -219,7 +219,8 @@ def _checked_metrics(what: str, metrics: Any, shape: tuple[int, ...]) -> dict[st
     return found
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a function has returned, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"
