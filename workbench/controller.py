@@ -776,14 +776,20 @@ class Workbench:
         end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
         return self.runner.snapshots.kept(*roles)
 
-    def check(self, *names: str) -> CheckReport:
+    def check(self, *names: str, loss: Any = None, batch: Any = None) -> CheckReport:
         """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
         before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
         gradient (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
+
+        loss, batch: check a loss instead, for the actor's update, on rollouts that it is to learn from, before a step
+        is taken with it: is its gradient that of its value, does anything leak through the mask or between rows, does
+        it depend on micro-batches or ranks, what is its gradient at ratio 1, and where does it point beside PPO's and
+        GRPO's (`workbench.checks.loss_checks.LOSS_CHECKS`). `.batch` of the report has what each token adds to the
+        loss, `loss_contribution`, and to its gradient, `gradient_contribution`, as columns for the samples view.
         """
         from workbench.checks.checking import check
 
-        return check(self, names)
+        return check(self, names, loss, batch)
 
     def mismatch(self, batch: Batch, precisions: Precisions | None = None) -> Mismatch:
         """How far apart the log-probabilities of these responses are under several precisions, from the actor's weights

@@ -277,3 +277,38 @@ def test_one_annotation_that_cannot_be_evaluated_leaves_the_others(lab: wb.Workb
         Own(lab, **given)
     assert caught.value.value == "Own.{}={!r}".format(*next(iter(given.items())))
     assert Own(lab, prompts=np.int64(4), samples=2, unknown=3, absent="x").prompts == 4  # type: ignore[arg-type]
+
+
+def surrogate(log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, clip: float = 0.2) -> Any:
+    ratio = (log_prob - old_log_prob).exp()
+    value = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    return -value, {"clip_fraction": value != ratio * advantages}
+
+
+def less_the_mean(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    return rewards - torch.stack([rewards[group == prompt].mean() for prompt in group])
+
+
+def test_functions_in_the_fields_of_algorithms(lab: wb.Workbench) -> None:
+    """A loss and an estimator of one's own in the arms of a comparison: the numbers of those with a name."""
+    ours: dict[str, Any] = {"prompts": 3, "samples": 4, "sampling": SHORT}
+    batch = lab.actor.generate_sequences(lab.prompts.next(3), samples=4, max_new_tokens=6, seed=3)
+    arms: dict[str, Any] = {
+        "named": wb.GRPO(lab, estimator="dr_grpo", epochs=2, **ours),
+        "mine": wb.GRPO(lab, loss=surrogate, estimator=less_the_mean, epochs=2, **ours),
+        "ppo": wb.PPO(lab, **ours),
+        "my ppo": wb.PPO(lab, loss=surrogate, **ours),
+    }
+    arms_of = {arm.name: arm for arm in lab.compare(batch, arms).arms}
+    for named, mine in (("named", "mine"), ("ppo", "my ppo")):
+        expected, found = dict(arms_of[named].metrics), dict(arms_of[mine].metrics)
+        # metrics of ratios are those of the rows that are not skipped, and a function's rows never are
+        for name in (
+            f"update_actor/{part}{name}" for part in ("", "first_minibatch/") for name in ("loss", "grad_norm")
+        ):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    algorithm = wb.GRPO(lab, loss=surrogate, estimator=less_the_mean, **ours)
+    algorithm.run(1)
+    assert 0 <= lab.last_metrics["update_actor"]["clip_fraction"] < 1
+    with pytest.raises(BadInput, match=r"column 'advantage'.*write advantages \(the nearest\)"):
+        wb.GRPO(lab, loss=lambda log_prob, advantage: log_prob, **ours).graph()

@@ -57,7 +57,7 @@ def test_a_sketch_tells_how_far_two_gradients_are_apart() -> None:
     assert Sketch.of("w", one) == Sketch.of("w", one.clone())
     assert Sketch.of("w", one).norm == pytest.approx(float(one.norm()), rel=1e-5)
     guesses = []
-    for i in range(100):  # 400 projections
+    for i in range(10):
         distance = Sketch.of(f"w{i}", one).distance(Sketch.of(f"w{i}", one + 0.1 * noise))
         guesses.append(distance**2)
-    assert (sum(guesses) / len(guesses)) ** 0.5 == pytest.approx(float(noise.norm()) * 0.1, rel=0.15)
+    assert (sum(guesses) / len(guesses)) ** 0.5 == pytest.approx(float(noise.norm()) * 0.1, rel=0.1)

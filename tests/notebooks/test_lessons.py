@@ -174,6 +174,19 @@ def test_lesson_305(tmp_path: Path) -> None:
     assert "in the teacher's form" in "".join(SAID)
 
 
+@pytest.mark.lesson
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_306(tmp_path: Path) -> None:
+    html = run("306_a_loss_in_a_cell.ipynb", tmp_path)
+    assert sum("7 checks: all that apply hold" in text for text in html) == 1
+    assert sum("7 checks: " in text and "changes with other rows" in text for text in html) == 1
+    (said,) = SAID[-1:]
+    caught = dict(line.split(": ")[:2] for line in said.splitlines())
+    assert caught == {
+        "upside_down": "ratio_1", "over_padding": "mask", "without_gradient": "returns", "averaged": "returns"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_lessons_are_numbered_and_say_how_to_check_them(lesson: Path) -> None:
     notebook = nbformat.read(lesson, as_version=4)

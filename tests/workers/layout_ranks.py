@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tests.workers.preference_ranks import preferences_of
-from tests.workers.update_ranks import ROWS, context_here, shard_of
+from tests.workers.update_ranks import ROWS, context_here, ppo_by_hand, shard_of
 from workbench.batches.columns import Ragged
 from workbench.messages.metrics import as_metrics, reported
 from workbench.messages.replies import Output
@@ -55,7 +55,9 @@ def stages(layout: Layout, folder: Path) -> dict[str, Any]:
     state = actor.state()
     done["actor"] = actor.update_actor(told, epochs=2, entropy_coefficient=0.01, kl_coefficient=0.1)
     actor.load_state(state)
-    done["actor again"] = actor.update_actor(told, epochs=2, entropy_coefficient=0.01, kl_coefficient=0.1)
+    done["actor again"] = actor.update_actor(  # with PPO's loss as a user writes it
+        told, loss=ppo_by_hand, epochs=2, entropy_coefficient=0.01, kl_coefficient=0.1
+    )
     done["sft"] = actor.update_sft(shard)
     rated = preferences_of(shard)
     for stage in (reference.compute_ref_feedback_log_prob, reference.compute_teacher_log_prob):

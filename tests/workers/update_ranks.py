@@ -30,7 +30,8 @@ LONGEST = 22  # prompt and response together; the shortest row has 20, so a budg
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Updates to make. rows: of a micro-batch. without_advantage: rows whose advantages are 0, for each update."""
+    """Updates to make. rows: of a micro-batch. without_advantage: rows whose advantages are 0, for each update.
+    written: whether the loss is one that a user has written."""
 
     role: str = "actor"
     engine: str = "torch"
@@ -38,6 +39,20 @@ class Case:
     without_advantage: tuple[tuple[int, ...], ...] = ((),)
     skipping: bool = True
     check_sync: bool = False
+    written: bool = False
+
+
+def ppo_by_hand(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip: float = 0.2) -> Any:
+    """PPO's loss as a user writes it in a cell."""
+    ratio = (log_prob - old_log_prob).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    return -surrogate, {"clip_fraction": surrogate != ratio * advantages}
+
+
+def squared_by_hand(values: Tensor, old_values: Tensor, returns: Tensor) -> Any:
+    """The critic's loss as a user writes it."""
+    plain, near = (values - returns) ** 2, (values.clamp(old_values - 0.2, old_values + 0.2) - returns) ** 2
+    return 0.5 * torch.maximum(plain, near), {"value_clip_fraction": near > plain}
 
 
 def run_cases(cases: list[Case]) -> list[list[dict[str, Any]]]:
@@ -103,7 +118,8 @@ def _run(case: Case) -> list[dict[str, Any]]:
             before = _weights(worker)
             shard = shard_of(list(range(rank, ROWS, size)), without)
             update = worker.update_actor if case.role == "actor" else worker.update_critic
-            output = update(shard, aggregation="sequence-mean-token-mean")
+            loss = {"loss": ppo_by_hand if case.role == "actor" else squared_by_hand} if case.written else {}
+            output = update(shard, aggregation="sequence-mean-token-mean", **loss)
             moved = {name: weight - before[name] for name, weight in _weights(worker).items()}
             outcomes.append({"metrics": output.metrics, "moved": moved})
     finally:

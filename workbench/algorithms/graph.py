@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.algorithms.lab import Lab
+from workbench.batches.schema import SCHEMA
 from workbench.errors import BadInput, StageError
 from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
+from workbench.support.named_fields import meant
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 MOST_ROWS = 10_000_000  # of a batch: their numbers alone are an array
@@ -222,10 +224,12 @@ class Graph:
             have = known[stage.inputs[0]] if stage.inputs else ()
             missing = [] if have is None else [column for column in stage.reads if column not in have]
             if missing:
+                own = missing[0] not in SCHEMA  # what a user's function asks for
+                near = meant(missing[0], have or (), str) if own else ""
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
                     f"its input has {', '.join(have or ())}",
-                    "keep the stage that writes it, or replace this one too",
+                    near or "keep the stage that writes it, or replace this one too",
                 )
             if stage.role in ("batch", "notebook"):
                 after = stage.columns if stage.role == "batch" else None

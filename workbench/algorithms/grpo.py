@@ -21,7 +21,8 @@ class GRPO(Algorithm):
     prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
     reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is needed. aggregation: how token losses
     become one; the paper's is "sequence-mean-token-mean". dual_clip, entropy_coefficient: as in
-    `update_actor`. correction: for rollouts of another distribution than the
+    `update_actor`. loss, estimator: by name, or functions of one's own, see `update_actor` and `compute_advantages`.
+    correction: for rollouts of another distribution than the
     trainer's, see `Correction`. Its variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
@@ -36,8 +37,8 @@ class GRPO(Algorithm):
     samples: GroupSize = 4
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | None = None
-    estimator: str = "grpo"
-    loss: str = "ppo"
+    estimator: str | Callable[..., Any] = "grpo"
+    loss: str | Callable[..., Any] = "ppo"
     kl_coefficient: float = 0.0
     kl: str = "k3"
     correction: Correction | None = None

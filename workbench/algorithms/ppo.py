@@ -25,7 +25,7 @@ class PPO(Algorithm):
     kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
     arXiv:2410.02743). bootstrap: the critic's value replaces the rewards after the cut of a cut response. clip,
     value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; dual_clip,
-    entropy_coefficient: as in `update_actor`. sampling: how responses are
+    loss, entropy_coefficient: as in `update_actor`. sampling: how responses are
     drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.
     """
 
@@ -48,6 +48,7 @@ class PPO(Algorithm):
     entropy_coefficient: float = 0.0
     epochs: int = 1
     correction: Correction | None = None
+    loss: str | Callable[..., Any] = "ppo"
 
     def __post_init__(self) -> None:
         penalised = self.kl_coefficient or self.kl_target is not None
@@ -77,6 +78,7 @@ class PPO(Algorithm):
         lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.epochs)
         lab.actor.update_actor(
             batch,
+            loss=self.loss,
             clip=self.clip,
             dual_clip=self.dual_clip,
             entropy_coefficient=self.entropy_coefficient,

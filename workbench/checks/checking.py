@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from workbench.batches.batch import Batch
 from workbench.checks import CHECKS, UPDATING
+from workbench.checks.loss_checks import LOSS_CHECKS, LossSubject, contributions
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
+from workbench.errors.plain_text import plain_text
 from workbench.stages.isolated import isolated
+from workbench.support.calls.pickling import name_of
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
 
 
 @stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
-def check(lab: Lab, names: Sequence[str]) -> CheckReport:
+def check(lab: Lab, names: Sequence[str], loss: Any = None, batch: Any = None) -> CheckReport:
     """The report of `Workbench.check`."""
-    unknown = [name for name in names if name not in CHECKS]
+    known: Sequence[str] = tuple(CHECKS if loss is None else LOSS_CHECKS)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise BadInput(f"check {unknown[0]!r}", f"there are {', '.join(CHECKS)}", "lab.check() runs all of them")
-    chosen = [name for name in CHECKS if not names or name in names]
+        call = "lab.check()" if loss is None else "lab.check(loss=, batch=)"
+        raise BadInput(f"check {unknown[0]!r}", f"there are {', '.join(known)}", f"{call} runs all of them")
+    chosen = [name for name in known if not names or name in names]
+    if loss is not None or batch is not None:
+        return _check_loss(lab, chosen, loss, batch)
     with ExitStack() as stack:
         stack.enter_context(isolated(lab.runner, "check"))
         go_back: Callable[[], None] = lambda: None  # noqa: E731 (replaced below where there is something to undo)
@@ -33,19 +41,53 @@ def check(lab: Lab, names: Sequence[str]) -> CheckReport:
             stack.callback(_sync, lab)
             go_back = stack.enter_context(lab.kept(*(role for role in lab.groups if role in (*UPDATES, *FROZEN))))
         subject = Subject(lab, go_back)
-        return CheckReport(tuple(_run(subject, name) for name in chosen))
+        return CheckReport(tuple(_run(CHECKS, subject, name) for name in chosen))
 
 
-def _run(subject: Subject, name: str) -> Finding:
+def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> CheckReport:
+    if loss is None or batch is None:
+        raise BadInput(
+            f"lab.check({'batch' if loss is None else 'loss'}=...) alone",
+            "a loss is checked on rollouts that it is to learn from",
+            "write lab.check(loss=fn, batch=batch), with a batch for lab.actor.update_actor(batch, loss=fn)",
+        )
+    if "actor" not in lab.groups or "measure_gradient" not in lab.actor.operations:
+        raise BadInput("lab.check(loss=...) without an actor of workbench's own", "the loss is one of its update")
+    update = lab.actor.update_actor
+    arguments, _ = update.arguments((), {"loss": loss})
+    if not isinstance(batch, Batch) or not batch.is_of(lab.runner.batches):
+        raise BadInput(f"batch={batch!r:.80}", "must be a batch of this workbench", "see lab.batches()")
+    update.check_columns(arguments, (*batch.names, "old_log_prob"))
+    needed = (name for name in update.operation.needed(arguments) if name != "old_log_prob")
+    batch.need(needed, f"lab.check(loss={name_of(loss) if callable(loss) else loss})")
+    subject = LossSubject(lab, loss, batch)
+    findings: list[Finding] = []
+    with isolated(lab.runner, "check"):
+        for name in chosen:
+            findings.append(_run(LOSS_CHECKS, subject, name))
+            if name == "returns" and findings[0].verdict == "failed":
+                left = {"verdict": "not applicable", "about": "it does not return what a loss returns"}
+                findings += [Finding(check=other, **left) for other in chosen[1:]]  # type: ignore[arg-type]
+                return CheckReport(tuple(findings))
+        added = contributions(subject)
+    return CheckReport(tuple(findings), batch.join(lab.put(added)))
+
+
+def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str) -> Finding:
     subject.check = name
     try:
-        return CHECKS[name](subject)
+        return checks[name](subject)
     except NotApplicable as reason:
         return Finding(check=name, verdict="not applicable", about=str(reason))
     except (HostDied, StageInterrupted):
         raise
     except WorkbenchError as error:  # a stage that does not run is a finding too
         return Finding(check=name, verdict="failed", culprit=str(error), about="a stage that it needs failed")
+    except Exception as error:
+        if not isinstance(subject, LossSubject):
+            raise
+        said = plain_text(f"{type(error).__name__}: {error}", 200)
+        return Finding(check=name, verdict="failed", culprit=said, about="the loss raised")
 
 
 def _sync(lab: Lab) -> None:

@@ -27,7 +27,7 @@ def check_masks(subject: Subject) -> Finding:
     def change(role: str, number: int, rows: Sequence[int]) -> tuple[float, str]:
         table = subject.spoilt(subject.training_table, NUMBERS, rows)
         spoilt = subject.measure(role, table, subject.all_tokens, **subject.forms(role)[number])
-        return _difference(subject.measure_form(role, number), spoilt)
+        return relative_difference(subject.measure_form(role, number), spoilt)
 
     found = []
     for role in subject.updated_roles():
@@ -61,7 +61,7 @@ def check_denominators(subject: Subject) -> Finding:
                     role, table, subject.all_tokens, **form, entropy_coefficient=HARDLY_ANY
                 )
             for between, other in others.items():
-                difference, what = _difference(subject.measure_form(role, number), other)
+                difference, what = relative_difference(subject.measure_form(role, number), other)
                 culprit = f"{role}: {what}{form_name(form)}, {between}"
                 found.append((difference / subject.by_dtype(role, *ROUNDING), culprit))
     figure, culprit = max(found)
@@ -87,7 +87,7 @@ def check_gradients(subject: Subject) -> Finding:
     return subject.finding(len(bad), 0, and_more([*bad]), "gradients that are not finite, all 0, or unequal over ranks")
 
 
-def _difference(one: list[GradientReport], two: list[GradientReport]) -> tuple[float, str]:
+def relative_difference(one: list[GradientReport], two: list[GradientReport]) -> tuple[float, str]:
     """The largest relative difference of the losses, or of the gradients as rank 0 has them; and which it is."""
     found = []
     for number, (mine, theirs) in enumerate(zip(one[0].minibatches, two[0].minibatches, strict=True)):

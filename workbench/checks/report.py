@@ -12,6 +12,8 @@ from workbench.errors import BadInput, CheckFailed
 if TYPE_CHECKING:
     import pandas as pd
 
+    from workbench.batches.batch import Batch
+
 Verdict = Literal["ok", "failed", "not applicable"]
 
 
@@ -35,11 +37,25 @@ class Finding:
     about: str = ""
 
 
+def finding(check: str, figure: float, threshold: float, culprit: str, about: str) -> Finding:
+    """The finding of a check that has measured something; it fails where the figure is above the threshold, or no
+    number."""
+    holds = figure <= threshold
+    return Finding(
+        check=check, verdict="ok" if holds else "failed", figure=figure, threshold=threshold,
+        culprit="" if holds else culprit, about=about,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class CheckReport:
-    """The findings of `lab.check()`: `report["ratio"]`, `report.df`, `report.ok`, `report.raise_if_failed()`."""
+    """The findings of `lab.check()`: `report["ratio"]`, `report.df`, `report.ok`, `report.raise_if_failed()`.
+
+    batch: of a loss that was checked, its rollouts with what each token adds to the loss and to its gradient.
+    """
 
     findings: tuple[Finding, ...]
+    batch: Batch | None = None
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -84,9 +100,9 @@ class CheckReport:
         for finding in self.findings:
             row = _texts(finding)
             lines.append(
-                f"{row['check']:<13}{row['verdict']:<16}{row['figure']:>9}{row['threshold']:>10}  {row['look']}"
+                f"{row['check']:<14}{row['verdict']:<16}{row['figure']:>9}{row['threshold']:>10}  {row['look']}"
             )
-        head = f"{'check':<13}{'verdict':<16}{'figure':>9}{'threshold':>10}  look at, or what it is"
+        head = f"{'check':<14}{'verdict':<16}{'figure':>9}{'threshold':>10}  look at, or what it is"
         return "\n".join([head, *(line.rstrip() for line in lines)])
 
     def _repr_html_(self) -> str:

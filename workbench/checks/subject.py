@@ -15,7 +15,7 @@ from workbench.batches.balance import minibatch_rows
 from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.forms import FORMS
-from workbench.checks.report import Finding, NotApplicable
+from workbench.checks.report import Finding, NotApplicable, finding
 from workbench.workers.gradients import GradientReport
 
 if TYPE_CHECKING:
@@ -54,11 +54,7 @@ class Subject:
 
     def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:
         """The finding of the check under way; it fails where the figure is above the threshold, or no number."""
-        holds = figure <= threshold
-        return Finding(
-            check=self.check, verdict="ok" if holds else "failed", figure=figure, threshold=threshold,
-            culprit="" if holds else culprit, about=about,
-        )  # fmt: skip
+        return finding(self.check, figure, threshold, culprit, about)
 
     def by_dtype(self, role: str, float32: float, bfloat16: float) -> float:
         """A threshold that depends on what a role computes in."""

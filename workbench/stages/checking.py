@@ -69,8 +69,8 @@ class StageCall:
     def check_columns(self) -> None:
         """Raise `UnknownColumn`, or `BadInput`, where its batch will not do."""
         if self.batch is not None:
-            self.batch.need(self.operation.needed(self.arguments), f"{self.group.role}.{self.operation.name}")
             self.group.operations[self.operation.name].check_columns(self.arguments, self.batch.names)
+            self.batch.need(self.operation.needed(self.arguments), f"{self.group.role}.{self.operation.name}")
 
     @property
     def travelling(self) -> tuple[str, ...]:

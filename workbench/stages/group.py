@@ -121,7 +121,8 @@ class GroupOperation:
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec
             self._method_code = fingerprint((method, spec))
-        given = (getattr(value, "__module__", "") for value in arguments.values() if callable(value))
+        called = (getattr(value, "func", value) for value in arguments.values() if callable(value))  # of a partial
+        given = (getattr(value, "__module__", "") for value in called)
         edits = loaded.edits_behind({*self.group.modules, *given})
         return fingerprint((self._method_code, edits, sorted(arguments.items()), samples))[:12]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,36 +13,41 @@ from torch import Tensor
 
 from workbench.engines.training import Pass, StepReport, TrainingEngine
 
-PROJECTIONS = 4
-CHUNK = 1 << 20  # elements projected at a time: 16 MB of signs
+BUCKETS = 257  # a prime, so that no column of a weight has a bucket of its own
+CHUNK = BUCKETS << 12  # elements at a time: 4 MB of signs
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """norm: of one weight's gradient. projections: its inner products with fixed vectors of random signs.
+    """norm: of one weight's gradient. buckets: sums of its numbers, each with a fixed random sign, number n in bucket
+    n mod BUCKETS.
 
-    The mean square of the difference of two gradients' projections estimates the square of the norm of their difference
-    (Johnson-Lindenstrauss; Achlioptas 2003, https://doi.org/10.1016/S0022-0000(03)00025-4).
+    The inner product of the buckets of two gradients of one weight estimates that of the gradients, without bias (a
+    count sketch: Charikar, Chen and Farach-Colton 2002, https://doi.org/10.1007/3-540-45465-9_59).
     """
 
     norm: float
-    projections: tuple[float, ...]
+    buckets: tuple[float, ...]
 
     @classmethod
     def of(cls, name: str, gradient: Tensor) -> Sketch:
-        """The sketch of a weight's gradient; its vectors depend on the name alone."""
+        """The sketch of a weight's gradient; its signs depend on the name alone."""
         flat = gradient.detach().flatten().to("cpu", torch.float32)
-        signs = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        sums = torch.zeros(PROJECTIONS, dtype=torch.float64)
+        draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        sums = torch.zeros(BUCKETS, dtype=torch.float64)
         for chunk in flat.split(CHUNK):
-            drawn = torch.randint(0, 2, (PROJECTIONS, len(chunk)), generator=signs, dtype=torch.float32)
-            sums += ((2 * drawn - 1) @ chunk).double()
+            signs = 2 * torch.randint(0, 2, (len(chunk),), generator=draws, dtype=torch.float32) - 1
+            whole = torch.nn.functional.pad(signs * chunk, (0, -len(chunk) % BUCKETS))
+            sums += whole.view(-1, BUCKETS).double().sum(0)
         return cls(float(flat.double().norm()), tuple(sums.tolist()))
 
+    def inner(self, other: Sketch) -> float:
+        """An estimate of the inner product of two gradients of one weight."""
+        return sum(a * b for a, b in zip(self.buckets, other.buckets, strict=True))
+
     def distance(self, other: Sketch) -> float:
-        """An estimate of the norm of the difference of two gradients of one weight."""
-        squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
-        return float((sum(squares) / len(squares)) ** 0.5)
+        """An estimate of the norm of their difference."""
+        return float(sum((a - b) ** 2 for a, b in zip(self.buckets, other.buckets, strict=True)) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,20 @@ class GradientReport:
     counts: bool
     metrics: Mapping[str, float]
     minibatches: tuple[Minibatch, ...]
+
+
+def cosine(one: Sequence[GradientReport], two: Sequence[GradientReport]) -> float:
+    """An estimate of the cosine between the gradients of two updates, over all weights and minibatches, as rank 0 has
+    them; NaN where one is 0."""
+
+    def inner(first: GradientReport, second: GradientReport) -> float:
+        pairs = zip(first.minibatches, second.minibatches, strict=True)
+        return sum(
+            sketch.inner(there.sketches[name]) for here, there in pairs for name, sketch in here.sketches.items()
+        )
+
+    size = math.sqrt(inner(one[0], one[0]) * inner(two[0], two[0]))
+    return inner(one[0], two[0]) / size if size else math.nan
 
 
 class GradientProbe:

@@ -114,9 +114,11 @@ class MicroBatch:
         return self.column_BR(mask).float() * self.weight
 
     def mean_over(self, mask_BR: Tensor) -> Callable[[Tensor], OnDevice]:
-        """Means over the tokens of a mask, as metrics."""
+        """Means over the tokens of a mask, as metrics. A selection: outside the mask a number may be infinite."""
         count = mask_BR.sum()
-        return lambda x_BR: OnDevice(Mean, {"total": (x_BR.detach() * mask_BR).sum(), "count": count})
+        return lambda x_BR: OnDevice(
+            Mean, {"total": torch.where(mask_BR > 0, x_BR.detach(), 0.0).sum(), "count": count}
+        )
 
 
 def largest(x: Tensor) -> OnDevice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,9 @@ from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
-from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss
+from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
 from workbench.objectives.losses import PolicyLoss, policy_loss
+from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least, checked
 from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.inference import (
@@ -48,17 +49,61 @@ from workbench.workers.roles.trained import check_update
 from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.saving import save_adapter
 from workbench.workers.update import Term
+from workbench.workers.user_loss import (
+    Asked,
+    TokenFunction,
+    UserFunction,
+    check_function,
+    check_names,
+    reported,
+    selected,
+)
 from workbench.workers.worker import Context
+
+GRADIENTS = ("log_prob", "entropy")  # what a loss may ask for that has a gradient
+GIVEN = (*GRADIENTS, "mask")  # beside columns
+A_LOSS = "def loss(log_prob, old_log_prob, advantages, mask), which returns the loss of each token [rows, tokens]"
+
+
+def token_function(
+    loss: PolicyLoss | UserFunction, clip: float, clip_high: float | None, dual_clip: float | None
+) -> UserFunction:
+    """A loss by name as a function such as users write; theirs as it is."""
+    if callable(loss):
+        return loss
+    high = clip if clip_high is None else clip_high
+
+    def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, high, dual_clip)
+        return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
+
+    return named
+
+
+def _asked(arguments: Mapping[str, Any]) -> Asked:
+    """What the loss of an update asks for."""
+    return Asked.by(token_function(*(arguments[name] for name in ("loss", "clip", "clip_high", "dual_clip"))))
 
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["prompt_ids", "response_ids", "response_mask"]
-    columns += [] if arguments["on_policy"] else ["old_log_prob"]
-    columns += ["advantages"]
-    columns += ["ref_log_prob"] if arguments["kl_coefficient"] else []
+    columns += [name for name in _asked(arguments).needed if name not in GIVEN]
+    columns += ["old_log_prob", "ref_log_prob"] if arguments["kl_coefficient"] else []
     columns += ["pretrain_ids"] if arguments["pretrain_coefficient"] else []
-    columns += ["rollout_log_prob"] if arguments["correction"] is not None else []
-    return tuple(columns)
+    columns += ["old_log_prob", "rollout_log_prob"] if arguments["correction"] is not None else []
+    return tuple(name for name in dict.fromkeys(columns) if name != "old_log_prob" or not arguments["on_policy"])
+
+
+def _optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a loss asks for with a default, and what metrics are made of."""
+    columns = [name for name in _asked(arguments).optional if name not in GIVEN]
+    columns += ["rollout_log_prob"] if arguments["on_policy"] else ["rollout_log_prob", "old_log_prob"]
+    return tuple(dict.fromkeys(columns))
+
+
+def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
+    if callable(arguments["loss"]):
+        check_names("loss", arguments["loss"], GIVEN, names)
 
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
@@ -70,6 +115,15 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     for name in ("clip_high", "dual_clip"):
         if arguments[name] is not None:
             at_least(name, arguments[name], 0 if name == "clip_high" else 1)
+    if callable(loss := arguments["loss"]):
+        check_function("loss", loss, A_LOSS, one_of=GRADIENTS)
+        for name, default in (("clip", 0.2), ("clip_high", None), ("dual_clip", None)):
+            if arguments[name] != default:
+                raise BadInput(
+                    f"{name}={arguments[name]} with loss={name_of(loss)}",
+                    "a clip is for the losses that have a name here: a function has options of its own",
+                    f"give it to the function: functools.partial({name_of(loss)}, {name}={arguments[name]})",
+                )
     if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
         raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
     correction = arguments["correction"]
@@ -160,17 +214,18 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     @register(
         THREE_D_PROTO,
         reads=_update_columns,
-        optional=("rollout_log_prob",),
+        optional=_optional_columns,
         minibatched=True,
         updates=True,
         check=_check_update,
         check_model=_check_model,
+        check_columns=_check_columns,
     )
     def update_actor(
         self,
         batch: Shard,
         *,
-        loss: PolicyLoss = "ppo",
+        loss: PolicyLoss | Callable[..., Any] = "ppo",
         clip: float = 0.2,
         clip_high: float | None = None,
         dual_clip: float | None = None,
@@ -187,7 +242,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     ) -> Output:
         """A policy update, one optimizer step a minibatch and epoch.
 
-        loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight).
+        loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight), or a
+        function that gives the loss of each token [rows, tokens], or (that, metrics), each [rows, tokens] or [rows]. It
+        is called for a micro-batch, with what it asks for by the names of its parameters: `log_prob` and `entropy`
+        (with gradient), `mask` (bool), and columns of the batch: of tokens [rows, tokens], 0 outside the mask, or
+        [rows]. A parameter with a default keeps it where there is no such column. No row is skipped for a function.
+        `lab.check(loss=, batch=)` looks for mistakes in it before a step.
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
         dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
@@ -209,28 +269,37 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         another thing: the optimizer steps that were not taken, for want of a finite gradient norm.
         """
         scale = old_log_prob_temperature(batch, temperature)
-        mask, advantages = batch.ragged("response_mask"), batch.ragged("advantages")
-        high = clip if clip_high is None else clip_high
-        with_entropy = on_policy or entropy_coefficient != 0
+        mask, with_old = batch.ragged("response_mask"), on_policy or "old_log_prob" in batch.columns
+        function = TokenFunction(
+            argument="loss", function=token_function(loss, clip, clip_high, dual_clip), columns=batch.columns, mask=mask
+        )
+        if callable(loss):
+            function.rehearse(GRADIENTS)
+        with_entropy = on_policy or entropy_coefficient != 0 or "entropy" in Asked.by(function.function).names
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
         def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, DeviceMetrics]:
             log_probs_N, entropy_N = output
-            log_probs_BR, mask_BR = micro.to_BR(log_probs_N), micro.mask_BR(mask)
-            now_BR = log_probs_BR.detach()
-            old_BR = now_BR if on_policy else micro.column_BR(batch.ragged("old_log_prob"))
-            advantages_BR = micro.column_BR(advantages)
-            loss_BR, stats = policy_loss(loss, log_probs_BR, old_BR, advantages_BR, mask_BR, clip, high, dual_clip)
+            mask_BR = micro.mask_BR(mask)
+            log_probs_BR = selected(micro.to_BR(log_probs_N), micro.column_BR(mask).bool())
+            now_BR = old_BR = log_probs_BR.detach()
+            if with_old and not on_policy:
+                old_BR = micro.column_BR(batch.ragged("old_log_prob"))
+            given = {"log_prob": log_probs_BR}
+            given |= {"old_log_prob": old_BR} if with_old else {}
+            given |= {"entropy": micro.to_BR(entropy_N)} if with_entropy else {}
+            loss_BR, told = function.of(micro, given)
             if weights is not None:
                 loss_BR = loss_BR * micro.column_BR(weights.column)
             mean = micro.mean_over(mask_BR)
-            deviation_BR = (stats.ratio_BT - 1).abs() * mask_BR
-            metrics: dict[str, Metric | OnDevice] = {
-                "ratio/mean": mean(stats.ratio_BT),
-                "ratio/max_deviation": largest(deviation_BR),
-                "clip_fraction": mean(stats.clipped_BT.float()),
-                "approximate_kl": mean(kl_estimate(old_BR, now_BR, "k3")),
-            }
+            metrics: dict[str, Metric | OnDevice] = {}
+            if with_old:
+                ratio_BR = told.pop("ratio") if "ratio" in told else ratio_of(now_BR, old_BR)
+                metrics["ratio/mean"] = mean(ratio_BR)
+                metrics["ratio/max_deviation"] = largest((ratio_BR - 1).abs() * mask_BR)
+            metrics |= {name: reported(micro, values, mask_BR) for name, values in told.items()}
+            if with_old:
+                metrics["approximate_kl"] = mean(kl_estimate(old_BR, now_BR, "k3"))
             if "rollout_log_prob" in batch.columns:
                 rollout_BR = micro.column_BR(batch.ragged("rollout_log_prob"))
                 # a selection, not a product: outside the mask the exponential may be infinite
@@ -242,18 +311,18 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             if on_policy:
                 metrics["old_log_prob/mean"] = mean(now_BR)
             if with_entropy:
-                entropy_BR = micro.to_BR(entropy_N)
-                metrics["entropy"] = mean(entropy_BR)
+                metrics["entropy"] = mean(given["entropy"])
             if entropy_coefficient:
-                loss_BR = loss_BR - entropy_coefficient * entropy_BR
+                loss_BR = loss_BR - entropy_coefficient * given["entropy"]
             if kl_coefficient:
                 kl_BR = kl_loss(log_probs_BR, old_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
                 loss_BR = loss_BR + kl_coefficient * kl_BR
                 metrics["kl_loss"] = mean(kl_BR)
             return loss_BR, metrics
 
-        # these two pull on every row, an advantage only where there is one
-        skip = () if entropy_coefficient or kl_coefficient else _rows_without_advantage(advantages, mask)
+        # these pull on every row, an advantage only where there is one; what a user's function does nobody knows
+        every_row = bool(entropy_coefficient or kl_coefficient or callable(loss))
+        skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), mask)
         main = Term(
             shard=batch,
             inputs=lambda micro: micro.scored(scale, with_entropy=with_entropy),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Table
+from workbench.errors import BadInput
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
@@ -18,25 +19,63 @@ from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.losses import value_loss
+from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least
 from workbench.workers.device_metrics import DeviceMetrics
 from workbench.workers.inference import each_response_token, mean_of
 from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.roles.trained import TrainedWorker, check_update
 from workbench.workers.update import Term
+from workbench.workers.user_loss import Asked, TokenFunction, UserFunction, check_function, check_names, reported
 from workbench.workers.worker import Context
+
+CLIP = 0.2
+GIVEN = ("values", "old_values", "returns", "mask")
+A_LOSS = "def loss(values, old_values, returns, mask), which returns the loss of each token [rows, tokens]"
 
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     if arguments["clip"] is not None:
         at_least("clip", arguments["clip"], 0, strictly=True)
+    if (loss := arguments["loss"]) is not None:
+        check_function("loss", loss, A_LOSS, one_of=("values",))
+        if arguments["clip"] not in (None, CLIP):
+            raise BadInput(
+                f"clip={arguments['clip']} with loss={name_of(loss)}",
+                "the clip is the squared error's: a function has options of its own",
+                f"give it to the function: functools.partial({name_of(loss)}, clip={arguments['clip']})",
+            )
+
+
+def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
+    if arguments["loss"] is not None:
+        check_names("loss", arguments["loss"], GIVEN, names)
+
+
+def _reads(values: str, returns: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
+    """The columns of an update whose values and returns are in these."""
+
+    def columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).needed
+        own = (name for name in asked if name not in GIVEN)
+        return tuple(dict.fromkeys(("prompt_ids", "response_ids", "response_mask", values, returns, *own)))
+
+    return columns
+
+
+def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).optional
+    return tuple(name for name in asked if name not in GIVEN)
 
 
 _estimates = partial(
     register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask",), minibatched=True
 )
-_regresses = partial(register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update)
+_regresses = partial(
+    register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update, check_columns=_check_columns,
+    optional=_optional,
+)  # fmt: skip
 
 
 class CriticWorker(TrainedWorker):
@@ -57,22 +96,25 @@ class CriticWorker(TrainedWorker):
         """
         return self._values(batch, "values", final)
 
-    @_regresses(reads=("prompt_ids", "response_ids", "response_mask", "values", "returns"))
+    @_regresses(reads=_reads("values", "returns"))
     def update_critic(
         self,
         batch: Shard,
         *,
-        clip: float | None = 0.2,
+        loss: Callable[..., Any] | None = None,
+        clip: float | None = CLIP,
         epochs: int = 1,
         aggregation: Aggregation = "token-mean",
         max_response_tokens: int | None = None,
     ) -> Output:
         """Regress values on `returns`, one optimizer step a minibatch and epoch.
 
+        loss: a function in place of the squared error, as `update_actor(loss=)` takes: it asks by name for `values`
+        (with gradient), `old_values` (the column `values`), `returns`, `mask`, and columns of the batch.
         clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
         aggregation: how token losses become one, see `workbench.objectives.aggregation`.
         """
-        return self._regress(batch, "values", "returns", clip, epochs, aggregation, max_response_tokens)
+        return self._regress(batch, "values", "returns", loss, clip, epochs, aggregation, max_response_tokens)
 
     def _values(self, batch: Shard, column: str, final: bool) -> Output:
         final_B = torch.zeros(len(batch))
@@ -98,6 +140,7 @@ class CriticWorker(TrainedWorker):
         batch: Shard,
         values_column: str,
         returns_column: str,
+        loss: UserFunction | None,
         clip: float | None,
         epochs: int,
         aggregation: Aggregation,
@@ -105,14 +148,23 @@ class CriticWorker(TrainedWorker):
     ) -> Output:
         old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
 
-        def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
-            values_BR = micro.to_BR(values_N)
-            returns_BR, mask_BR = micro.column_BR(returns), micro.mask_BR(mask)
-            loss_BR, stats = value_loss(values_BR, micro.column_BR(old), returns_BR, clip=clip)
-            mean, new_BR = micro.mean_over(mask_BR), values_BR.detach()
+        def squared_error(values: Tensor, old_values: Tensor, returns: Tensor) -> Any:
+            loss_BR, stats = value_loss(values, old_values, returns, clip=clip)
+            return loss_BR, {"value_clip_fraction": stats.clipped_BT.float()}
+
+        used = squared_error if loss is None else loss
+        function = TokenFunction(argument="loss", function=used, columns=batch.columns, mask=mask)
+        if loss is not None:
+            function.rehearse(("values",), {"old_values": old, "returns": returns})
+
+        def token_loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
+            values_BR, old_BR, returns_BR = micro.to_BR(values_N), micro.column_BR(old), micro.column_BR(returns)
+            loss_BR, told = function.of(micro, {"values": values_BR, "old_values": old_BR, "returns": returns_BR})
+            mask_BR, new_BR = micro.mask_BR(mask), values_BR.detach()
+            mean = micro.mean_over(mask_BR)
             return loss_BR, {
                 "value_error": mean((new_BR - returns_BR) ** 2),
-                "value_clip_fraction": mean(stats.clipped_BT.float()),
+                **{name: reported(micro, values, mask_BR) for name, values in told.items()},
                 f"{values_column}/mean": mean(new_BR),
                 f"{returns_column}/mean": mean(returns_BR),
             }
@@ -120,7 +172,7 @@ class CriticWorker(TrainedWorker):
         term = Term(
             shard=batch,
             inputs=lambda micro: micro.inputs,
-            loss=loss,
+            loss=token_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
@@ -138,15 +190,16 @@ class CostCriticWorker(CriticWorker):
         """Column `cost_values` [rows, response tokens]; final: also `final_cost_values`, as in `compute_values`."""
         return self._values(batch, "cost_values", final)
 
-    @_regresses(reads=("prompt_ids", "response_ids", "response_mask", "cost_values", "cost_returns"))
+    @_regresses(reads=_reads("cost_values", "cost_returns"))
     def update_cost_critic(
         self,
         batch: Shard,
         *,
-        clip: float | None = 0.2,
+        loss: Callable[..., Any] | None = None,
+        clip: float | None = CLIP,
         epochs: int = 1,
         aggregation: Aggregation = "token-mean",
         max_response_tokens: int | None = None,
     ) -> Output:
         """Regress cost values on `cost_returns`, as `update_critic` does values on `returns`."""
-        return self._regress(batch, "cost_values", "cost_returns", clip, epochs, aggregation, max_response_tokens)
+        return self._regress(batch, "cost_values", "cost_returns", loss, clip, epochs, aggregation, max_response_tokens)

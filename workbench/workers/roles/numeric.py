@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,14 @@ from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.objectives.macro_actions import macro_gae
 from workbench.support.validation import whole
+from workbench.workers.user_estimator import (
+    check_estimator,
+    check_estimator_columns,
+    estimated,
+    estimator_columns,
+    optional_columns,
+)
+from workbench.workers.user_loss import UserFunction
 from workbench.workers.worker import Worker
 
 Estimator = Literal[
@@ -57,8 +65,8 @@ class Signal:
     baseline: str
     sign: int
 
-    def columns(self, estimator: Estimator) -> tuple[str, ...]:
-        more = {"gae": (self.values,), "remax": (self.baseline,)}.get(estimator, ())
+    def columns(self, estimator: Estimator | UserFunction) -> tuple[str, ...]:
+        more = () if callable(estimator) else {"gae": (self.values,), "remax": (self.baseline,)}.get(estimator, ())
         return self.scores, *more
 
 
@@ -69,6 +77,8 @@ COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", s
 def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     signals = (REWARD,) if arguments["multiplier"] is None else (REWARD, COST)
     columns = [name for signal in signals for name in signal.columns(arguments["estimator"])]
+    if callable(arguments["estimator"]):
+        columns += estimator_columns(arguments["estimator"])
     if arguments["bootstrap"]:
         columns += ["finished", *(f"final_{signal.values}" for signal in signals)]
     if arguments["estimator"] in GROUPED:
@@ -86,6 +96,8 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
+    if callable(arguments["estimator"]):
+        check_estimator(arguments["estimator"])
     for name in ("gamma", "lam"):
         within(name, arguments[name], 0, 1)
     if arguments["bootstrap"] and (arguments["estimator"] != "gae" or arguments["macro_tokens"] > 1):
@@ -124,16 +136,17 @@ class NumericWorker(Worker):
     @register(
         DP_PROTO,
         reads=advantage_columns,
-        optional=("old_log_prob", "ref_log_prob"),
+        optional=optional_columns,
         writes=_written,
         minibatched=True,
         check=_check,
+        check_columns=check_estimator_columns,
     )
     def compute_advantages(
         self,
         batch: Shard,
         *,
-        estimator: Estimator = "gae",
+        estimator: Estimator | Callable[..., Any] = "gae",
         gamma: float = 1.0,
         lam: float = 0.95,
         bootstrap: bool = False,
@@ -150,7 +163,10 @@ class NumericWorker(Worker):
 
         estimator: "gae" (PPO; reads `values`); "remax" (reads `baseline_rewards`, scores of greedy responses) and
         "reinforce_pp": reward to go; over the samples of one prompt "grpo", "dr_grpo" (no standard deviation), "rloo",
-        "off_policy_baseline" (VCPO), "reinforce_pp_baseline" (reward to go less their mean).
+        "off_policy_baseline" (VCPO), "reinforce_pp_baseline" (reward to go less their mean). Or a function of the whole
+        batch, the rows of all ranks in their order, which gives advantages [rows] or [rows, tokens], or (advantages,
+        returns). It asks by the names of its parameters for `rewards` [rows], `token_rewards` (after the penalties),
+        `mask` (bool), `group` (of a prompt) and any column; numbers of tokens are [rows, tokens], 0 outside the mask.
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
         action (MA-PPO).
@@ -188,6 +204,13 @@ class NumericWorker(Worker):
                 penalty_B = overlong_penalty(mask.lengths, max_response_tokens, overlong_buffer)
                 mean("overlong_penalty", penalty_B, len(batch))
                 rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
+            if callable(estimator):
+                of_tokens_BT, returns = estimated(estimator, batch, scores_B, rewards_BT, self.context.communicator)
+                return (
+                    rewards_BT,
+                    of_tokens_BT,
+                    reinforce(rewards_BT, mask_BT, gamma)[1] if returns is None else returns,
+                )
             if estimator == "gae":
                 values_BT, after_B = batch.ragged(signal.values).pad(), None
                 if macro_tokens > 1:
@@ -268,7 +291,7 @@ class NumericWorker(Worker):
         penalised_B: Tensor,
         batch: Shard,
         mask_BT: Tensor,
-        estimator: str,
+        estimator: object,
         correction: Correction | None,
         metrics: Metrics,
     ) -> Tensor:

@@ -1,0 +1,194 @@
+"""`lab.check(loss=, batch=)`: losses that are right pass, and each planted mistake is caught by the finding for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import workbench as wb
+from tests.cases import TINY, stored, tiny_lab
+from workbench.batches.columns import Ragged, Table
+from workbench.checks.loss_checks import LOSS_CHECKS
+from workbench.errors import BadInput, UnknownColumn
+from workbench.workers.gradients import GradientReport, Minibatch, Sketch, cosine
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models: dict[str, Any] = {"actor": TINY, "critic": TINY}
+    training = {"micro_batch_tokens": 128}
+    folder = tmp_path_factory.mktemp("runs")
+    with tiny_lab("check-loss", folder, backend="inline", models=models, training=training) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def batch(lab: wb.Workbench) -> wb.Batch:
+    """Responses of unequal lengths with holes in their masks, four a prompt."""
+    table = stored(16)
+    mask = table["response_mask"]
+    assert isinstance(mask, Ragged)
+    rows = mask.rows()
+    for n, row in enumerate(rows):
+        row[: n % 4] = False
+    columns = {name: table[name] for name in ("prompt_ids", "response_ids", "advantages")}
+    rewards, prompts = torch.arange(16) % 3, torch.arange(16) // 4
+    more: Table = {"response_mask": Ragged.of(rows, torch.bool), "rewards": rewards.float(), "prompt_uid": prompts}
+    return lab.put({**columns, **more}, meta={"temperature": 1.0})
+
+
+def surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    """GRPO's loss, as a user writes it."""
+    ratio = (log_prob - old_log_prob).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+def cispo(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight = (log_prob - old_log_prob).exp().clamp(max=3)
+    return -weight * advantages * log_prob
+
+
+def with_entropy(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, entropy: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages) - 0.01 * entropy
+
+
+def mean_of_batch(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages).mean()
+
+
+def spread_mean(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages)[mask].mean().expand(mask.shape)
+
+
+def mean_without_mask(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return -(log_prob - old_log_prob).mean(-1, keepdim=True).exp() * advantages
+
+
+def detached(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return surrogate(log_prob.detach(), old_log_prob, advantages)
+
+
+def detached_in_part(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return surrogate(log_prob.detach(), old_log_prob, advantages) + 0.01 * log_prob
+
+
+def through_a_list(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    ratio = torch.tensor((log_prob - old_log_prob).exp().tolist(), dtype=log_prob.dtype)
+    return -ratio * (log_prob - old_log_prob).exp() * advantages
+
+
+def whitened(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    chosen = advantages[mask]
+    return surrogate(log_prob, old_log_prob, (advantages - chosen.mean()) / (chosen.std() + 1e-6))
+
+
+def gradient_of_others(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    total = log_prob.sum()
+    return surrogate(log_prob, old_log_prob, advantages) + 0.01 * (total - total.detach())
+
+
+def wrong_sign(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return -surrogate(log_prob, old_log_prob, advantages)
+
+
+def divided_again(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def not_finite(log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return log_prob * (advantages - advantages).log()
+
+
+def raises(log_prob: Tensor) -> Tensor:
+    raise RuntimeError("nothing to see")
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", surrogate, cispo, with_entropy])
+def test_a_loss_that_is_right_passes(lab: wb.Workbench, batch: wb.Batch, loss: Any) -> None:
+    weights, metrics, names = lab.actor.weight_digests(), lab.last_metrics, batch.names
+    report = lab.check(loss=loss, batch=batch)
+    assert [finding.check for finding in report] == list(LOSS_CHECKS)
+    assert {finding.verdict for finding in report} == {"ok"}, report
+    assert lab.actor.weight_digests() == weights and lab.last_metrics == metrics and batch.names == names
+    assert "the cosine is " in report["direction"].about and ", to GRPO's " in report["direction"].about
+
+
+@pytest.mark.parametrize(
+    ("loss", "found", "culprit"),
+    [
+        (mean_of_batch, {"returns"}, "was it summed or averaged"),
+        (detached, {"returns"}, "a loss without a gradient"),
+        (not_finite, {"returns"}, "row 0, token 0: the loss is not finite"),
+        (raises, {"returns"}, "RuntimeError: nothing to see"),
+        (through_a_list, {"gradient"}, "the gradient of log_prob is not that of the loss"),
+        (mean_without_mask, {"mask", "micro_batches"}, "changes with numbers outside the mask"),
+        (spread_mean, {"rows"}, "the loss changes with other rows"),
+        (whitened, {"rows", "micro_batches"}, "changes with other rows. What a group"),
+        (gradient_of_others, {"rows", "micro_batches"}, "row "),
+        (wrong_sign, {"ratio_1", "direction"}, "it is -1 of the policy gradient, cosine -1: the sign is turned"),
+        (detached_in_part, {"ratio_1"}, "of the policy gradient, cosine"),
+        (divided_again, {"ratio_1"}, "it is 0.229 of the policy gradient"),
+    ],
+)
+def test_a_planted_mistake_is_caught(
+    lab: wb.Workbench, batch: wb.Batch, loss: Any, found: set[str], culprit: str
+) -> None:
+    report = lab.check(loss=loss, batch=batch)
+    failed = {finding.check for finding in report.failed}
+    # one that mixes tokens or rows has another gradient at ratio 1 as well, and may point anywhere
+    assert found <= failed <= found | {"ratio_1", "mask", "direction", "micro_batches"}, report
+    first = next(name for name in LOSS_CHECKS if name in found)
+    assert culprit in report[first].culprit
+
+
+def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> None:
+    assert [finding.check for finding in lab.check("rows", "mask", loss=surrogate, batch=batch)] == ["mask", "rows"]
+    with pytest.raises(BadInput, match=r"check 'ratio'.*there are returns, gradient"):
+        lab.check("ratio", loss=surrogate, batch=batch)
+    with pytest.raises(BadInput, match=r"check\(loss=...\) alone.*lab.check\(loss=fn, batch=batch\)"):
+        lab.check(loss=surrogate)
+    with pytest.raises(BadInput, match="must be a batch of this workbench"):
+        lab.check(loss=surrogate, batch=3)
+    with pytest.raises(BadInput, match=r"takes 'advantage'.*write advantages"):
+        lab.check(loss=lambda log_prob, advantage: log_prob, batch=batch)
+    with pytest.raises(UnknownColumn, match="ref_log_prob"):
+        lab.check(loss=lambda log_prob, ref_log_prob: log_prob, batch=batch)
+    report = lab.check("ratio_1", "direction", loss=lambda log_prob: -log_prob, batch=batch)
+    assert report["ratio_1"].verdict == "not applicable" and report["direction"].verdict != "not applicable"
+
+
+def test_what_each_token_adds(lab: wb.Workbench, batch: wb.Batch) -> None:
+    report = lab.check("returns", loss=surrogate, batch=batch)
+    assert report.batch is not None and set(batch.names) < set(report.batch.names)
+    table = report.batch.fetch(["loss_contribution", "gradient_contribution", "advantages", "response_mask"])
+    loss, gradient, advantages, mask = (column for column in table.values() if isinstance(column, Ragged))
+    # the policy is that of the rollouts
+    expected = torch.where(mask.values.bool(), -advantages.values, 0.0) / mask.values.sum()
+    torch.testing.assert_close(loss.values, expected)
+    torch.testing.assert_close(gradient.values, expected)
+
+
+def test_the_cosine_is_that_of_the_gradients() -> None:
+    draws = torch.Generator().manual_seed(0)
+
+    def gradients() -> dict[str, Tensor]:
+        sizes = {"embedding": (264, 32), "layer": (64, 32), "norm": (32,)}
+        return {name: torch.randn(size, generator=draws) for name, size in sizes.items()}
+
+    def reports(found: dict[str, Tensor]) -> list[GradientReport]:
+        sketches = {name: Sketch.of(name, gradient) for name, gradient in found.items()}
+        return [GradientReport(counts=True, metrics={}, minibatches=(Minibatch(0.0, sketches),))]
+
+    one, other = gradients(), gradients()
+    for share in (0.0, 0.3, 0.9, 1.0):
+        mixed = {name: share * one[name] + math.sqrt(1 - share**2) * other[name] for name in one}
+        a, b = (torch.cat([gradient.flatten() for gradient in found.values()]) for found in (one, mixed))
+        exact = float(a @ b / a.norm() / b.norm())
+        assert cosine(reports(one), reports(mixed)) == pytest.approx(exact, abs=0.1)
+    assert cosine(reports(one), reports({name: -gradient for name, gradient in one.items()})) == pytest.approx(-1)

@@ -1,0 +1,139 @@
+"""Estimators that a user writes see the whole batch: the same numbers on one rank and on two, and those of the same
+estimator by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import workbench as wb
+from tests.cases import TINY, stored, tiny_lab
+from tests.engines.training_ranks import run_ranks
+from tests.workers.update_ranks import context_here
+from workbench.batches.carrier import carry, columns_of, rows_at
+from workbench.batches.columns import Ragged, Table
+from workbench.errors import BadInput, StageError, UnknownColumn
+from workbench.messages.shards import Shard
+from workbench.models.spec import Model
+from workbench.workers.roles.numeric import NumericWorker
+
+ROWS = 8
+
+
+def table() -> Table:
+    found = stored(ROWS)
+    mask = found["response_mask"]
+    assert isinstance(mask, Ragged)
+    rows = mask.rows()
+    for row in rows[::3]:
+        row[1] = False
+    more: Table = {
+        "response_mask": Ragged.of(rows, torch.bool), "rewards": torch.tensor([1.0, 0, 2, 0, 0, 3, 1, 1]),
+        "prompt_uid": torch.arange(ROWS) % 3, "note": [f"row {row}" for row in range(ROWS)],
+        "ref_log_prob": found["old_log_prob"],
+    }  # fmt: skip
+    return {**found, **more}
+
+
+def of_group(rewards: Tensor, group: Tensor) -> Tensor:
+    """GRPO's, as a user writes it."""
+    out = torch.zeros_like(rewards)
+    for prompt in group.unique():
+        its = rewards[group == prompt]
+        out[group == prompt] = (its - its.mean()) / (its.std() + 1e-6)
+    return out
+
+
+def of_everything(
+    token_rewards: Tensor, mask: Tensor, values: Tensor, note: list[str], prompt_ids: Tensor, nothing: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """One that mixes all rows: ranks that saw fewer of them, or in another order, would give other numbers."""
+    assert [int(text.split()[1]) for text in note] == list(range(ROWS)) and len(prompt_ids) == ROWS
+    place = torch.arange(ROWS)[:, None] / ROWS
+    whole = (token_rewards + values)[mask]
+    return (values - whole.mean()) / whole.std() + place * nothing, token_rewards.flip(0).cumsum(-1)
+
+
+def on_ranks() -> list[dict[str, Any]]:
+    """Columns and metrics of this rank's rows for both estimators."""
+    context = context_here()
+    rank, size = context.communicator.rank, context.communicator.world_size
+    mine = np.arange(ROWS)[::-1][rank::size].copy()  # in another order than that of the batch
+    worker = NumericWorker(Model(TINY), context)
+    shard = Shard(
+        columns=columns_of(rows_at(carry(table()), mine)), rows=mine, minibatch_sizes=(len(mine),), meta={}
+    )  # fmt: skip
+    found = []
+    for function in (of_group, of_everything):
+        output = worker.compute_advantages(replace(shard), estimator=function, kl_coefficient=0.1)
+        of_row = {
+            name: dict(zip(mine.tolist(), column.rows(), strict=True))
+            for name, column in output.columns.items()
+            if isinstance(column, Ragged)
+        }
+        found.append(of_row)
+    return found
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("estimators", tmp_path_factory.mktemp("runs"), backend="inline", models={"actor": TINY}) as lab:
+        yield lab
+
+
+def column(batch: wb.Batch, name: str) -> Tensor:
+    found = batch.fetch([name])[name]
+    assert isinstance(found, Ragged)
+    return found.values
+
+
+def test_grpo_written_in_a_cell_gives_grpos_numbers(lab: wb.Workbench) -> None:
+    batch, mask = lab.put(table()), table()["response_mask"]
+    assert isinstance(mask, Ragged)
+    by_name, by_hand = (lab.compute_advantages(batch, estimator=estimator) for estimator in ("grpo", of_group))
+    torch.testing.assert_close(column(by_hand, "advantages"), column(by_name, "advantages"))
+    assert not column(by_hand, "advantages")[~mask.values].any()
+    whitened = lab.compute_advantages(batch, estimator=of_group, whiten_advantages=True)
+    inside = column(whitened, "advantages")[mask.values]
+    assert float(inside.mean()) == pytest.approx(0, abs=1e-5) and float(inside.std()) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_bits_of_one() -> None:
+    one, two = on_ranks(), run_ranks(on_ranks, 2)
+    for number, expected in enumerate(one):
+        for name, rows in expected.items():
+            both = {row: values for rank in two for row, values in rank[number][name].items()}
+            assert both.keys() == rows.keys() == set(range(ROWS))
+            assert all(torch.equal(both[row], rows[row]) for row in rows), name
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda rewards: rewards.mean(), r"shape \[\].*was it averaged over the batch"),
+        (lambda rewards: rewards[:3], r"shape \[3\].*\[rows\] of shape \[8\]"),
+        (lambda rewards: rewards.tolist(), r"returned list"),
+        (lambda rewards: rewards / 0, r"not finite in row 0"),
+        (lambda rewards: rewards > 0, r"torch.bool"),
+    ],
+)
+def test_what_it_may_not_return(lab: wb.Workbench, function: Any, said: str) -> None:
+    with pytest.raises((StageError, BadInput), match=said):
+        lab.compute_advantages(lab.put(table()), estimator=function)
+
+
+def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
+    with pytest.raises(BadInput, match=r"takes 'reward'\. .*rewards, token_rewards, mask, group.* write rewards"):
+        lab.compute_advantages(lab.put(table()), estimator=lambda reward: reward)
+    batch = lab.put({name: values for name, values in table().items() if name != "prompt_uid"})
+    with pytest.raises(UnknownColumn, match="prompt_uid"):
+        lab.compute_advantages(batch, estimator=of_group)
+    with pytest.raises(BadInput, match="bootstrap"):
+        lab.compute_advantages(lab.put(table()), estimator=of_group, bootstrap=True)

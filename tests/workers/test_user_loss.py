@@ -1,0 +1,181 @@
+"""Losses that a user writes: they give the bits of the same loss by name, ask for columns by name, and are refused with
+shapes where they return another thing."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import workbench as wb
+from tests.cases import TINY, stored, tiny_lab
+from tests.engines.training_ranks import run_ranks
+from tests.workers.update_ranks import Case, ppo_by_hand, run_cases, squared_by_hand
+from workbench.batches.columns import Ragged, Table
+from workbench.errors import BadInput, StageError, UnknownColumn
+
+ENGINES = ("torch", "zero1", "zero2")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    models = {"actor": TINY, "critic": TINY}
+    training = {"micro_batch_tokens": 32}  # several micro-batches a minibatch
+    with tiny_lab("losses", tmp_path_factory.mktemp("runs"), backend="inline", models=models, training=training) as lab:
+        yield lab
+
+
+def table() -> Table:
+    found = stored(8)
+    mask = found["response_mask"]
+    assert isinstance(mask, Ragged)
+    rows = mask.rows()
+    for row in rows[::3]:
+        row[1] = False
+    columns: dict[str, Any] = {"rewards": torch.arange(8.0), "answer": [str(row) for row in range(8)]}
+    for name in ("ref_log_prob", "rollout_log_prob"):
+        old = found["old_log_prob"]
+        assert isinstance(old, Ragged)
+        columns[name] = old.like(old.values + 0.1)
+    return {**found, **columns}
+
+
+def updated(lab: wb.Workbench, role: str = "actor", **arguments: Any) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """Metrics of an update and the digests of all weights after it, which is then undone."""
+    with lab.kept(role):
+        group = getattr(lab, role)
+        metrics = dict(getattr(group, f"update_{role}")(lab.put(table(), meta={"temperature": 1.0}), **arguments))
+        return metrics, group.weight_digests()
+
+
+def returning(value: Any) -> Any:
+    def loss(log_prob: Tensor, mask: Tensor) -> Any:
+        return value(log_prob) if callable(value) else value
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"epochs": 2, "aggregation": "sequence-mean-token-sum"},
+        {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "correction": wb.Correction()},
+    ],
+)
+def test_ppo_written_in_a_cell_gives_the_bits_of_ppo(lab: wb.Workbench, arguments: dict[str, Any]) -> None:
+    by_name, weights = updated(lab, loss="ppo", **arguments)
+    by_hand, same = updated(lab, loss=ppo_by_hand, **arguments)
+    assert by_hand == by_name
+    assert same == weights
+    assert 0 < by_hand["clip_fraction"] < 1
+
+
+def test_on_policy_the_old_log_probabilities_are_the_present_ones(tmp_path: Path) -> None:
+    with tiny_lab("one-step", tmp_path, backend="inline", models={"actor": TINY}, training={"minibatches": 1}) as lab:
+        by_name = updated(lab, on_policy=True)
+        assert updated(lab, loss=ppo_by_hand, on_policy=True) == by_name
+        assert by_name[0]["ratio/max_deviation"] == 0
+
+
+def test_a_critics_loss_written_in_a_cell(lab: wb.Workbench) -> None:
+    assert updated(lab, "critic", loss=squared_by_hand) == updated(lab, "critic")
+    with pytest.raises(BadInput, match=r"clip=0.3 with loss=squared_by_hand\. .*functools.partial"):
+        updated(lab, "critic", loss=squared_by_hand, clip=0.3)
+    with pytest.raises(BadInput, match=r"takes log_prob\. its gradient comes from 'values'"):
+        updated(lab, "critic", loss=lambda log_prob: log_prob)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_bits_are_those_of_the_named_loss_on_each_engine(world: int) -> None:
+    cases = [
+        Case(role=role, engine=engine, rows=2, written=written)
+        for role in ("actor", "critic")
+        for engine in (ENGINES if role == "actor" else ENGINES[:1])
+        for written in (False, True)
+    ]
+    for of_rank in run_ranks(run_cases, world, cases):
+        for by_name, by_hand in zip(of_rank[::2], of_rank[1::2], strict=True):
+            assert by_name[0]["metrics"] == by_hand[0]["metrics"]
+            assert by_name[0]["moved"].keys() == by_hand[0]["moved"].keys()
+            assert all(torch.equal(by_hand[0]["moved"][name], moved) for name, moved in by_name[0]["moved"].items())
+
+
+def test_what_it_is_given(lab: wb.Workbench) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def loss(
+        log_prob: Tensor, entropy: Tensor, mask: Tensor, prompt_ids: Tensor, rewards: Tensor, answer: list[str],
+        rollout_log_prob: Tensor | None = None, nothing: float = 3.0, scale: float = 1.0,
+    ) -> Any:  # fmt: skip
+        seen.append(dict(locals()))
+        return scale * -log_prob * rewards[:, None], {"double": 2 * log_prob, "single": log_prob, "reward": rewards}
+
+    metrics, _ = updated(lab, loss=functools.partial(loss, scale=0.5))
+    given, whole = seen[-1], table()
+    rows = [int(text) for text in given["answer"]]
+    assert given["rewards"].tolist() == rows and given["nothing"] == 3.0 and given["scale"] == 0.5
+    for name, inside in (("response_mask", given["mask"]), ("rollout_log_prob", given["rollout_log_prob"])):
+        column = whole[name]
+        assert isinstance(column, Ragged)
+        padded = column.take(rows).pad()
+        assert torch.equal(torch.where(given["mask"], padded, 0), inside)
+    prompts = whole["prompt_ids"]
+    assert isinstance(prompts, Ragged) and torch.equal(given["prompt_ids"], prompts.take(rows).pad())
+    assert given["mask"].dtype == torch.bool and given["entropy"].requires_grad and given["log_prob"].requires_grad
+    assert not given["log_prob"][~given["mask"]].any()
+    assert metrics["reward"] == pytest.approx(3.5)  # the mean over the rows
+    assert metrics["double"] == pytest.approx(2 * metrics["single"]) and metrics["single"] < 0
+
+
+def test_a_parameter_that_nothing_has(lab: wb.Workbench) -> None:
+    with pytest.raises(
+        BadInput, match=r"takes 'logprob'. .*log_prob, entropy, mask, .* write log_prob \(the nearest\)"
+    ):
+        updated(lab, loss=lambda log_prob, logprob: log_prob)
+    with pytest.raises(UnknownColumn, match=r"reads column 'token_rewards'"):
+        updated(lab, loss=lambda log_prob, token_rewards: log_prob)
+    with pytest.raises(BadInput, match=r"takes old_log_prob. its gradient comes from 'log_prob' or 'entropy'"):
+        updated(lab, loss=lambda old_log_prob: old_log_prob)
+    with pytest.raises(BadInput, match="by place"):
+        updated(lab, loss=lambda log_prob, /: log_prob)
+    with pytest.raises(BadInput, match=r"clip=0.1 with loss=ppo_by_hand.*functools.partial\(ppo_by_hand, clip=0.1\)"):
+        updated(lab, loss=ppo_by_hand, clip=0.1)
+    lock = threading.Lock()
+    with pytest.raises(BadInput, match="cannot be sent to workers"):
+        updated(lab, loss=lambda log_prob: log_prob * bool(lock))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda x: x.mean(), r"shape \[\].*was it summed or averaged"),
+        (lambda x: x.sum(-1), r"shape \[2\].*was it summed or averaged"),
+        (0.5, r"float 0.5.*was it summed"),
+        (lambda x: x.T, r"a tensor of shape \[6, 2\]"),
+        (lambda x: x.long(), r"int64"),
+        (lambda x: x.detach(), r"a loss without a gradient.*detach"),
+        (lambda x: (x, 3), r"int 3 as its metrics"),
+        (lambda x: (x, {"far": x.mean()}), r"shape \[\] as metric 'far'"),
+        (lambda x: (x, {"loss": x}), r"a metric 'loss'"),
+    ],
+)
+def test_what_it_may_not_return(lab: wb.Workbench, value: Any, said: str) -> None:
+    weights = lab.actor.weight_digests()
+    with pytest.raises((StageError, BadInput), match=said):
+        lab.actor.update_actor(lab.put(table(), meta={"temperature": 1.0}), loss=returning(value))
+    assert lab.actor.weight_digests() == weights
+
+
+def test_a_loss_that_is_not_finite_takes_no_step(lab: wb.Workbench) -> None:
+    weights = lab.actor.weight_digests()
+    metrics, _ = updated(lab, loss=lambda log_prob: (log_prob - log_prob.detach()).log())
+    assert metrics["skipped/fraction"] == 1.0
+    assert lab.actor.weight_digests() == weights

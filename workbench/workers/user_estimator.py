@@ -1,0 +1,132 @@
+"""Estimators that users write: they see the rows of the whole batch, in their order, and give the advantage of each
+response or token.
+
+    def estimator(rewards, group):
+        mean = torch.stack([rewards[group == g].mean() for g in group])
+        return rewards - mean
+
+Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import ColumnValues, Ragged
+from workbench.errors import BadInput
+from workbench.messages.shards import Shard
+from workbench.support.calls.pickling import name_of
+from workbench.workers.communicator import Communicator
+from workbench.workers.user_loss import Asked, UserFunction, call, check_function, check_names, kind_of, selected
+
+GIVEN = ("rewards", "token_rewards", "mask", "group")
+COLUMN_OF = {"group": "prompt_uid"}
+AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a response [rows], or a token [rows, tokens]"
+
+
+def check_estimator(function: UserFunction) -> None:
+    """Raise `BadInput` for one that cannot be called by the names of its parameters, or not be sent."""
+    check_function("estimator", function, AN_ESTIMATOR)
+
+
+def check_estimator_columns(arguments: Mapping[str, Any], model: object, names: Collection[str]) -> None:
+    """Raise `BadInput` where an estimator needs what a batch with these columns does not have."""
+    if callable(arguments["estimator"]):
+        check_names("estimator", arguments["estimator"], GIVEN, names)
+
+
+def estimator_columns(function: UserFunction) -> tuple[str, ...]:
+    """The columns that an estimator needs, beside rewards and mask."""
+    return _columns(Asked.by(function).needed)
+
+
+def optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an estimator asks for with a default, and what metrics are made of."""
+    function = arguments["estimator"]
+    return ("old_log_prob", "ref_log_prob", *(_columns(Asked.by(function).optional) if callable(function) else ()))
+
+
+def _columns(names: Collection[str]) -> tuple[str, ...]:
+    return tuple(COLUMN_OF.get(name, name) for name in names if name in COLUMN_OF or name not in GIVEN)
+
+
+def estimated(
+    function: UserFunction, batch: Shard, scores_B: Tensor, rewards_BT: Tensor, communicator: Communicator
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages and returns (None: it gives none) of this rank's rows, [B, T]; every rank calls it.
+
+    scores_B: of responses. rewards_BT: of tokens, after penalties. The function sees `rewards`, `token_rewards`,
+    `mask`, `group` (the number of a row's prompt) and columns of all rows, as a single rank would: so every rank makes
+    the same numbers, and keeps its own.
+    """
+    mask = batch.ragged("response_mask")
+    rows_N = torch.cat(communicator.all_gather(torch.as_tensor(batch.rows)))
+    order = torch.argsort(rows_N)
+
+    def whole(column: ColumnValues) -> ColumnValues:
+        """A column of all rows, in their order."""
+        if isinstance(column, list):
+            data = torch.frombuffer(bytearray(pickle.dumps(column)), dtype=torch.uint8)
+            rows = [row for part in communicator.all_gather(data) for row in pickle.loads(part.numpy().tobytes())]
+            return [rows[i] for i in order.tolist()]
+        if isinstance(column, Ragged):
+            lengths = torch.cat(communicator.all_gather(column.lengths))
+            return Ragged(_gathered(column.values, communicator), lengths).take(order.tolist())
+        return _gathered(column, communicator)[order]
+
+    everywhere = whole(mask)
+    assert isinstance(everywhere, Ragged)
+    inside_NT = everywhere.pad().bool()
+    values: dict[str, Any] = {"mask": inside_NT}
+    for name in Asked.by(function).names:
+        column = batch.columns.get(COLUMN_OF.get(name, name))
+        if name == "rewards":
+            column = scores_B
+        elif name == "token_rewards":
+            column = Ragged.unpad(rewards_BT, mask.lengths)
+        if name == "mask" or column is None:
+            continue
+        found = whole(column)
+        if isinstance(found, Ragged):
+            along = torch.equal(found.lengths, everywhere.lengths)
+            found = selected(found.pad(), inside_NT) if along else found.pad()
+        values[name] = found
+    with torch.no_grad():
+        returned = call(function, values)
+    mine_B = torch.searchsorted(rows_N[order], torch.as_tensor(batch.rows))
+    parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned,)
+    own = [_checked(function, part, inside_NT)[mine_B][:, : rewards_BT.shape[1]] for part in parts]
+    return own[0], own[1] if len(own) > 1 else None
+
+
+def _gathered(values: Tensor, communicator: Communicator) -> Tensor:
+    """Of all ranks, one after the other; torch's collectives do not all know bool."""
+    sent = values.to(torch.uint8) if values.dtype == torch.bool else values
+    return torch.cat(communicator.all_gather(sent)).to(values.dtype)
+
+
+def _checked(function: UserFunction, returned: Any, inside_NT: Tensor) -> Tensor:
+    """What it has returned as numbers of tokens [N, T], 0 outside the mask."""
+    shape, what = list(inside_NT.shape), f"estimator={name_of(function)} returned"
+    rule = (
+        f"it returns an advantage a response, a tensor [rows] of shape {shape[:1]}, or one a token, [rows, tokens] of "
+        f"shape {shape}; or (advantages, returns)"
+    )
+    if not isinstance(returned, Tensor):
+        raise BadInput(f"{what} {kind_of(returned)}", rule)
+    if list(returned.shape) not in (shape, shape[:1]):
+        remedy = "was it averaged over the batch? Give each response or token its own" if returned.ndim == 0 else ""
+        raise BadInput(f"{what} {kind_of(returned)}", rule, remedy)
+    if returned.is_complex() or returned.dtype == torch.bool:
+        raise BadInput(f"{what} a tensor of {returned.dtype}", f"{rule}, of a real dtype")
+    numbers = returned.detach().float()
+    numbers_NT = torch.where(inside_NT, numbers[:, None] if numbers.ndim == 1 else numbers, 0.0)
+    if not torch.isfinite(numbers_NT).all():
+        row = int((~torch.isfinite(numbers_NT)).any(-1).nonzero()[0])
+        raise BadInput(f"{what} a number that is not finite in row {row}", "advantages and returns are finite")
+    return numbers_NT

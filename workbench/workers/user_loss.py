@@ -1,0 +1,233 @@
+"""Losses that users write: what they ask for by the names of their parameters, and what they may return.
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return -(log_prob - old_log_prob).exp() * advantages     # the loss of each token
+
+The losses of workbench itself are such functions too. Suffixes: B rows of a micro-batch, R response tokens of the
+longest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.schema import SCHEMA
+from workbench.data.user_functions import parameters_of
+from workbench.errors import BadInput
+from workbench.errors.plain_text import plain_text
+from workbench.messages.metrics import Mean
+from workbench.models.packing import to_device
+from workbench.support.calls.pickling import by_value, name_of
+from workbench.support.named_fields import meant
+from workbench.workers.device_metrics import OnDevice
+from workbench.workers.micro_batches import MicroBatch
+
+UserFunction = Callable[..., Any]
+# metrics of an update, which a loss does not report
+OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/fraction", "skipped_rows/fraction")
+SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The names of a function's parameters: of those without a default, and of those with one."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.needed + self.optional
+
+    @classmethod
+    def by(cls, function: UserFunction) -> Asked:
+        """What a function asks for. A parameter that `functools.partial` has bound by name is not asked for."""
+        bound: set[str] = set()
+        inner = function
+        while isinstance(inner, functools.partial):
+            bound |= set(inner.keywords)
+            inner = inner.func
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        own = [p for p in (parameters_of(function) or {}).values() if p.kind in named and p.name not in bound]
+        return cls(
+            tuple(p.name for p in own if p.default is p.empty), tuple(p.name for p in own if p.default is not p.empty)
+        )
+
+
+def check_function(argument: str, function: UserFunction, written: str, one_of: Collection[str] = ()) -> None:
+    """Raise `BadInput` for a function that cannot be called by the names of its parameters, or not be sent to workers.
+
+    argument: whose value it is, such as "loss". written: how such a function is written, for messages. one_of: names
+    of which it has to ask for one.
+    """
+    what, parameters = f"{argument}={name_of(function)}", parameters_of(function)
+    if parameters is None:
+        raise BadInput(what, "it does not say the names of its parameters", f"write {written}")
+    for parameter in parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise BadInput(f"{what} takes {parameter.name!r} by place", "it is called by name", f"write {written}")
+    asked = Asked.by(function)
+    if one_of and not set(one_of) & set(asked.names):
+        rule = f"its gradient comes from {' or '.join(map(repr, one_of))}, and it has no such parameter"
+        raise BadInput(f"{what} takes {', '.join(asked.names) or 'nothing'}", rule, f"write {written}")
+    try:
+        by_value(function)
+    except Exception as error:
+        raise BadInput(
+            f"{what} cannot be sent to workers: {plain_text(str(error), 200)}",
+            "it runs in the workers' processes, with copies of what it reads from the notebook",
+            "give it numbers, texts and tensors; make anything else inside it",
+        ) from error
+
+
+def check_names(argument: str, function: UserFunction, given: Collection[str], columns: Collection[str]) -> None:
+    """Raise `BadInput` where a function needs a parameter that is neither `given` nor a column, nor one that a stage
+    could make."""
+    for name in Asked.by(function).needed:
+        if name in given or name in columns or name in SCHEMA:
+            continue
+        known = [*dict.fromkeys((*given, *columns))]
+        near = meant(name, known, str)
+        raise BadInput(
+            f"{argument}={name_of(function)} takes {name!r}",
+            f"it is called by name, with what there is: {', '.join(known)}",
+            f"{near + ', or ' if near else ''}give it a default",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFunction:
+    """A loss of a role's update, called for one micro-batch at a time.
+
+    argument: as in `check_function`. columns, mask: of the shard. Outside the mask the numbers of response columns are
+    0 for the function, so that what it makes of them there is finite.
+    """
+
+    argument: str
+    function: UserFunction
+    columns: Table
+    mask: Ragged
+
+    def of(self, micro: MicroBatch, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token [B, R], and metrics. given: what it may ask for beside columns, response numbers
+        among them [B, R]; they come before columns of the same name."""
+        return self._called(micro.index, micro.targets.device, micro.column_BR, given)
+
+    def rehearse(self, gradients: Collection[str], given: Mapping[str, Ragged] = MappingProxyType({})) -> None:
+        """Call it once with the first rows, before any pass, so that a mistake in it is an error on every rank at once.
+
+        gradients: the names of what has a gradient; it gets numbers near those of the update, or zeros. given: columns
+        that have another name for it.
+        """
+        index = list(range(min(2, len(self.mask))))
+        values = {name: column.take(index).pad() for name, column in given.items()}
+        zeros = self.mask.take(index).pad().float() * 0
+        near = self.columns.get("old_log_prob")
+        for name in gradients:
+            known = near.take(index).pad() if name == "log_prob" and isinstance(near, Ragged) else zeros
+            values[name] = known.detach().clone().requires_grad_()
+        if near is None and "log_prob" in values:
+            values["old_log_prob"] = values["log_prob"].detach()
+        with torch.enable_grad():
+            self._called(index, torch.device("cpu"), lambda column: column.take(index).pad(), values)
+
+    def _called(
+        self,
+        index: list[int],
+        device: torch.device,
+        padded: Callable[[Ragged], Tensor],
+        given: Mapping[str, Any],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        inside_BR = padded(self.mask).bool()
+        asked: dict[str, Any] = {"mask": inside_BR}
+        for name in Asked.by(self.function).names:
+            column = self.columns.get(name)
+            if name in given:
+                asked[name] = selected(given[name], inside_BR)
+            elif name == "mask" or column is None:
+                continue
+            elif isinstance(column, list):
+                asked[name] = [column[row] for row in index]
+            elif isinstance(column, Tensor):
+                asked[name] = to_device(column[index], device)
+            elif torch.equal(column.lengths, self.mask.lengths):
+                asked[name] = selected(padded(column), inside_BR)
+            else:  # of other tokens, such as the prompt's
+                asked[name] = to_device(column.take(index).pad(), device)
+        return checked_loss(self.argument, self.function, call(self.function, asked), inside_BR.shape)
+
+
+def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
+    """Numbers inside the mask, and 0 outside; whole numbers, such as token ids, stay."""
+    return torch.where(inside_BR, x_BR, 0.0) if x_BR.is_floating_point() else x_BR
+
+
+def call(function: UserFunction, values: Mapping[str, Any]) -> Any:
+    """Call a function with those of the values that it asks for."""
+    return function(**{name: values[name] for name in Asked.by(function).names if name in values})
+
+
+def checked_loss(
+    argument: str, function: UserFunction, returned: Any, shape: tuple[int, ...]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token [rows, tokens], and metrics, of what a function has returned. `BadInput` for what is
+    another thing: another shape or dtype, or a loss without a gradient."""
+    what = f"{argument}={name_of(function)} returned"
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    rule = f"it returns the loss of each token, a tensor of shape {list(shape)} [rows, tokens], or (loss, metrics)"
+    if not isinstance(loss, Tensor):
+        raise BadInput(f"{what} {kind_of(returned)}", rule, SUMMED if isinstance(loss, int | float) else "")
+    if loss.shape != shape:
+        fewer = loss.numel() < torch.Size(shape).numel()
+        raise BadInput(f"{what} a tensor of shape {list(loss.shape)}", rule, SUMMED if fewer else "")
+    if not loss.is_floating_point():
+        raise BadInput(f"{what} a tensor of {loss.dtype}", f"{rule} of float32 or another real dtype")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise BadInput(
+            f"{what} a loss without a gradient",
+            "it has to depend on the parameter that has one",
+            "leave out .detach(), .data, .item() and torch.no_grad() on the way to the loss",
+        )
+    return loss, _checked_metrics(what, metrics, shape)
+
+
+def _checked_metrics(what: str, metrics: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    if not isinstance(metrics, Mapping):
+        raise BadInput(f"{what} {kind_of(metrics)} as its metrics", "they are a dict from a name to a tensor")
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name in OF_UPDATES:
+            rule = f"a name is a text, and none of {', '.join(OF_UPDATES)}, which every update reports"
+            raise BadInput(f"{what} a metric {name!r}", rule, "give it another name")
+        if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]) or value.is_complex():
+            raise BadInput(
+                f"{what} {kind_of(value)} as metric {name!r}",
+                f"it is a tensor [rows, tokens] of shape {list(shape)}, or [rows] of shape {list(shape[:1])}; the mean "
+                "over the tokens inside the mask, or over the rows, is reported",
+            )
+        found[name] = value.detach().float() if not value.is_floating_point() else value.detach()
+    return found
+
+
+def kind_of(value: Any) -> str:
+    """What a function has returned, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} {value!r:.60}"
+
+
+def reported(micro: MicroBatch, values: Tensor, mask_BR: Tensor) -> OnDevice:
+    """The mean of a metric [B, R] over the mask, or of one [B] over the rows of a micro-batch."""
+    if values.ndim == 2:
+        return micro.mean_over(mask_BR)(values)
+    return OnDevice(Mean, {"total": values.sum() * micro.weight, "count": len(values) * micro.weight})
