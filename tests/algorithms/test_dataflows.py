@@ -51,7 +51,8 @@ def nothing(prompt: str, response: str, **row: Any) -> float:
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss="gspo", clip=3e-4, clip_high=4e-4),
          "compute_log_prob compute_reward compute_advantages update_actor"),
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="off_policy_baseline",
-                             correction=wb.Correction(level="sequence"), aggregation="sequence-mean-token-sum"),
+                             clip=1.0, clip_high=1e9,
+                             correction=wb.Correction(level="sequence", high=8.0, reference_size=1.0)),
          "compute_log_prob compute_reward compute_advantages update_actor"),
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="dr_grpo", loss="cispo", clip=1.0,
                              aggregation="fixed-length", kl_coefficient=0.1, kl="k3_corrected"),
@@ -136,7 +137,6 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.PPO(lab, kl_target="6"), r"kl_target='6'.*a number, or None"),  # type: ignore[arg-type]
         (lambda: wb.PPO(lab, samples=True), r"PPO\.samples=True.*a whole number"),
         (lambda: wb.GRPO(lab, loss="trpo"), r"loss='trpo'"),
-        (lambda: wb.GRPO(lab, estimator="off_policy_baseline", correction=wb.Correction()), "sequence-mean-token-sum"),
     ):
         with pytest.raises(BadInput, match=message):
             make()
