@@ -98,6 +98,12 @@ def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> Non
     assert "compute_ref_log_prob" not in algorithm.graph().names
     assert 0 < metrics["update_actor/correction/effective_sample_size"] <= 1
     assert metrics["compute_log_prob/entropy"] > 0
+    if hasattr(algorithm, "sampling"):
+        algorithm.sampling = wb.Sampling(top_p=0.9, max_new_tokens=4)
+        runs = lab.runner.counters.run
+        with pytest.raises(BadInput, match=r"update_actor with Correction.*top_p=0\.9"):
+            algorithm.iterate()
+        assert lab.runner.counters.run == runs
 
 
 def test_dual_clip_and_entropy_reach_the_update(lab: wb.Workbench) -> None:

@@ -378,6 +378,31 @@ class TestUpdates:
         with pytest.raises(BadInput, match=message):
             lab.actor.update_actor(ready, **arguments)
 
+    @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}], ids=str)
+    def test_a_correction_refuses_truncated_rollouts(
+        self, lab: wb.Workbench, ready: wb.Batch, settings: dict[str, float]
+    ) -> None:
+        """Two updates and the baseline; also where other rows were sampled from all tokens. Without one: no refusal."""
+        ((name, value),) = settings.items()
+        prompts = lab.prompts.next(2)
+        cut = lab.actor.generate_sequences(prompts, samples=3, max_new_tokens=8, **settings)
+        assert cut.meta["truncation"] == settings
+        scored = lab.actor.compute_log_prob(cut)
+        given = {"advantages": scored.fetch(["rollout_log_prob"])["rollout_log_prob"]}
+        batch = lab.put({**scored.fetch(), **given, "rewards": torch.arange(6.0)}, meta=scored.meta)
+        lab.actor.update_actor(batch)
+        both = wb.Batch.concat([ready.select(*batch.columns), batch])
+        message = rf"sampled with {name}={value}.*sample with {name}="
+        for refused in (batch, both):
+            with pytest.raises(BadInput, match=message):
+                lab.actor.update_actor(refused, correction=wb.Correction())
+        with pytest.raises(BadInput, match=message):
+            lab.compute_advantages(batch, estimator="off_policy_baseline", correction=wb.Correction())
+        again = lab.actor.generate_sequences(scored, max_new_tokens=8)
+        assert again.meta["truncation"] == {}
+        greedy = lab.actor.generate_sequences(prompts, temperature=0.0, max_new_tokens=8, **settings)
+        assert greedy.meta["truncation"] == {}
+
     def test_a_correction_needs_the_rollouts_log_probs(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         with pytest.raises(UnknownColumn, match="rollout_log_prob"):
             lab.actor.update_actor(ready.drop("rollout_log_prob"), correction=wb.Correction())

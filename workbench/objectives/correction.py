@@ -27,6 +27,8 @@ MAX_RAW_LOG = 300.0  # exp(2 x 300) times any number of tokens is finite in floa
 class Correction:
     """How the importance weight of each token is made, and bounded.
 
+    Both log-probabilities are over all tokens: rollouts sampled with top-p, top-k or min-p are refused.
+
     level: "token": of the token alone (biased for sequences, little variance); "sequence": the product over the
         response (unbiased, much variance); "geometric": its geometric mean, the typical token of the response.
     bound: "truncate": min(w, high), truncated importance sampling (TIS, Yao et al. 2025,

@@ -221,7 +221,8 @@ class Sampling:
     `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
     bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
     but temperature that is log softmax(logits / temperature), the trainer's definition; with others the gap between
-    the two is theirs as well. Greedy responses carry log softmax(logits after bias and penalties).
+    the two is theirs as well, and with top_p, top_k and min_p a `Correction` is refused. Greedy responses carry
+    log softmax(logits after bias and penalties).
     """
 
     temperature: Temperature = 1.0
@@ -252,6 +253,28 @@ class Sampling:
     def token_ids(self) -> list[int]:
         """All token ids that it names."""
         return [*self.stop_token_ids, *(self.logit_bias or ())]
+
+
+def truncation(sampling: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the settings by which the engine samples from some tokens only, with their values. sampling: fields of
+    `Sampling`."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} if sampling.get("temperature", 1.0) else {}
+    return {name: sampling[name] for name, value in off.items() if name in sampling and sampling[name] != value}
+
+
+def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
+    """Raise `BadInput` where a correction would read rollouts of a truncated distribution. what: names the correction.
+    truncated: see `truncation`.
+    """
+    if truncated:
+        given = ", ".join(f"{name}={value}" for name, value in truncated.items())
+        off = ", ".join(f"{name}={1.0 if name == 'top_p' else 0}" for name in truncated)
+        raise BadInput(
+            f"{what} on rollouts that were sampled with {given}",
+            "rollout_log_prob is over the tokens that were left, old_log_prob over all tokens: their ratio is the "
+            "probability of the tokens that were left, not a difference between engine and trainer",
+            f"sample with {off}, or leave the correction out",
+        )
 
 
 def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> None:

@@ -11,6 +11,8 @@ from workbench.batches.columns import Ragged
 from workbench.messages.metrics import Mean, Metrics, SampleSize
 from workbench.messages.shards import Shard
 from workbench.objectives.correction import Correction, correct, effective_sample_size, raw_weights, step_scale
+from workbench.settings.engines import check_untruncated
+from workbench.workers.inference import TRUNCATION
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.worker import Context
 
@@ -25,7 +27,11 @@ class RolloutWeights:
 
 
 def rollout_weights(batch: Shard, correction: Correction, context: Context) -> RolloutWeights:
-    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it."""
+    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it.
+
+    Raises `BadInput` where the rollouts were sampled with top-p, top-k or min-p.
+    """
+    check_untruncated(f"{correction}", batch.meta.get(TRUNCATION, {}))
     mask = batch.ragged("response_mask")
     mask_BT = mask.pad().bool()
     old_BT, rollout_BT = batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad()

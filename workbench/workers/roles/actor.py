@@ -137,6 +137,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         temperature: None takes the one that the responses were sampled with. It is kept in the batch's meta as
         `log_prob_temperature`, and `update_actor` takes its ratios at it; `compute_ref_log_prob` needs its own
         `temperature=` for a KL between the two at another temperature than the rollout's.
+        Metrics `rollout_gap/...`: |old_log_prob - rollout_log_prob|. The first is of the model alone, the second of
+        what was sampled from: after top-p, penalties and the like (see `Sampling`) their effect is part of the gap.
         """
         scale = sampling_temperature(batch, temperature)
         reading, entropies = token_log_probs_and_entropies(scale), Scatter(batch.ragged("response_ids"))

@@ -34,7 +34,9 @@ from workbench.objectives.groups import group_deviation, group_mean, grpo, off_p
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.objectives.macro_actions import macro_gae
+from workbench.settings.engines import check_untruncated
 from workbench.support.validation import whole
+from workbench.workers.inference import TRUNCATION
 from workbench.workers.worker import Worker
 
 Estimator = Literal[
@@ -290,6 +292,7 @@ class NumericWorker(Worker):
         elif estimator == "off_policy_baseline":
             old_BT, rollout_BT = (batch.ragged(name).pad() for name in ("old_log_prob", "rollout_log_prob"))
             assert correction is not None
+            check_untruncated(f"{correction}", batch.meta.get(TRUNCATION, {}))
             weight_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
             tokens_B = mask_BT.sum(-1)
             # its gradient is the sum of its tokens', each times its own weight: w^2 |g|^2 is that of their mean square

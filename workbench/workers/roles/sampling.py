@@ -18,12 +18,13 @@ from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.settings.engines import Sampling, check_room
+from workbench.settings.engines import Sampling, check_room, truncation
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import whole
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.engine_weights import TrainerWeights, differing_weights
+from workbench.workers.inference import TRUNCATION
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
@@ -237,7 +238,11 @@ class SamplingWorker(Worker):
         return Output(
             columns=columns,
             metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), rollout_metrics(columns)),
-            meta={"temperature": temperature, "weights_version": self.generator.weights_version},
+            meta={
+                "temperature": temperature,
+                TRUNCATION: truncation(vars(sampling)),
+                "weights_version": self.generator.weights_version,
+            },
         )
 
     def _converse(
