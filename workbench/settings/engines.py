@@ -151,11 +151,13 @@ def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
             "def step(self, response): return observation, 0.0, True",
         )
     try:
-        inspect.signature(step).bind("self", "response")
+        signature = inspect.signature(step)
+        raw = {name: None for name in ("raw_response", "response_ids") if name in signature.parameters}
+        signature.bind("self", "response", **raw)
     except TypeError as error:
         raise BadInput(
             f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
-            "it is called with the text of one turn and nothing else",
+            "it is called with the text of a turn; raw_response= and response_ids= it gets where it takes them by name",
             "def step(self, response): return observation, 0.0, True",
         ) from None
     except ValueError:  # one that does not say what it takes
