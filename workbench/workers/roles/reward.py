@@ -123,7 +123,12 @@ class RewardWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def save_model(self, path: str | Path) -> str:
-        """Write the model as it is now, score head and centring included; see the actor's `save_model`."""
+        """Write the model as it is now, score head and centring included; see the actor's `save_model`.
+
+        transformers' `AutoModelForSequenceClassification` reads all but the head's bias, in which the centring is: its
+        logits + `config.score_bias` are the scores. Differences between answers are the same without it, the sign of a
+        cost is not.
+        """
         assert self.spec.name is not None
         return save_model(self._model, path, self.spec.name, self.context)
 
@@ -137,7 +142,7 @@ class RewardWorker(ModelWorker):
         """Shift all scores so that the answers in this batch have mean 0. The shift is kept with the weights.
 
         answers: the column with their tokens; "chosen_ids" for those of pairs. Take reference answers, such as
-        demonstrations: a loss on pairs leaves the level of the scores open.
+        demonstrations: a loss on pairs leaves the level of the scores open. transformers adds no level: `save_model`.
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
         scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
