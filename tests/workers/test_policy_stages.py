@@ -274,6 +274,46 @@ class TestUpdates:
         assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.1).exp()), rel=1e-4)
         assert metrics["clip_fraction"] == pytest.approx(float(good.float().mean()), abs=1e-6)
 
+    def test_each_loss_has_the_clips_of_its_paper(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        """Log-ratios from -0.01 to 2 that differ from token to token, or (GSPO) from response to response."""
+        table = ready.fetch()
+        old, advantages = table["old_log_prob"], ragged(ready, "advantages")
+        assert isinstance(old, Ragged)
+        for loss, low, high in (("ppo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 2.0)):
+            logs = torch.linspace(-0.3, 2.0, len(old.values))
+            if loss == "gspo":
+                logs = torch.repeat_interleave(torch.tensor([-1e-3, -2e-4, 2e-4, 3.5e-4, 4.5e-4, 1e-3]), old.lengths)
+            table["old_log_prob"] = old.like(old.values - logs)
+            batch, ratio = lab.put(table, meta=ready.meta), logs.exp()
+            plain, given = (
+                lab.actor.update_actor(batch, loss=loss, **c) for c in ({}, {"clip": low, "clip_high": high})
+            )
+            assert {**plain, "optimizer_steps": 0} == {**given, "optimizer_steps": 0}
+            bounded = (ratio > 1 + high) & ((advantages.values > 0) | (loss == "cispo"))
+            bounded |= (ratio < 1 - low) & ((advantages.values < 0) | (loss == "cispo"))
+            rows = [row.any() for row in old.like(advantages.values).rows()]
+            counted = torch.repeat_interleave(torch.tensor(rows), old.lengths)
+            share = float(bounded[counted].float().mean())
+            assert 0 < share < 1
+            assert plain["clip_fraction"] == pytest.approx(share, abs=1e-6)
+        both = [
+            lab.actor.update_actor(batch, loss="gspo", **c) for c in ({"clip": 0.1}, {"clip": 0.1, "clip_high": 0.1})
+        ]
+        assert both[0]["loss"] == both[1]["loss"] != plain["loss"]
+
+    def test_a_critic_learns_faster_by_default(self, tmp_path: Path) -> None:
+        models, cases = {"actor": TINY, "critic": TINY}, ((None, (1e-6, 1e-5)), (3e-6, (3e-6, 3e-6)))
+        for number, (given, rates) in enumerate(cases):
+            training = wb.Training(engine="torch", learning_rate=given)
+            generation = wb.Generation(engine="transformers", max_model_tokens=64)
+            options: dict[str, Any] = {"training": training, "generation": generation, "backend": "inline"}
+            with wb.open(f"rates{number}", models=models, prompts="arithmetic", runs=tmp_path, **options) as lab:
+                batch = lab.put(stored(4))
+                found = [
+                    update(batch)["learning_rate"] for update in (lab.actor.update_actor, lab.critic.update_critic)
+                ]
+                assert found == pytest.approx(rates)
+
     def test_a_constant_weight_scales_the_gradient(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         tokens = len(ragged(ready, "old_log_prob").values)
         plain = lab.actor.update_actor(ready)

@@ -19,13 +19,13 @@ class GRPO(Algorithm):
 
     prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
     reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is needed. aggregation: how token losses
-    become one; the paper's is "sequence-mean-token-mean". dual_clip, entropy_coefficient: as in
-    `update_actor`. correction: for rollouts of another distribution than the
-    trainer's, see `Correction`. Its variants:
+    become one; the paper's is "sequence-mean-token-mean". clip, clip_high, dual_clip, entropy_coefficient: as in
+    `update_actor`; without them the loss has the clips of its paper. correction: for rollouts of another distribution
+    than the trainer's, see `Correction`. Its variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
-        GSPO        loss="gspo", clip=3e-4, clip_high=4e-4                       arXiv:2507.18071
-        CISPO       loss="cispo", clip=1.0, clip_high=2.0, aggregation="token-mean"   arXiv:2506.13585
+        GSPO        loss="gspo"                                                  arXiv:2507.18071
+        CISPO       loss="cispo", aggregation="token-mean"                       arXiv:2506.13585
         VCPO        estimator="off_policy_baseline", clip=1.0, clip_high=1e9, correction=Correction(level="sequence",
                     high=8.0, reference_size=1.0)                                arXiv:2602.17616
 
@@ -43,7 +43,7 @@ class GRPO(Algorithm):
     kl_coefficient: float = 0.0
     kl: str = "k3"
     correction: Correction | None = None
-    clip: float = 0.2
+    clip: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0

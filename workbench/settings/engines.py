@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from workbench.errors import BadInput
+from workbench.settings.roles import CRITICS
 from workbench.support.validation import (
     FINITE,
     SEQUENCE,
@@ -32,6 +34,7 @@ TRAINING_ENGINES, GENERATION_ENGINES = get_args(TrainingEngine), get_args(Genera
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
 
+LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -41,7 +44,7 @@ class Training:
 
     engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
     zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
-    learning_rate, betas, eps, weight_decay: AdamW's.
+    learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5.
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
     minibatches: optimizer steps that one update takes from one batch (of one epoch).
@@ -59,7 +62,7 @@ class Training:
 
     engine: TrainingEngine = "deepspeed"
     zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
-    learning_rate: Annotated[NonNegativeFloat, FINITE] = 1e-6
+    learning_rate: Annotated[NonNegativeFloat, FINITE] | None = None
     betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
         0.9,
         0.95,
@@ -94,6 +97,17 @@ class Training:
                 "the warm-up is a part of all steps",
                 f"use at most {self.total_steps}",
             )
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The rate between warm-up and decay."""
+        return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    def of_role(self, role: str) -> Training:
+        """With the role's default in place of a learning rate that was not given."""
+        if self.learning_rate is not None:
+            return self
+        return replace(self, learning_rate=CRITIC_LEARNING_RATE if role in CRITICS else LEARNING_RATE)
 
 
 @settings()

@@ -244,7 +244,7 @@ def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
+        lr=settings.peak_learning_rate,
         betas=settings.betas,
         eps=settings.eps,
         fused=True,

@@ -64,7 +64,8 @@ def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     check_temperature(arguments)
-    within("clip", arguments["clip"], 0, 1)
+    if arguments["clip"] is not None:
+        within("clip", arguments["clip"], 0, 1)
     for name in ("kl_coefficient", "pretrain_coefficient"):
         at_least(name, arguments[name], 0)
     for name in ("clip_high", "dual_clip"):
@@ -173,7 +174,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         batch: Shard,
         *,
         loss: PolicyLoss = "ppo",
-        clip: float = 0.2,
+        clip: float | None = None,
         clip_high: float | None = None,
         dual_clip: float | None = None,
         epochs: int = 1,
@@ -190,8 +191,9 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         """A policy update, one optimizer step a minibatch and epoch.
 
         loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight).
-        clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
-        dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
+        clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
+        both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
+        epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
         `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for
@@ -212,7 +214,6 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         """
         scale = old_log_prob_temperature(batch, temperature)
         mask, advantages = batch.ragged("response_mask"), batch.ragged("advantages")
-        high = clip if clip_high is None else clip_high
         with_entropy = on_policy or entropy_coefficient != 0
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
 
@@ -222,7 +223,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             now_BR = log_probs_BR.detach()
             old_BR = now_BR if on_policy else micro.column_BR(batch.ragged("old_log_prob"))
             advantages_BR = micro.column_BR(advantages)
-            loss_BR, stats = policy_loss(loss, log_probs_BR, old_BR, advantages_BR, mask_BR, clip, high, dual_clip)
+            loss_BR, stats = policy_loss(loss, log_probs_BR, old_BR, advantages_BR, mask_BR, clip, clip_high, dual_clip)
             if weights is not None:
                 loss_BR = loss_BR * micro.column_BR(weights.column)
             mean = micro.mean_over(mask_BR)
