@@ -193,7 +193,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight).
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
         both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
-        epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
+        epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.
+        aggregation: how token losses become one.
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
         `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for
