@@ -104,8 +104,9 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
     a pool for the role `rollout`, whose workers then have it).
 
-    With an adapter only the adapter is trained: the engine gets the sum of model and adapter, and
-    `compute_ref_log_prob` is that of the model alone.
+    With an adapter only the adapter is trained, and `compute_ref_log_prob` is that of the model alone. vLLM gets the
+    adapter, where it can hold one beside the model, other engines with weights of their own the sum: metric
+    `sync/adapter_arrived`.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
