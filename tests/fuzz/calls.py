@@ -133,7 +133,7 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "scores_N": [torch.tensor([0.0, 1.0])], "group_N": [torch.tensor([0, 0])], "weight_N": [torch.ones(2)],
         "norm2_N": [torch.ones(2)], "coefficient": [0.1], "kl": [0.5], "target": [1.0], "responses": [8],
         "horizon": [100], "multiplier": [1.0], "mean_cost": [0.5], "limit": [0.0], "learning_rate": [0.1],
-        "bounds": [(0.1, 2.0)], "policy_loss.kind": ["ppo"], "kl_loss.kind": ["k3_corrected"], "tokens": [2],
+        "bounds": [(0.1, 2.0)], "policy_loss.kind": ["ppo"], "clips.kind": ["ppo"], "kl_loss.kind": ["k3_corrected"], "tokens": [2],
         "samples": [4], "evaluate.samples": [1], "passed": [2], "k": [2], "successes": [1.0], "trials": [2.0],
         "chosen_P": [torch.ones(2)], "rejected_P": [torch.zeros(2)], "ref_chosen_P": [torch.ones(2)],
         "ref_rejected_P": [torch.zeros(2)], "log_prob_B": [torch.zeros(2)],

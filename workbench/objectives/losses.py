@@ -56,7 +56,8 @@ def policy_loss(
     raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo'")
 
 
-def clips(kind: PolicyLoss, clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
+@checked_call()
+def clips(kind: PolicyLoss, clip_low: float | None = None, clip_high: float | None = None) -> tuple[float, float]:
     """Both bounds: None, None: those of the loss's paper; clip_low alone holds for both sides."""
     low, high = CLIPS.get(kind, CLIPS["ppo"])
     if clip_low is not None:
