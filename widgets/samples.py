@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput, NotFound, WorkbenchError
+from workbench.objectives.losses import CLIPS, clips
 from workbench_widgets import sample_pictures as pictures
 from workbench_widgets.sample_rows import SampleRows, chosen
 from workbench_widgets.token_columns import Sample, derived, derived_names
@@ -19,7 +20,6 @@ from workbench_widgets.view import View, button, choice, entry
 PAGE_ROWS = 20
 GROUP_ROWS = 32
 OFFERED = 40  # batches in a choice
-CLIP = 0.2
 # what tokens are coloured by until something else is chosen: the first that there is
 FIRST_COLOURS = ("advantages", "kl", "old_log_prob", "rollout_log_prob")
 
@@ -139,11 +139,11 @@ class Samples(View):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio may be: as set here, else as the algorithm has it, else 0.2."""
+        """How far below and above 1 a ratio may be: as set here, else as the algorithm has it, else PPO's."""
         algorithm = self.lab.algorithm
-        low = self._clip.get("low", getattr(algorithm, "clip", CLIP))
-        high = getattr(algorithm, "clip_high", None)
-        return low, self._clip.get("high", low if high is None else high)
+        loss, *given = (getattr(algorithm, name, None) for name in ("loss", "clip", "clip_high"))
+        low, high = clips(loss if loss in CLIPS else "ppo", *given)
+        return self._clip.get("low", low), self._clip.get("high", high)
 
     def colours(self, looked: Looked | None = None) -> list[str]:
         """The columns that tokens can be coloured by."""

@@ -51,7 +51,8 @@ def nothing(prompt: str, response: str, **row: Any) -> float:
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss="gspo", clip=3e-4, clip_high=4e-4),
          "compute_log_prob compute_reward compute_advantages update_actor"),
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="off_policy_baseline",
-                             correction=wb.Correction(level="sequence"), aggregation="sequence-mean-token-sum"),
+                             clip=1.0, clip_high=1e9,
+                             correction=wb.Correction(level="sequence", high=8.0, reference_size=1.0)),
          "compute_log_prob compute_reward compute_advantages update_actor"),
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="dr_grpo", loss="cispo", clip=1.0,
                              aggregation="fixed-length", kl_coefficient=0.1, kl="k3_corrected"),
@@ -97,6 +98,12 @@ def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> Non
     assert "compute_ref_log_prob" not in algorithm.graph().names
     assert 0 < metrics["update_actor/correction/effective_sample_size"] <= 1
     assert metrics["compute_log_prob/entropy"] > 0
+    if hasattr(algorithm, "sampling"):
+        algorithm.sampling = wb.Sampling(top_p=0.9, max_new_tokens=4)
+        runs = lab.runner.counters.run
+        with pytest.raises(BadInput, match=r"update_actor with Correction.*top_p=0\.9"):
+            algorithm.iterate()
+        assert lab.runner.counters.run == runs
 
 
 def test_dual_clip_and_entropy_reach_the_update(lab: wb.Workbench) -> None:
@@ -136,7 +143,6 @@ def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
         (lambda: wb.PPO(lab, kl_target="6"), r"kl_target='6'.*a number, or None"),  # type: ignore[arg-type]
         (lambda: wb.PPO(lab, samples=True), r"PPO\.samples=True.*a whole number"),
         (lambda: wb.GRPO(lab, loss="trpo"), r"loss='trpo'"),
-        (lambda: wb.GRPO(lab, estimator="off_policy_baseline", correction=wb.Correction()), "sequence-mean-token-sum"),
     ):
         with pytest.raises(BadInput, match=message):
             make()

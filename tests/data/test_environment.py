@@ -20,7 +20,7 @@ from tests.calculator import Calculator, answer, segments, sums, value
 from tests.cases import TINY, tiny_lab
 from workbench.algorithms.dapo import _varied
 from workbench.batches.columns import Ragged, Table
-from workbench.errors import RolloutError
+from workbench.errors import BadInput, RolloutError
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +232,46 @@ def test_messages_go_through_the_chat_template(lab: wb.Workbench) -> None:
             assert lab.decode(parts[1][1]) == ("" if after_eos else "<|eos|>") + "<|tool|>7<|eos|><|assistant|>"
             seen.add(after_eos)
     assert seen == {True, False}
+
+
+def test_special_tokens_are_there_for_functions_that_ask_for_them(lab: wb.Workbench) -> None:
+    """Each turn of the policy ends with <|tool|> or EOS. Who does not ask gets what it always got."""
+
+    class Raw:
+        def step(self, response: str, raw_response: str, *, response_ids: list[int]) -> tuple[str, float, bool]:
+            end = {2: "<|eos|>", 6: "<|tool|>"}[response_ids[-1]]
+            assert raw_response.endswith(end) and "<|" not in response
+            assert raw_response.replace(end, "") == response
+            return "!", float(response_ids[-1]), False
+
+    class Plain:
+        def step(self, response: str, **more: Any) -> tuple[str, float, bool]:
+            assert not more and "<|" not in response
+            return "!", 0.0, False
+
+    def scored(response: str, raw_response: str, response_ids: list[int], prompt: str) -> float:
+        assert raw_response.count("!") == response.count("!") and "<|" not in response
+        return len(response_ids) + 100 * raw_response.count("<|tool|>")
+
+    def plain(response: str, **row: Any) -> float:
+        assert "<|" not in response
+        return float(len(row.keys() & {"raw_response", "response_ids"}))
+
+    # only marks: most of them that of a tool
+    sampling = {"max_turns": 2, "max_new_tokens": 40, "logit_bias": {6: 8.0, 2: 7.0}, "stop_token_ids": (6,)}
+    for environment in (Raw, lambda: Raw(), Plain):
+        batch = lab.actor.generate_sequences(lab.prompts.next(4), environment=environment, seed=3, **sampling)
+        ids = column(batch, "response_ids").rows()
+        marks = sum(int((row == 6).sum()) for row in ids)
+        assert marks
+        if environment is not Plain:
+            rewards = torch.cat(column(batch, "environment_rewards").rows())
+            assert {0.0, 6.0} <= set(rewards.tolist()) <= {0.0, 2.0, 6.0}
+        rewards = column(lab.reward.compute_reward(batch, function=scored), "rewards")
+        assert rewards.tolist() == [len(row) + 100 * int((row == 6).sum()) for row in ids]
+        assert not column(lab.reward.compute_reward(batch, function=plain), "rewards").any()
+    with pytest.raises(BadInput, match=r"takes 'raw_text'.*raw_response"):
+        lab.reward.compute_reward(batch, function=lambda prompt, response, raw_text: 0.0)
 
 
 def test_coroutines_share_one_loop_and_environments_are_closed(lab: wb.Workbench, tmp_path: Path) -> None:

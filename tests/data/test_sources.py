@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
+import numpy as np
+import pandas as pd
 import pytest
 
+from tests.cases import TINY, tiny_lab
 from workbench.data import sources
+from workbench.data.example_rows import pair
 from workbench.data.sources import read_rows
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
 
@@ -21,6 +25,45 @@ def test_texts_become_rows_and_dicts_are_copied() -> None:
     assert rows == given
     rows[0]["answer"] = 2
     assert given[0]["answer"] == 1
+
+
+def records(frame: pd.DataFrame) -> Any:
+    return frame.to_dict("records")
+
+
+def test_rows_of_a_parquet_file_in_verls_format(tmp_path: Path) -> None:
+    """What pandas makes of list columns: arrays of objects, also inside of dicts. They reach prompts and rewards."""
+    frame = pd.DataFrame(
+        {
+            "data_source": ["sums"] * 4,
+            "prompt": [np.array([{"role": "user", "content": f"{i} + 1?"}], dtype=object) for i in range(4)],
+            "reward_model": [{"style": "rule", "ground_truth": str(i + 1)} for i in range(4)],
+            "extra_info": [{"index": np.int64(i), "tags": np.array(["easy", "sum"], dtype=object)} for i in range(4)],
+        }
+    )
+    rows = read_rows(records(frame))
+    assert rows[3]["prompt"] == [{"role": "user", "content": "3 + 1?"}]
+    assert (
+        rows[3]["extra_info"] == {"index": 3, "tags": ["easy", "sum"]} and type(rows[3]["extra_info"]["index"]) is int
+    )
+
+    def reward(prompt: str, response: str, reward_model: dict[str, str], extra_info: dict[str, Any]) -> float:
+        return float(reward_model["ground_truth"]) + len(extra_info["tags"])
+
+    prompts = {"source": records(frame), "shuffle": False}
+    models = {"actor": TINY, "reward": reward}
+    with tiny_lab("parquet", tmp_path, backend="inline", models=models, prompts=prompts) as lab:
+        batch = lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=2)).fetch()
+    assert batch["prompt"] == [f"{i} + 1?" for i in range(4)]
+    assert batch["rewards"].tolist() == [3.0, 4.0, 5.0, 6.0]
+    pairs = pd.DataFrame(
+        {
+            "chosen": [np.array([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])],
+            "rejected": [np.array([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No"}])],
+        }
+    )
+    read = pair(read_rows(records(pairs))[0], "row 0")
+    assert (read.prompt, read.answers) == ([{"role": "user", "content": "Hi"}], ("Hello", "No"))
 
 
 @pytest.mark.parametrize("as_path", [True, False])

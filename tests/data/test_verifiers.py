@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,53 @@ def test_arithmetic_gives_nothing_for_another_number_or_none(response: str, answ
         ("5.5", "#### 5", 0.0),
         ("He owes 8, so -8", "#### -8", 1.0),
         ("no idea", "#### 72", 0.0),
+        # a box is the answer, whatever comes behind it
+        (r"\boxed{18} dollars in 2 days", "#### 18", 1.0),
+        (r"\boxed{18} dollars in 2 days", "#### 2", 0.0),
+        (r"\boxed{5}, no: $\boxed{18}$.", "#### 18", 1.0),
+        (r"\boxed{2 + 16 = 18}", "#### 18", 1.0),
+        (r"\boxed{\$18}", "#### 18", 1.0),
+        (r"\boxed{-18}", "#### -18", 1.0),
+        (r"\boxed{18\text{ dollars in 2 days}}", "#### 18", 1.0),
+        (r"\boxed{\text{18}} of 20", "#### 18", 1.0),
+        (r"\boxed{\frac{36}{2}} or so, 7 times", "#### 18", 1.0),
+        (r"18, so \boxed{x}", "#### 18", 0.0),
+        (r"\boxed{}18", "#### 18", 0.0),
+        (r"and so \boxed{18", "#### 18", 1.0),
+        # LaTeX's fractions
+        (r"\frac12", "#### 0.5", 1.0),
+        (r"$\frac{1}{2}$", "#### .5", 1.0),
+        (r"\dfrac{1}2", "#### 0.50", 1.0),
+        (r"\tfrac1{2}", "#### 0.5", 1.0),
+        (r"-\frac12", "#### -0.5", 1.0),
+        (r"\frac{-1}{2}", "#### -0.5", 1.0),
+        (r"3\frac12", "#### 3.5", 1.0),
+        (r"-3\frac{1}{2}", "#### -3.5", 1.0),
+        (r"\frac12", "#### 12", 0.0),
+        (r"\frac12", "#### 2", 0.0),
+        (r"\frac{1}{3}", "#### 0.3333333333333333", 0.0),
+        (r"\frac{1}{0}", "#### 0", 0.0),
+        (r"\frac{4}{2} and 3", "#### 3", 1.0),
+        (r"\frac{x}{2}", "#### 2", 1.0),
+        ("3/4", "#### 4", 1.0),
+        # LaTeX's commas
+        ("1{,}000", "#### 1000", 1.0),
+        ("$1{,}234{,}567.5$", "#### 1,234,567.5", 1.0),
+        (r"10,\!080", "#### 10080", 1.0),
+        (r"\boxed{1{,}000}", "#### 1,000", 1.0),
+        ("1{,}00", "#### 0", 1.0),
+        ("{1,000}", "#### 1000", 1.0),
     ],
 )
 def test_gsm8k_compares_with_the_number_behind_the_mark(response: str, answer: str, reward: float) -> None:
     assert gsm8k("What?", response, answer=answer, other_column=1) == reward
+
+
+def test_long_texts_take_no_time() -> None:
+    began_s = time.monotonic()
+    for part in (r"\boxed{", "1{,}", r"\frac{", "{", r"3 \frac", r"\text{", "-", "12345 "):
+        gsm8k("What?", part * 50_000, answer="#### 7")
+    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.parametrize("answer", ["many", "", "1 or 2"])

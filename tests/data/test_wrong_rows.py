@@ -126,7 +126,8 @@ def test_a_warm_up_is_a_part_of_all_steps() -> None:
 
 def test_an_algorithm_has_no_other_fields(lab: wb.Workbench) -> None:
     ppo = wb.PPO(lab, prompts=4)
-    for name, nearest in (("clipp", "write clip="), ("lr", "is written in the class"), ("sample", "write samples=")):
+    names = {"clipp": "write clip=", "lr": "a field of wb.Training", "zzz": "is written in the class"}
+    for name, nearest in names.items():
         with pytest.raises(BadInput, match=rf"PPO\.{name} = 0\.5.*its fields are lab, prompts.*{nearest}"):
             setattr(ppo, name, 0.5)
         assert not hasattr(ppo, name)

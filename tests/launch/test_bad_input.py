@@ -175,7 +175,9 @@ def needy(prompt: str, response: str, ground_truth: str, *, strict: bool = True)
 
 
 def test_a_reward_function_that_asks_for_what_no_row_has(lab: wb.Workbench, batch: wb.Batch) -> None:
-    message = "reward function needy takes 'ground_truth'.*by name: answer, ending, prompt, response"
+    message = (
+        "reward function needy takes 'ground_truth'.*by name: answer, ending, prompt, raw_response, response, resp"
+    )
     with pytest.raises(BadInput, match=message):
         lab.reward.compute_reward(batch, function=needy)
     with lab.overlap(), pytest.raises(BadInput, match=message):  # also where the batch is still to come

@@ -15,6 +15,7 @@ from workbench.backends import registry
 from workbench.config.description import Description
 from workbench.engines.generation.vllm_start import PHASES
 from workbench.errors import BadInput, StageError
+from workbench.models import load_causal_lm, load_tokenizer
 from workbench.telemetry import span
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
@@ -45,6 +46,27 @@ def test_a_role_that_does_not_load_is_named_and_leaves_nothing_open(tmp_path: Pa
     assert wb.ls() == []
     with tiny_lab("torn", tmp_path, backend="inline"):
         assert [row["name"] for row in wb.ls()] == ["torn"]
+
+
+def test_ends_of_the_template_and_of_the_tokenizer_that_differ_are_said_and_both_end_rollouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_causal_lm(TINY).save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|unk|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    (end,) = tokenizer.encode("<|unk|>", add_special_tokens=False)
+    with tiny_lab("ends", tmp_path, models={"actor": str(tmp_path / "model")}, backend="inline") as lab:
+        assert "ends a turn with '<|unk|>', its tokenizer's EOS is '<|eos|>'" in capsys.readouterr().out
+        for token in (end, tokenizer.eos_token_id):
+            drawn = lab.actor.generate_sequences(lab.prompts.next(2), logit_bias={token: 1e4}).fetch()
+            assert drawn["ending"] == ["eos"] * 2
+            assert drawn["response_ids"].values.tolist() == [token] * 2
+    with tiny_lab("same", tmp_path, backend="inline"):
+        assert not capsys.readouterr().out
 
 
 def test_prompts_that_leave_no_room_are_refused_before_anything_is_loaded_or_replaced(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from workbench.data.examples import Examples
+from workbench.engines.generation.endings import end_token_ids
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, chat_template, load_causal_lm, load_tokenizer, render_prompt
 from workbench.models.bundled import gguf_path
-from workbench.models.tokenizers import render_reply
+from workbench.models.tokenizers import differing_ends, render_reply, turn_end
 
 
 def changed(tmp_path: Path, **changes: Any) -> Path:
@@ -148,6 +151,46 @@ def test_a_turns_end_that_is_not_the_tokenizers_eos_is_written_once() -> None:
     assert tokenizer.decode(render_reply(tokenizer, messages, after=int(tokenizer.eos_token_id))) == (
         "<|unk|><|tool|>42<|unk|><|assistant|>"
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("<|user|>{{ messages[0]['content'] }}<|assistant|>{{ messages[-1]['content'] }}<|unk|>\n", "<|unk|>"),
+        ("{{ messages[-1]['content'] }} {{ eos_token }}", "<|eos|>"),
+        ("{{ messages[-1]['content'] }}\nUSER:", "<|eos|>"),  # no special token: the template leaves the end to EOS
+        ("{{ messages[0]['content'] }}", "<|eos|>"),
+        ("{{ raise_exception('no') }}", "<|eos|>"),
+        (None, "<|eos|>"),
+    ],
+)
+def test_the_end_of_a_turn_is_the_templates(template: str | None, end: str) -> None:
+    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer.chat_template = template
+    assert tokenizer.decode([turn_end(tokenizer)]) == end
+    said = differing_ends(tokenizer)
+    assert ("'<|unk|>'" in said and "'<|eos|>'" in said) if end == "<|unk|>" else not said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_bundled("smollm2-135m"), reason="the bundled model's package is not installed")
+def test_the_end_of_a_turn_of_the_bundled_tokenizer() -> None:
+    tokenizer = load_tokenizer("smollm2-135m")
+    assert tokenizer.decode([turn_end(tokenizer)]) == tokenizer.eos_token == "<|im_end|>"
+    assert not differing_ends(tokenizer)
+    tokenizer.eos_token = "<|endoftext|>"
+    assert tokenizer.decode([turn_end(tokenizer)]) == "<|im_end|>"
+    assert "<|endoftext|>" in differing_ends(tokenizer)
+    ids = end_token_ids(types.SimpleNamespace(eos_token_id=None), tokenizer)
+    assert sorted(tokenizer.convert_ids_to_tokens(sorted(ids))) == ["<|endoftext|>", "<|im_end|>"]
+    rows = [{"prompt": "2 + 2?", "response": "It is 4."}]
+    (row,) = Examples(rows, "demonstrations", tokenizer=tokenizer).training
+    assert tokenizer.decode(row.answer_ids[0]) == "It is 4.<|im_end|>"
+    whole = tokenizer.decode([*row.prompt_ids, *row.answer_ids[0]])
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == f"{whole}\n"
+    (plain,) = Examples(rows, "demonstrations", tokenizer=tokenizer, chat=False).training
+    assert tokenizer.decode(plain.answer_ids[0]) == "It is 4.<|endoftext|>"
 
 
 def test_replies_that_a_template_cannot_render(tmp_path: Path) -> None:

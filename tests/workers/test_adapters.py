@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab, vowels
+from tests.cases import TINY, stored, tiny_lab, vowels
 from workbench.batches.columns import Ragged
-from workbench.errors import BadInput, MissingDependency
+from workbench.errors import BadInput, MissingDependency, StageError
+from workbench.models import load_causal_lm
+from workbench.models.lora import add_lora, arriving
 
 pytest.importorskip("peft")
 LORA = wb.LoRA(rank=4, alpha=16)
@@ -87,17 +89,89 @@ def test_the_actor_starts_as_its_reference_and_leaves_it(runs: Path, engine: str
         assert fresh.rows == 4
 
 
+def adapter_bytes(rank: int, itemsize: int) -> int:
+    """Of A [rank, in] and B [out, rank] beside each linear layer below the head."""
+    model = load_causal_lm(TINY)
+    layers = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
+    return itemsize * rank * sum(layer.in_features + layer.out_features for layer in layers)
+
+
 @pytest.mark.slow
-def test_vllm_gets_the_merged_weights(runs: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("dtype", "rate"), [("float32", 1e-2), ("bfloat16", 1e-5)])
+def test_vllm_holds_the_adapter_beside_the_model(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, rate: float
+) -> None:
+    """Also a step far below the last place of the weights arrives, bit for bit; only A and B are sent."""
     pytest.importorskip("vllm")
-    with lab_of("vllm", runs, generation="vllm", training={"learning_rate": 1e-2}) as lab:
+    from workbench.engines.generation import vllm_engine
+
+    lora, training = wb.LoRA(rank=4, alpha=12), {"learning_rate": rate, "minibatches": 1}
+    with lab_of(f"vllm_{dtype}", runs, lora, generation="vllm", training=training, dtype=dtype) as lab:
+        batch = lab.put(stored())
+        sampling: dict[str, Any] = {"max_new_tokens": 8, "seed": 1}
+        first = lab.actor.generate_sequences(lab.prompts.next(2), **sampling)
         before = lab.actor.check_sync()[0]
-        sampling = wb.Sampling(max_new_tokens=8)
-        wb.GRPO(lab, prompts=4, samples=2, epochs=2, reward=spread, sampling=sampling).run(1)
+        lab.actor.update_actor(batch)
         stale = lab.actor.check_sync()[0]
         (synced,) = lab.actor.sync_weights()
-        assert before < 1e-4 < 0.01 < stale
-        assert synced["sync_gap/mean"] < 1e-4
+        assert lab.syncs()["taken_bytes"].iloc[-1] == adapter_bytes(4, 4 if dtype == "float32" else 2)
+        assert synced["sync_gap/mean"] < (1e-4 if dtype == "float32" else 0.05)
+        if dtype == "float32":
+            assert before < 1e-4 < 0.01 < stale
+        (found,) = lab.actor.compare_weights()
+        assert (found.read, found.differ, found.moved_differ) == (2 * 14, (), ())
+        assert found.moved_gap < (1e-4 if dtype == "float32" else 0.05)
+        drawn = lab.actor.compute_log_prob(
+            lab.actor.generate_sequences(first.select("prompt_ids", "prompt_uid"), **sampling)
+        )
+        assert lab.last_metrics["compute_log_prob"]["rollout_gap/mean"] < (1e-4 if dtype == "float32" else 0.05)
+        now, then = tokens(drawn, "rollout_log_prob")[0], tokens(first, "rollout_log_prob")[0]
+        assert dtype == "bfloat16" or not torch.equal(now, then)
+        # an adapter that does not arrive whole is seen, however small it is
+        give = vllm_engine.give_adapter
+
+        def rounded(runner: Any, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+            name = next(name for name in tensors if name.endswith("q_proj.lora_B.weight"))
+            give(runner, {**tensors, name: torch.zeros_like(tensors[name])}, *rest)
+
+        monkeypatch.setattr(vllm_engine, "give_adapter", rounded)
+        lab.actor.update_actor(batch)
+        with pytest.raises(StageError, match=r"q_proj\.lora_B\.weight did not arrive"):
+            lab.actor.sync_weights()
+        monkeypatch.setattr(vllm_engine, "give_adapter", give)
+        assert lab.actor.sync_weights()[0]["sync_gap/mean"] < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_what_is_rounded_away_of_an_adapter_is_said(runs: Path) -> None:
+    """ZeRO-3 shards the model, so that the engine has a copy, to which the adapter is added."""
+    training = {"zero_stage": 3, "learning_rate": 1e-5, "minibatches": 1}
+    with lab_of("rounded", runs, engine="deepspeed", training=training, dtype="bfloat16") as lab:
+        lab.actor.update_actor(lab.put(stored()))
+        with pytest.warns(RuntimeWarning, match=r"% of the adapter's change arrived.*engine='vllm'.*dtype='float32'"):
+            (synced,) = lab.actor.sync_weights()
+        assert 0 <= synced["sync/adapter_arrived"] < 0.5
+        lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4))
+    with lab_of("kept", runs, engine="deepspeed", training=training, dtype="float32") as lab:
+        lab.actor.update_actor(lab.put(stored()))
+        assert "sync/adapter_arrived" not in lab.actor.sync_weights()[0]
+
+
+def test_the_share_of_a_change_that_arrives() -> None:
+    """In bfloat16 numbers between 1 and 2 are 1/128 apart: half of that is rounded away, more is rounded up."""
+    model: Any = load_causal_lm(TINY)
+    add_lora(model, wb.LoRA(rank=1, alpha=1, targets=("q_proj",)), 0)
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.base_layer.weight.fill_(1.0)
+        layer.lora_A["default"].weight.fill_(1.0)
+        for change, share in ((1 / 512, 0.0), (1 / 128, 1.0), (3 / 256 - 1e-4, 1 / 128 / (3 / 256 - 1e-4))):
+            layer.lora_B["default"].weight.fill_(change)
+            left, whole = arriving(layer, torch.bfloat16).tolist()
+            assert left / whole == pytest.approx(share, rel=1e-5)
+            left, whole = arriving(layer, torch.float32).tolist()
+            assert left / whole == pytest.approx(1, rel=1e-4)
 
 
 def test_algorithms_need_no_other_reference(lab: wb.Workbench) -> None:
@@ -152,8 +226,6 @@ def test_it_is_shown_whose_bytes_they_are(lab: wb.Workbench, runs: Path) -> None
 
 def test_what_is_saved_loads_elsewhere(lab: wb.Workbench, runs: Path) -> None:
     peft: Any = pytest.importorskip("peft")
-    from workbench.models import load_causal_lm
-
     wb.PPO(lab, prompts=4).run(1)
     (adapter,), (whole,) = lab.actor.save_adapter(runs / "adapter"), lab.actor.save_model(runs / "whole")
     assert json.loads((Path(adapter) / "adapter_config.json").read_text())["r"] == 4

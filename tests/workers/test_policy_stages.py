@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab, vowels
+from tests.cases import TINY, stored, tiny_lab, vowels
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.objectives.estimators import moments, whiten
@@ -97,7 +98,7 @@ class TestAdvantages:
         ids=lambda correction: correction.level,
     )
     def test_off_policy_baseline(self, lab: wb.Workbench, scored: wb.Batch, correction: wb.Correction) -> None:
-        """Of the weights that the update bounds: w^2 |g|^2 is the sum of w_t^2 over the tokens."""
+        """Of the weights before the update bounds them: w^2 |g|^2 is the sum of w_t^2 over the tokens."""
         made = lab.compute_advantages(scored, estimator="off_policy_baseline", correction=correction)
         old, rollout = ragged(scored, "old_log_prob"), ragged(scored, "rollout_log_prob")
         squares: list[Tensor] = []
@@ -105,23 +106,19 @@ class TestAdvantages:
         for a, b in zip(old.rows(), rollout.rows(), strict=True):
             log = (a - b).double()
             each = {"sequence": log.sum(), "geometric": log.mean(), "token": log}[correction.level].exp().expand(len(a))
-            kept = each.clamp(max=correction.high)
-            if correction.low is not None:
-                kept = torch.where((each >= correction.low) & (each <= correction.high), each, 0.0)
-            bounded += int((kept != each).sum())
-            squares.append((kept**2).sum())
+            bounded += int((each > correction.high).sum())
+            squares.append((each**2).sum())
         importance, rewards = torch.stack(squares), rewards_of(scored).double()
         assert 0 < bounded < len(old.values)
         for group in GROUPS:
             baseline = (importance[group] * rewards[group]).sum() / importance[group].sum()
             for i in range(group.start, group.stop):
                 row = ragged(made, "advantages").rows()[i]
-                torch.testing.assert_close(row.double(), (rewards[i] - baseline).expand(len(row)), rtol=1e-5, atol=1e-5)
+                advantage = (rewards[i] - baseline) / rewards[group].std(correction=0)
+                torch.testing.assert_close(row.double(), advantage.expand(len(row)), rtol=1e-5, atol=1e-5)
 
-    def test_a_weight_that_the_update_truncates_does_not_make_the_baseline(
-        self, lab: wb.Workbench, scored: wb.Batch
-    ) -> None:
-        """One response with weight exp(5): with it, the baseline would be its own reward, and its advantage 0."""
+    def test_a_weight_that_the_update_truncates_makes_the_baseline(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        """One response with weight exp(5), as VCPO's authors have it: the baseline is almost its own reward."""
         table = scored.fetch()
         old = table["old_log_prob"]
         assert isinstance(old, Ragged)
@@ -132,11 +129,13 @@ class TestAdvantages:
         made = lab.compute_advantages(
             lab.put(table, meta=scored.meta), estimator="off_policy_baseline", correction=correction
         )
-        importance = torch.tensor([1.0, 1.0, 4.0]) * lengths[:3]
-        baseline = float((importance * rewards_of(scored)[:3]).sum() / importance.sum())
-        assert baseline < 3.9
+        importance = torch.tensor([0.0, 0.0, 10.0]).double().exp() * lengths[:3]
+        rewards = rewards_of(scored)[:3].double()
+        baseline = float((importance * rewards).sum() / importance.sum())
+        assert baseline > 3.99
+        advantage = (4.0 - baseline) / float(rewards.std(correction=0))
         torch.testing.assert_close(
-            ragged(made, "advantages").rows()[2], torch.full((int(lengths[2]),), 4.0 - baseline), rtol=1e-4, atol=1e-4
+            ragged(made, "advantages").rows()[2], torch.full((int(lengths[2]),), advantage), rtol=1e-3, atol=1e-6
         )
 
     def test_macro_actions(self, lab: wb.Workbench, scored: wb.Batch) -> None:
@@ -275,6 +274,46 @@ class TestUpdates:
         assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.1).exp()), rel=1e-4)
         assert metrics["clip_fraction"] == pytest.approx(float(good.float().mean()), abs=1e-6)
 
+    def test_each_loss_has_the_clips_of_its_paper(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+        """Log-ratios from -0.01 to 2 that differ from token to token, or (GSPO) from response to response."""
+        table = ready.fetch()
+        old, advantages = table["old_log_prob"], ragged(ready, "advantages")
+        assert isinstance(old, Ragged)
+        for loss, low, high in (("ppo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 2.0)):
+            logs = torch.linspace(-0.3, 2.0, len(old.values))
+            if loss == "gspo":
+                logs = torch.repeat_interleave(torch.tensor([-1e-3, -2e-4, 2e-4, 3.5e-4, 4.5e-4, 1e-3]), old.lengths)
+            table["old_log_prob"] = old.like(old.values - logs)
+            batch, ratio = lab.put(table, meta=ready.meta), logs.exp()
+            plain, given = (
+                lab.actor.update_actor(batch, loss=loss, **c) for c in ({}, {"clip": low, "clip_high": high})
+            )
+            assert {**plain, "optimizer_steps": 0} == {**given, "optimizer_steps": 0}
+            bounded = (ratio > 1 + high) & ((advantages.values > 0) | (loss == "cispo"))
+            bounded |= (ratio < 1 - low) & ((advantages.values < 0) | (loss == "cispo"))
+            rows = [row.any() for row in old.like(advantages.values).rows()]
+            counted = torch.repeat_interleave(torch.tensor(rows), old.lengths)
+            share = float(bounded[counted].float().mean())
+            assert 0 < share < 1
+            assert plain["clip_fraction"] == pytest.approx(share, abs=1e-6)
+        both = [
+            lab.actor.update_actor(batch, loss="gspo", **c) for c in ({"clip": 0.1}, {"clip": 0.1, "clip_high": 0.1})
+        ]
+        assert both[0]["loss"] == both[1]["loss"] != plain["loss"]
+
+    def test_a_critic_learns_faster_by_default(self, tmp_path: Path) -> None:
+        models, cases = {"actor": TINY, "critic": TINY}, ((None, (1e-6, 1e-5)), (3e-6, (3e-6, 3e-6)))
+        for number, (given, rates) in enumerate(cases):
+            training = wb.Training(engine="torch", learning_rate=given)
+            generation = wb.Generation(engine="transformers", max_model_tokens=64)
+            options: dict[str, Any] = {"training": training, "generation": generation, "backend": "inline"}
+            with wb.open(f"rates{number}", models=models, prompts="arithmetic", runs=tmp_path, **options) as lab:
+                batch = lab.put(stored(4))
+                found = [
+                    update(batch)["learning_rate"] for update in (lab.actor.update_actor, lab.critic.update_critic)
+                ]
+                assert found == pytest.approx(rates)
+
     def test_a_constant_weight_scales_the_gradient(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         tokens = len(ragged(ready, "old_log_prob").values)
         plain = lab.actor.update_actor(ready)
@@ -288,7 +327,8 @@ class TestUpdates:
             assert found["correction/effective_sample_size"] == pytest.approx(1.0)
         masked = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", high=1.2))
         assert masked["grad_norm"] == 0
-        assert masked["correction/effective_sample_size"] == 0
+        assert masked["correction/effective_sample_size"] == pytest.approx(1.0)
+        assert masked["correction/bounded_effective_sample_size"] == 0
 
     def test_metrics_are_those_of_the_whole_minibatch(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         """Over all micro-batches: the share of an effective sample is no mean of the micro-batches' shares."""
@@ -298,12 +338,33 @@ class TestUpdates:
         found = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", low=0.5, high=3.0))
         kept = torch.where((weights >= 0.5) & (weights <= 3.0), weights, 0.0).double()
         assert found["correction/bounded_fraction"] == pytest.approx(float((kept == 0).double().mean()), rel=1e-4)
-        share = float(kept.sum() ** 2 / (len(kept) * (kept**2).sum()))
-        assert found["correction/effective_sample_size"] == pytest.approx(share, rel=1e-4)
+        for name, each in (("bounded_effective_sample_size", kept), ("effective_sample_size", weights.double())):
+            share = float(each.sum() ** 2 / (len(each) * (each**2).sum()))
+            assert found[f"correction/{name}"] == pytest.approx(share, rel=1e-4)
         found = lab.actor.update_actor(batch, correction=wb.Correction(level="geometric", high=100.0))
         rows = torch.stack([row.log().mean().exp() for row in old.like(weights).rows()]).double()
         share = float(rows.sum() ** 2 / (6 * (rows**2).sum()))
         assert found["correction/effective_sample_size"] == pytest.approx(share, rel=1e-4)
+
+    def test_one_response_with_a_large_weight_makes_a_small_step(self, tmp_path: Path) -> None:
+        """Of 64 responses one has weight exp(8): the bound is 8 (VCPO's) or 2, the rate sees the weight before it."""
+        training = {"minibatches": 1, "learning_rate": 1e-3}
+        with tiny_lab("large", tmp_path, models={"actor": TINY}, training=training, backend="inline") as lab:
+            table = stored(64)
+            old = table["old_log_prob"]
+            assert isinstance(old, Ragged)
+            logs = torch.where(torch.arange(64) == 40, 8.0, 0.0)
+            shift = torch.repeat_interleave(logs / old.lengths, old.lengths)
+            table |= {"rollout_log_prob": old.like(old.values - shift), "advantages": old.like(torch.ones_like(shift))}
+            e8 = math.exp(8)
+            for high in (2.0, 8.0):
+                correction = wb.Correction(level="sequence", high=high, reference_size=0.9)
+                metrics = lab.actor.update_actor(lab.put(table), correction=correction)
+                share = (63 + e8) ** 2 / (64 * (63 + e8**2))
+                assert metrics["correction/effective_sample_size"] == pytest.approx(share, rel=1e-4)
+                assert metrics["learning_rate"] == pytest.approx(0.1345e-3, rel=1e-3)
+                share = (63 + high) ** 2 / (64 * (63 + high**2))
+                assert metrics["correction/bounded_effective_sample_size"] == pytest.approx(share, rel=1e-4)
 
     def test_few_effective_samples_make_small_steps(self, tmp_path: Path) -> None:
         """VCPO's scale, for each minibatch its own: the weights of the second one are equal."""
@@ -356,6 +417,31 @@ class TestUpdates:
     def test_bad_arguments(self, lab: wb.Workbench, ready: wb.Batch, arguments: Any, message: str) -> None:
         with pytest.raises(BadInput, match=message):
             lab.actor.update_actor(ready, **arguments)
+
+    @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}], ids=str)
+    def test_a_correction_refuses_truncated_rollouts(
+        self, lab: wb.Workbench, ready: wb.Batch, settings: dict[str, float]
+    ) -> None:
+        """Two updates and the baseline; also where other rows were sampled from all tokens. Without one: no refusal."""
+        ((name, value),) = settings.items()
+        prompts = lab.prompts.next(2)
+        cut = lab.actor.generate_sequences(prompts, samples=3, max_new_tokens=8, **settings)
+        assert cut.meta["truncation"] == settings
+        scored = lab.actor.compute_log_prob(cut)
+        given = {"advantages": scored.fetch(["rollout_log_prob"])["rollout_log_prob"]}
+        batch = lab.put({**scored.fetch(), **given, "rewards": torch.arange(6.0)}, meta=scored.meta)
+        lab.actor.update_actor(batch)
+        both = wb.Batch.concat([ready.select(*batch.columns), batch])
+        message = rf"sampled with {name}={value}.*sample with {name}="
+        for refused in (batch, both):
+            with pytest.raises(BadInput, match=message):
+                lab.actor.update_actor(refused, correction=wb.Correction())
+        with pytest.raises(BadInput, match=message):
+            lab.compute_advantages(batch, estimator="off_policy_baseline", correction=wb.Correction())
+        again = lab.actor.generate_sequences(scored, max_new_tokens=8)
+        assert again.meta["truncation"] == {}
+        greedy = lab.actor.generate_sequences(prompts, temperature=0.0, max_new_tokens=8, **settings)
+        assert greedy.meta["truncation"] == {}
 
     def test_a_correction_needs_the_rollouts_log_probs(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         with pytest.raises(UnknownColumn, match="rollout_log_prob"):

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
+from workbench.models.quiet import quiet_transformers
 
 PAIRS: list[dict[str, Any]] = [
     {"prompt": f"Question {i}?", "chosen": f"yes, {'very ' * (i % 3)}gladly", "rejected": f"no{'!' * (i % 4)} {i}"}
@@ -101,7 +103,9 @@ def test_answer_log_probabilities_are_sums_over_the_response_only(lab: wb.Workbe
         torch.testing.assert_close(numbers(scored, f"{name}_log_prob"), sums, rtol=1e-5, atol=1e-4)
 
 
-def test_reward_model_learns_a_handful_and_its_scores_survive_saving(lab: wb.Workbench, tmp_path: Path) -> None:
+def test_reward_model_learns_a_handful_and_its_scores_survive_saving(
+    lab: wb.Workbench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     batch = lab.pairs(PAIRS).next(8)
     with lab.kept("reward"):
         for _ in range(30):
@@ -122,9 +126,20 @@ def test_reward_model_learns_a_handful_and_its_scores_survive_saving(lab: wb.Wor
         path = lab.reward.save_model(str(tmp_path / "rm"))[0]
         with pytest.raises(BadInput, match="holds something"):
             lab.reward.save_model(path)
+        assert "add config.score_bias" in capsys.readouterr().out
         expected = {name: numbers(scored, name) for name in ("chosen_rewards", "rejected_rewards")}
         checksum = lab.reward.save_model(str(tmp_path / "rm2"))[0]
         assert checksum != path
+    # outside: the class that the configuration names, on plain rows
+    with quiet_transformers():
+        outside: Any = AutoModelForSequenceClassification.from_pretrained(path)
+    assert type(outside).__name__ == outside.config.architectures[0]
+    assert abs(outside.config.score_bias) > 1e-3
+    for ids, name in (("chosen_ids", "chosen_rewards"), ("rejected_ids", "rejected_rewards")):
+        pairs = zip(*(column.rows() for column in batch.fetch(["prompt_ids", ids]).values()), strict=True)  # type: ignore[union-attr]
+        with torch.no_grad():
+            logits = torch.cat([outside(input_ids=torch.cat(pair)[None]).logits[0] for pair in pairs])
+        torch.testing.assert_close(logits + outside.config.score_bias, expected[name], rtol=0, atol=1e-5)
     # a reward model alone, read again: trained or only run, to the last bit
     for number, model in enumerate((path, trainable(path))):
         options: dict[str, Any] = {"models": {"reward": model}, "training": FAST, "prompts": None}

@@ -13,6 +13,7 @@ from typing import Any
 from workbench.algorithms.lab import Lab
 from workbench.batches.schema import SCHEMA
 from workbench.errors import BadInput, StageError
+from workbench.settings.engines import check_untruncated, truncation
 from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
 from workbench.support.named_fields import meant
@@ -136,6 +137,20 @@ class Graph:
             if have is not None and isinstance(stage.function, GroupOperation):
                 arguments, _ = stage.function.arguments(stage.args, stage.kwargs)
                 stage.function.check_columns(arguments, have)
+
+    def check_corrections(self, title: str) -> None:
+        """Raise `BadInput` where a stage corrects for rollouts that an earlier stage samples from some tokens only.
+        title: begins the message."""
+
+        def arguments(stage: Stage) -> Mapping[str, Any]:
+            operation = isinstance(stage.function, GroupOperation)
+            return stage.function.arguments(stage.args, stage.kwargs)[0] if operation else {}  # type: ignore[union-attr]
+
+        for stage in self.stages:
+            if truncated := truncation(arguments(stage)) if stage.samples else {}:
+                for name in self.behind(stage.name):
+                    if correction := arguments(self[name]).get("correction"):
+                        check_untruncated(f"{title}: {name} with {correction}", truncated)
 
     def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
         """Raise `BadInput` where the rows of a stage's batch cannot be dealt out to its ranks and minibatches.

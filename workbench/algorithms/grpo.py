@@ -8,7 +8,6 @@ from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm, GroupSize
-from workbench.errors import BadInput
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
@@ -20,16 +19,19 @@ class GRPO(Algorithm):
 
     prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
     reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is needed. aggregation: how token losses
-    become one; the paper's is "sequence-mean-token-mean". dual_clip, entropy_coefficient: as in
-    `update_actor`. loss, estimator: by name, or functions of one's own, see `update_actor` and `compute_advantages`.
-    correction: for rollouts of another distribution than the
-    trainer's, see `Correction`. Its variants:
+    become one; the paper's is "sequence-mean-token-mean". loss, estimator: by name, or functions of one's own, see
+    `update_actor` and `compute_advantages`. clip, clip_high, dual_clip, entropy_coefficient: as in `update_actor`;
+    without them a loss with a name has the clips of its paper. correction: for rollouts of another distribution than
+    the trainer's, see `Correction`. Its variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
-        GSPO        loss="gspo", clip=3e-4, clip_high=4e-4                       arXiv:2507.18071
-        CISPO       loss="cispo", clip=1.0, clip_high=2.0, aggregation="token-mean"   arXiv:2506.13585
-        VCPO        estimator="off_policy_baseline", correction=Correction(level="sequence",
-                    reference_size=0.9), aggregation="sequence-mean-token-sum"   arXiv:2602.17616
+        GSPO        loss="gspo"                                                  arXiv:2507.18071
+        CISPO       loss="cispo", aggregation="token-mean"                       arXiv:2506.13585
+        VCPO        estimator="off_policy_baseline", clip=1.0, clip_high=1e9, correction=Correction(level="sequence",
+                    high=8.0, reference_size=1.0)                                arXiv:2602.17616
+
+    VCPO's settings are those of its authors' scripts: no clip, weights up to 8, the losses of a response's tokens
+    averaged. Its estimator divides by the standard deviation of the group.
     """
 
     lab: Lab
@@ -42,7 +44,7 @@ class GRPO(Algorithm):
     kl_coefficient: float = 0.0
     kl: str = "k3"
     correction: Correction | None = None
-    clip: float = 0.2
+    clip: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0
@@ -50,12 +52,6 @@ class GRPO(Algorithm):
     aggregation: Aggregation = "sequence-mean-token-mean"
 
     def __post_init__(self) -> None:
-        if self.estimator == "off_policy_baseline" and self.aggregation == "sequence-mean-token-mean":
-            raise BadInput(
-                f"GRPO(estimator='off_policy_baseline', aggregation={self.aggregation!r})",
-                "its baseline weighs responses by their tokens, as where the losses of tokens are summed",
-                "use aggregation='sequence-mean-token-sum'",
-            )
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     def define(self, lab: Lab) -> None:

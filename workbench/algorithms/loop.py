@@ -184,6 +184,7 @@ class Algorithm(ABC):
             return self.made[stage.name]
         if not self._under_way:
             graph.check_columns()  # before prompts are drawn
+            graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted = True, False
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
@@ -365,6 +366,7 @@ class Algorithm(ABC):
                 "open one with these roles in models=",
             )
         self._check_rows()
+        self.graph().check_corrections(type(self).__name__)
         self.lab.position.take_up(self)
 
     def _check_rows(self, known: Mapping[str, int] | None = None) -> None:

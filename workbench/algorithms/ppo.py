@@ -23,10 +23,10 @@ class PPO(Algorithm):
     kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. kl_target: nats a
     response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
     kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
-    arXiv:2410.02743). bootstrap: the critic's value replaces the rewards after the cut of a cut response. clip,
-    value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; dual_clip,
-    loss, entropy_coefficient: as in `update_actor`. sampling: how responses are
-    drawn. correction: for rollouts of another distribution than the trainer's, see `Correction`.
+    arXiv:2410.02743). bootstrap: the critic's value replaces the rewards after the cut of a cut response.
+    value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; loss, clip (None: the
+    loss's own, 0.2), dual_clip, entropy_coefficient: as in `update_actor`. sampling: how responses are drawn.
+    correction: for rollouts of another distribution than the trainer's, see `Correction`.
     """
 
     lab: Lab
@@ -42,7 +42,7 @@ class PPO(Algorithm):
     kl_horizon: PositiveInt = 10_000
     macro_tokens: int = 1
     bootstrap: bool = False
-    clip: float = 0.2
+    clip: float | None = None
     value_clip: PositiveFloat | None = 0.2
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0

@@ -291,7 +291,9 @@ class BatchTools(ABC):
                 owner=", ".join(dict.fromkeys(part.owner for part in parts)),
                 location=together[key],
             )
-        return first.derive("concat", columns, others=others)
+        cut = {name: value for batch in batches[::-1] for name, value in batch.meta.get("truncation", {}).items()}
+        meta = {**first.meta, "truncation": cut} if cut else None
+        return first.derive("concat", columns, meta, others=others)
 
     def check_beside(self, others: Iterable[Batch], reader: str) -> None:
         """Raise `BadInput` unless all are batches of this one's workbench."""

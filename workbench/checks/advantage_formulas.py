@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.batches.columns import Table
-from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl, on_last
+from workbench.checks.by_token import ByToken, Numbers, kl, on_last, raw_importance_weights
 
 WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 
@@ -97,7 +97,7 @@ def _over_group(rows: ByToken, totals: Numbers, arguments: Mapping[str, Any]) ->
     importance = [1.0] * len(rows)
     if estimator == "off_policy_baseline":
         pairs = zip(rows.tokens("old_log_prob"), rows.tokens("rollout_log_prob"), strict=True)
-        weights = [importance_weights(*pair, arguments["correction"]) if pair[0] else [] for pair in pairs]
+        weights = [raw_importance_weights(*pair, arguments["correction"].level) if pair[0] else [] for pair in pairs]
         importance = [sum(w * w for w in row) for row in weights]  # mean w^2 x tokens
     for total, group, shares in zip(totals, _groups(rows, totals), _groups(rows, importance), strict=True):
         mean = sum(group) / len(group)
@@ -105,7 +105,9 @@ def _over_group(rows: ByToken, totals: Numbers, arguments: Mapping[str, Any]) ->
             found.append(total - (sum(group) - total) / (len(group) - 1))
         elif estimator == "off_policy_baseline":
             weighed = sum(share * other for share, other in zip(shares, group, strict=True))
-            found.append(total - (weighed / sum(shares) if sum(shares) else mean))
+            deviation = (sum((other - mean) ** 2 for other in group) / len(group)) ** 0.5
+            baseline = weighed / sum(shares) if sum(shares) else mean
+            found.append((total - baseline) / (deviation if deviation > 1e-8 else 1.0))
         elif estimator == "dr_grpo":
             found.append(total - mean)
         else:

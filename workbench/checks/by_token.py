@@ -12,7 +12,7 @@ import math
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
-from workbench.objectives.correction import Correction
+from workbench.objectives.correction import Correction, Level
 
 Numbers = list[float]
 
@@ -70,13 +70,18 @@ def kl(log_prob: float, ref_log_prob: float, kind: str) -> float:
 
 def importance_weights(old: Numbers, rollout: Numbers, correction: Correction) -> Numbers:
     """What a correction multiplies the loss of each token of a response by."""
-    logs = [a - b for a, b in zip(old, rollout, strict=True)]
-    if correction.level == "sequence":
-        logs = [sum(logs)] * len(logs)
-    elif correction.level == "geometric":
-        logs = [sum(logs) / len(logs)] * len(logs)
-    weights = [math.exp(log) for log in logs]
+    weights = raw_importance_weights(old, rollout, correction.level)
     if correction.bound == "mask":
         low = 0.5 if correction.low is None else correction.low
         return [w if low <= w <= correction.high else 0.0 for w in weights]
     return [min(w, correction.high) for w in weights]
+
+
+def raw_importance_weights(old: Numbers, rollout: Numbers, level: Level) -> Numbers:
+    """The weights of a response's tokens before a correction bounds them."""
+    logs = [a - b for a, b in zip(old, rollout, strict=True)]
+    if level == "sequence":
+        logs = [sum(logs)] * len(logs)
+    elif level == "geometric":
+        logs = [sum(logs) / len(logs)] * len(logs)
+    return [math.exp(log) for log in logs]

@@ -40,7 +40,7 @@ class LossSubject:
 
     def __init__(self, lab: Lab, loss: str | UserFunction, batch: Batch) -> None:
         self.lab, self.loss, self.batch, self.check = lab, loss, batch, ""
-        self.function = token_function(loss, 0.2, None, None)  # type: ignore[arg-type]
+        self.function = token_function(loss, None, None, None)  # type: ignore[arg-type]
         self._measured: dict[str, list[GradientReport]] = {}
 
     def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:

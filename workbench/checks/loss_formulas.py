@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench.batches.columns import Table
 from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl
+from workbench.objectives.losses import clips
 
 
 def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str, Any]) -> list[Numbers]:
@@ -17,8 +18,7 @@ def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str
     """
     rows = ByToken(table)
     columns: list[list[Numbers]] = [log_probs, rows.tokens("old_log_prob"), rows.tokens("advantages")]
-    low = arguments["clip"]
-    high = low if arguments["clip_high"] is None else arguments["clip_high"]
+    low, high = clips(arguments["loss"], arguments["clip"], arguments["clip_high"])
 
     def clipped(ratio: float) -> float:
         return min(max(ratio, 1 - low), 1 + high)

@@ -8,6 +8,10 @@
             ...
             return "= 42\\n", 0.5, False              # observation, reward of this turn, whether it is over
 
+The text of a turn has no special tokens. A `step` that needs them, such as marks of tool calls, asks for the turn by
+another name as well: `def step(self, response, raw_response)` gets the text with its special tokens,
+`def step(self, response, response_ids)` its token ids.
+
 `generate_sequences(batch, environment=Calculator, max_turns=4, stop=("=",))` makes one for each sample. A turn ends as
 responses do: at EOS or at a stop. The observation's tokens are appended to the response, and the policy goes on from
 there, until the environment says that it is over, or turns or tokens run out. `reset` is given `prompt`, those other
@@ -123,7 +127,8 @@ class Environments:
         """The replies to turns, in their order."""
         texts = [self._tokenizer.decode(turn.response_ids, skip_special_tokens=True) for turn in turns]
         rows = [turn.row for turn in turns]
-        calls = list(zip(rows, texts, strict=True))
+        raw = [self._tokenizer.decode(turn.response_ids) for turn in turns]
+        calls = list(zip(rows, texts, raw, [turn.response_ids for turn in turns], strict=True))
         replies = self._ask("step", rows, user_functions.step, user_functions.checked_reply, calls)
         return [self._reply(turn, *reply) for turn, reply in zip(turns, replies, strict=True)]
 

@@ -16,6 +16,7 @@ from workbench.data.example_rows import Conversation, Example, demonstration, di
 from workbench.data.sources import Row, Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
+from workbench.models.tokenizers import turn_end
 from workbench.support.validation import checked, one_of, whole
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ ANSWERS: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """One row as token ids. An answer ends with EOS, as a rollout does that came to its end."""
+    """One row as token ids. An answer ends as a rollout does that came to its end: with the end of a turn in the chat
+    template where it goes through that, else with EOS."""
 
     example: Example
     prompt_ids: list[int]
@@ -86,6 +88,7 @@ class Examples(EpochRows[Tokenized]):
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.dropped = self.cut = self.equal = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
+        self._turn_end = turn_end(tokenizer)
         rows = read_rows(source)
         self.name = rows.name
         fitted = [self._fit(_READ[kind](row, rows.where(i)), rows.where(i)) for i, row in enumerate(rows)]
@@ -184,12 +187,12 @@ class Examples(EpochRows[Tokenized]):
             prompt = dialogue(prompt) or prompt
         if chat:  # a template writes its own line breaks; without one the answer's first space belongs to it
             answers = tuple(answer.strip() for answer in answers)
-        eos = tokenizer.eos_token_id
+        end = self._turn_end if chat else tokenizer.eos_token_id
         return Tokenized(
             example=example,
             prompt_ids=render_prompt(tokenizer, prompt, chat=chat),
             answer_ids=tuple(
-                [*tokenizer.encode(answer, add_special_tokens=False, verbose=False), eos] for answer in answers
+                [*tokenizer.encode(answer, add_special_tokens=False, verbose=False), end] for answer in answers
             ),
         )
 

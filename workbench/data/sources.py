@@ -49,7 +49,8 @@ def read_rows(source: Source) -> Rows:
     source is one of
 
         list of str                     rows {"prompt": text}
-        list of dict                    as they are (copied)
+        list of dict                    as they are (copied), arrays as lists; so a parquet file is read by
+                                        pandas.read_parquet(path).to_dict("records")
         "path/to/file.jsonl", Path      one JSON object a line; blank lines are passed over
         "arithmetic", "arithmetic/test" a folder of datasets/: its train.jsonl, or the file named behind the slash
         "openai/gsm8k"                  a data set of the hub, read by the `datasets` library: split "train" of the
@@ -99,8 +100,17 @@ def _listed(items: Sequence[Any]) -> list[Row]:
                 "a list holds texts only, or dicts only",
                 "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}",
             )
-        rows.append({"prompt": item} if isinstance(item, str) else dict(item))
+        rows.append({"prompt": item} if isinstance(item, str) else _plain(item))
     return rows
+
+
+def _plain(value: Any) -> Any:
+    """A value with Python's lists and numbers in place of arrays and their numbers, such as a parquet file's are."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(path: Path) -> Rows:

@@ -12,6 +12,9 @@ from workbench.models.tokenizers import is_text
 from workbench.support.calls.server import WrongValue
 
 Score = float | list[float]
+# What reward functions and `step` of an environment get where they have a parameter of that name: a response (a turn)
+# with its special tokens, as text and as token ids.
+RAW_RESPONSE = ("raw_response", "response_ids")
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
@@ -28,6 +31,11 @@ def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, 
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(row)
     return {name: value for name, value in row.items() if name in parameters}
+
+
+def asks_for(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of that name. A function with ** alone gets no more than it always did."""
+    return name in (parameters_of(function) or ())
 
 
 def short(text: str, characters: int = 80) -> str:
@@ -96,12 +104,14 @@ def checked_text(text: Any, row: int, values: object) -> str | None:
     return text
 
 
-def step(make: object, state: Mapping[int, Any], row: int, text: str) -> Any:
-    """What the environment of a row answers."""
-    return state[row].step(text)
+def step(make: object, state: Mapping[int, Any], row: int, text: str, raw: str, token_ids: list[int]) -> Any:
+    """What the environment of a row answers. raw, token_ids: see `RAW_RESPONSE`."""
+    method = state[row].step
+    given = zip(RAW_RESPONSE, (raw, token_ids), strict=True)
+    return method(text, **{name: value for name, value in given if asks_for(method, name)})
 
 
-def checked_reply(reply: Any, row: int, text: str) -> tuple[str | list[dict[str, Any]] | None, float, bool]:
+def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]] | None, float, bool]:
     """Observation, reward, whether it is over."""
     try:
         observation, reward, over = reply

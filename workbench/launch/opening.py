@@ -27,6 +27,7 @@ from workbench.display.progress import Progress
 from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments, overrides
 from workbench.launch.overrides import overridable
+from workbench.models.tokenizers import differing_ends
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.cell_history import record_cells
@@ -194,6 +195,8 @@ def _open(
         raise error
     registry.opened[name] = lab
     _record(lab, "opened")
+    if note_on_ends := differing_ends(lab.runner.batches.tokenizer):
+        print(note_on_ends)
     if in_notebook() and description.backend == "ray" and description.idle_hours is not None:
         hours = f"{description.idle_hours:g} h"
         print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")

@@ -70,15 +70,21 @@ class _TimeLimit:
 _time_limit = _TimeLimit()
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, next_turn: bool = True
+) -> str:
     """A conversation as the tokenizer's chat template writes it, up to where the assistant's next turn begins.
+
+    next_turn: whether that turn's head is written.
 
     Raises `BadInput` where the template raises, or takes more than ten seconds.
     """
     name = tokenizer.name_or_path
     try:
         with _time_limit(TIMEOUT_S):
-            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))  # type: ignore[arg-type]
+            return str(
+                tokenizer.apply_chat_template(list(messages), add_generation_prompt=next_turn, tokenize=False)  # type: ignore[arg-type]
+            )
     except TooLong:
         raise BadInput(
             f"the chat template of {name!r} took more than {TIMEOUT_S:g} s for {messages!r:.80}",

@@ -100,6 +100,16 @@ def merged_weight(layer: Any) -> Tensor:
     return weight
 
 
+@torch.no_grad()
+def arriving(layer: Any, dtype: torch.dtype) -> Tensor:
+    """How much of a layer's change D = (alpha / rank) B A is left where W + D is held in `dtype`, [2], float64: the
+    product of what is left with D, and that of D with itself. Where each is summed up over layers, their ratio is the
+    share that arrives: 1 without rounding; about 0 where D is small against the last place of W."""
+    weight, change = layer.get_base_layer().weight.float(), layer.get_delta_weight(ADAPTER).float()
+    left = (weight + change).to(dtype).float() - weight.to(dtype).float()
+    return torch.stack([(left * change).sum(), change.square().sum()]).double()
+
+
 def adapter_names(module: nn.Module) -> dict[str, str]:
     """Parameter name in `module` of each weight of an adapter -> its name in peft's files.
 
@@ -107,6 +117,14 @@ def adapter_names(module: nn.Module) -> dict[str, str]:
     """
     names = (name for name, _ in module.named_parameters() if ".lora_" in name)
     return {name: f"base_model.{name.replace(f'.{ADAPTER}.', '.')}" for name in names}
+
+
+def adapter_scales(module: nn.Module) -> dict[str, float]:
+    """Name in `module` of each layer with an adapter -> alpha / rank."""
+    return {
+        name.removesuffix(".base_layer.weight"): float(layer.scaling[ADAPTER])
+        for name, layer in adapted_layers(module).items()
+    }
 
 
 def write_adapter(folder: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:

@@ -16,8 +16,9 @@ from workbench.support.files import new_folder
 def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *, scalar_head: bool) -> None:
     """Weights by transformers' names, with configuration and tokenizer of the model `name`, appear in `folder` at once.
 
-    scalar_head: it is a model with a head of one score, which transformers calls sequence classification. (Its classes
-    read `score.weight` and know no bias: scores that they compute differ from ours by `score.bias`.)
+    scalar_head: it is a model with a head of one score, which transformers calls sequence classification. Its classes
+    read `score.weight` and drop the bias, which holds the level of the scores (the part that does not depend on the
+    tokens). So the configuration has it as well: logits + config.score_bias are the scores that `Model(path)` gives.
     """
     from huggingface_hub import save_torch_state_dict
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
@@ -28,6 +29,7 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
         config.dtype = next(iter(weights.values())).dtype
         if scalar_head:
             config.num_labels = 1
+            config.score_bias = float(weights["score.bias"])
             known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
             config.architectures = None if known is None else [str(getattr(known, "__name__", known))]
         elif (origin / "generation_config.json").is_file():
@@ -35,3 +37,11 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
         config.save_pretrained(part)
         load_tokenizer(name).save_pretrained(part)
         save_torch_state_dict(dict(weights), part)
+
+
+def level_outside(bias: float) -> str:
+    """What somebody must know who scores with transformers' class of a saved model whose head has this bias."""
+    return (
+        f"transformers' sequence classification drops the head's bias: add config.score_bias = {bias:.6g} to its "
+        "logits for the same scores (wb.Model reads it)"
+    )

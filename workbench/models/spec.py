@@ -72,7 +72,7 @@ class Model:
         model = replace(
             self,
             dtype=self.dtype or dtype,
-            training=self.training or training,
+            training=(self.training or training).of_role(role),
             generation=self.generation or generation,
         )
         asked = role in ("reward", "cost") and self.name is not None and self.training is not None

@@ -135,6 +135,40 @@ def is_text(value: object) -> bool:
     return True
 
 
+TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered conversation
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token at which a turn of the assistant ends: the special token that the chat template writes behind it, white
+    space aside. Where the template writes none, or cannot render a turn, and without a template: the tokenizer's EOS.
+    """
+    assert tokenizer.eos_token_id is not None  # `load_tokenizer` sees to it
+    eos = int(tokenizer.eos_token_id)
+    if not tokenizer.chat_template:
+        return eos
+    try:
+        text = rendered(
+            tokenizer, [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}], next_turn=False
+        )
+    except BadInput:
+        return eos
+    behind = text.rpartition(TURN)[2].lstrip() if TURN in text else ""
+    first = tokenizer.encode(behind, add_special_tokens=False)[:1]
+    return first[0] if first and str(tokenizer.convert_ids_to_tokens(first[0])) in _special_tokens(tokenizer) else eos
+
+
+def differing_ends(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sentence on the ends of answers where the chat template and the tokenizer have different ones; else empty."""
+    end = turn_end(tokenizer)
+    if end == tokenizer.eos_token_id:
+        return ""
+    return (
+        f"the chat template of {tokenizer.name_or_path!r} ends a turn with {tokenizer.decode([end])!r}, its "
+        f"tokenizer's EOS is {tokenizer.eos_token!r}: answers of demonstrations and pairs end with the first where "
+        "they go through the template, and rollouts stop at both"
+    )
+
+
 def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, after: int) -> list[int]:
     """Token ids between an assistant's turn and its next one: the first one's end, `messages`, the next one's head.
 
@@ -142,16 +176,15 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str
     EOS, it is not written again. Earlier turns are not rendered again: sampled tokens do not change. Raises `BadInput`
     for a tokenizer without a chat template, or one whose template cannot render these messages.
     """
-    turn = "\u2042turn\u2042"
     if not tokenizer.chat_template:
         raise BadInput(
             f"messages for the tokenizer of {tokenizer.name_or_path!r}",
             "it has no chat template",
             "reply with a text, which is put in as it stands",
         )
-    conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": turn}, *messages]
+    conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}, *messages]
     text = rendered(tokenizer, conversation)
-    _, found, rest = text.partition(turn)
+    _, found, rest = text.partition(TURN)
     if not found:
         raise BadInput("this chat template", "drops earlier turns of the assistant", "reply with a text instead")
     token_ids = list(tokenizer.encode(rest, add_special_tokens=False))

@@ -20,11 +20,14 @@ from workbench.support.validation import Number, Rule, settings
 
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask"]
+MAX_RAW_LOG = 300.0  # exp(2 x 300) times any number of tokens is finite in float64
 
 
 @settings()
 class Correction:
     """How the importance weight of each token is made, and bounded.
+
+    Both log-probabilities are over all tokens: rollouts sampled with top-p, top-k or min-p are refused.
 
     level: "token": of the token alone (biased for sequences, little variance); "sequence": the product over the
         response (unbiased, much variance); "geometric": its geometric mean, the typical token of the response.
@@ -33,7 +36,8 @@ class Correction:
         "mask": w where low <= w <= high, else 0 (IcePop, Ring-1T, https://arxiv.org/abs/2510.18855).
     low, high: the bounds; `low` is for "mask" alone, None: 0.5.
     reference_size: the effective sample size from which on a step is taken whole; below it the learning rate of the
-        minibatch is scaled down, see `step_scale` (VCPO). None: the rate is left alone.
+        minibatch is scaled down, see `step_scale` (VCPO). It is that of the weights before they are bounded: a bound
+        hides the few large weights that make a gradient noisy. None: the rate is left alone.
     """
 
     level: Level = "token"
@@ -73,6 +77,21 @@ def log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: T
 
     Raises `BadInput` on unequal shapes.
     """
+    return _log_weights(old_log_prob_BT, rollout_log_prob_BT, mask_BT, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@checked_call()
+@torch.no_grad()
+def raw_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
+    """w as it is before a correction bounds it, [B, T], float64; 0 outside the mask.
+
+    log w is clamped to [-300, 300], so that sums of squares stay finite. Raises `BadInput` on unequal shapes.
+    """
+    log_BT = _log_weights(old_log_prob_BT.double(), rollout_log_prob_BT.double(), mask_BT, level)
+    return torch.where(mask_BT.bool(), log_BT.clamp(-MAX_RAW_LOG, MAX_RAW_LOG).exp(), 0.0)
+
+
+def _log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
     tokenwise(mask_BT)
     same_shape(mask_BT=mask_BT, old_log_prob_BT=old_log_prob_BT, rollout_log_prob_BT=rollout_log_prob_BT)
     mask_BT = mask_BT.bool()
@@ -82,7 +101,7 @@ def log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: T
         if level == "geometric":
             log_B1 = log_B1 / mask_BT.sum(-1, keepdim=True).clamp(min=1)
         log_BT = torch.where(mask_BT, log_B1, 0.0)
-    return log_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_BT
 
 
 @checked_call()
@@ -122,8 +141,8 @@ def step_scale(effective: float, reference: float) -> float:
 
     Source: Huang et al. 2026, "Stable Asynchrony", https://arxiv.org/abs/2602.17616: the variance of the policy
     gradient goes with 1 / effective sample size, and Adam's step with the square root of the batch.
-    effective: the share from `effective_sample_size`, of the weights of a minibatch, one a token or one a sequence as
-    the correction's `level` says. reference: that share on fresh rollouts, where only the engine differs.
+    effective: the share from `effective_sample_size`, of the `raw_weights` of a minibatch, one a token or one a
+    sequence as the correction's `level` says. reference: that share on fresh rollouts, where only the engine differs.
 
     Raises `BadInput` unless 0 < reference <= 1.
     """

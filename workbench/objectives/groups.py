@@ -65,6 +65,16 @@ def group_mean(scores_N: Tensor, group_N: Tensor) -> Tensor:
 
 @checked_call()
 @torch.no_grad()
+def group_deviation(scores_N: Tensor, group_N: Tensor) -> Tensor:
+    """The standard deviation of each sample's group, [N], of the group as it is (over n, not n - 1); 1 where it is not
+    above 1e-8. As VCPO's authors divide by it. Raises `BadInput` as `grpo` does."""
+    centred_N, size_N, index_N = _centre(scores_N, group_N)
+    deviation_N = (_group_sum(centred_N.square(), index_N) / size_N).sqrt()
+    return torch.where(deviation_N > 1e-8, deviation_N, 1.0).to(full(scores_N).dtype)
+
+
+@checked_call()
+@torch.no_grad()
 def with_variance(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """True for the samples of groups whose scores are not all equal, [N]: the others carry no gradient.
 
@@ -87,9 +97,11 @@ def off_policy_baseline(scores_N: Tensor, group_N: Tensor, weight_N: Tensor, nor
     stand for the expectation; so the baseline depends a little on each, as `grpo`'s mean does. With equal weights and
     norms it is that mean.
 
-    weight_N: what the update multiplies each response's gradient by: pi_old / pi_rollout, bounded as there.
-    norm2_N: |g_i|^2 in any unit. Its expectation is the sum over the tokens of E |grad log pi_t|^2 (their cross terms
-    vanish), so where a token's is taken as constant, the number of tokens can be given, as in OPO,
+    weight_N: pi_old / pi_rollout of each response, before it is bounded, as in the authors' scripts: a response whose
+    weight is far larger than the others' makes its group's baseline.
+    norm2_N: |g_i|^2 in any unit, of the sum over the response's tokens (the authors take that also where the update
+    takes their mean). Its expectation is the sum over the tokens of E |grad log pi_t|^2 (their cross terms vanish), so
+    where a token's is taken as constant, the number of tokens can be given, as in OPO,
     https://arxiv.org/abs/2505.23585. A group without any weight gets its mean.
 
     Raises `BadInput` on shapes that do not fit, ids that are not integers, or negative norms.

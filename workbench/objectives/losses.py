@@ -13,6 +13,8 @@ from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
 from workbench.support.checked_calls import checked_call
 
 PolicyLoss = Literal["ppo", "gspo", "cispo"]
+# (clip_low, clip_high) of each loss where none is given: those of its paper
+CLIPS: dict[PolicyLoss, tuple[float, float]] = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 2.0)}
 
 
 class PolicyStats(NamedTuple):
@@ -33,14 +35,16 @@ def policy_loss(
     old_log_prob_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, PolicyStats]:
     """The loss of that name, [B, T]. dual_clip is for "ppo" alone, the mask is read by "gspo" alone.
 
-    Raises `BadInput` as the loss does, on an unknown name, and on a dual clip for another loss than "ppo".
+    clip_low, clip_high: see `clips`. Raises `BadInput` as the loss does, on an unknown name, and on a dual clip for
+    another loss than "ppo".
     """
+    clip_low, clip_high = clips(kind, clip_low, clip_high)
     if kind == "ppo":
         return ppo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high, dual_clip)
     if dual_clip is not None:
@@ -50,6 +54,15 @@ def policy_loss(
     if kind == "cispo":
         return cispo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
     raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo'")
+
+
+@checked_call()
+def clips(kind: PolicyLoss, clip_low: float | None = None, clip_high: float | None = None) -> tuple[float, float]:
+    """Both bounds: None, None: those of the loss's paper; clip_low alone holds for both sides."""
+    low, high = CLIPS.get(kind, CLIPS["ppo"])
+    if clip_low is not None:
+        low = high = clip_low
+    return low, high if clip_high is None else clip_high
 
 
 @checked_call()

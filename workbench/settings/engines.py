@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from workbench.errors import BadInput
+from workbench.settings.roles import CRITICS
 from workbench.support.validation import (
     FINITE,
     SEQUENCE,
@@ -32,6 +34,7 @@ TRAINING_ENGINES, GENERATION_ENGINES = get_args(TrainingEngine), get_args(Genera
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
 
+LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -41,7 +44,7 @@ class Training:
 
     engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
     zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
-    learning_rate, betas, eps, weight_decay: AdamW's.
+    learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5.
     warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
     minibatches: optimizer steps that one update takes from one batch (of one epoch).
@@ -59,7 +62,7 @@ class Training:
 
     engine: TrainingEngine = "deepspeed"
     zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
-    learning_rate: Annotated[NonNegativeFloat, FINITE] = 1e-6
+    learning_rate: Annotated[NonNegativeFloat, FINITE] | None = None
     betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
         0.9,
         0.95,
@@ -94,6 +97,17 @@ class Training:
                 "the warm-up is a part of all steps",
                 f"use at most {self.total_steps}",
             )
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The rate between warm-up and decay."""
+        return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    def of_role(self, role: str) -> Training:
+        """With the role's default in place of a learning rate that was not given."""
+        if self.learning_rate is not None:
+            return self
+        return replace(self, learning_rate=CRITIC_LEARNING_RATE if role in CRITICS else LEARNING_RATE)
 
 
 @settings()
@@ -151,11 +165,13 @@ def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
             "def step(self, response): return observation, 0.0, True",
         )
     try:
-        inspect.signature(step).bind("self", "response")
+        signature = inspect.signature(step)
+        raw = {name: None for name in ("raw_response", "response_ids") if name in signature.parameters}
+        signature.bind("self", "response", **raw)
     except TypeError as error:
         raise BadInput(
             f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
-            "it is called with the text of one turn and nothing else",
+            "it is called with the text of a turn; raw_response= and response_ids= it gets where it takes them by name",
             "def step(self, response): return observation, 0.0, True",
         ) from None
     except ValueError:  # one that does not say what it takes
@@ -221,7 +237,8 @@ class Sampling:
     `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
     bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
     but temperature that is log softmax(logits / temperature), the trainer's definition; with others the gap between
-    the two is theirs as well. Greedy responses carry log softmax(logits after bias and penalties).
+    the two is theirs as well, and with top_p, top_k and min_p a `Correction` is refused. Greedy responses carry
+    log softmax(logits after bias and penalties).
     """
 
     temperature: Temperature = 1.0
@@ -252,6 +269,28 @@ class Sampling:
     def token_ids(self) -> list[int]:
         """All token ids that it names."""
         return [*self.stop_token_ids, *(self.logit_bias or ())]
+
+
+def truncation(sampling: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the settings by which the engine samples from some tokens only, with their values. sampling: fields of
+    `Sampling`."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} if sampling.get("temperature", 1.0) else {}
+    return {name: sampling[name] for name, value in off.items() if name in sampling and sampling[name] != value}
+
+
+def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
+    """Raise `BadInput` where a correction would read rollouts of a truncated distribution. what: names the correction.
+    truncated: see `truncation`.
+    """
+    if truncated:
+        given = ", ".join(f"{name}={value}" for name, value in truncated.items())
+        off = ", ".join(f"{name}={1.0 if name == 'top_p' else 0}" for name in truncated)
+        raise BadInput(
+            f"{what} on rollouts that were sampled with {given}",
+            "rollout_log_prob is over the tokens that were left, old_log_prob over all tokens: their ratio is the "
+            "probability of the tokens that were left, not a difference between engine and trainer",
+            f"sample with {off}, or leave the correction out",
+        )
 
 
 def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> None:

@@ -8,6 +8,7 @@ ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teach
 # has no model of its own: it generates for the actor, where a placement names it
 ROLLOUT = "rollout"
 TRAINED_ROLES = ("actor", "critic", "cost_critic")
+CRITICS = ("critic", "cost_critic")
 
 
 def check_role(role: str) -> str:

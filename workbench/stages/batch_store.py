@@ -24,7 +24,7 @@ from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
 from workbench.stages.ownership import Ownership
 from workbench.stages.planning import group_pulls
-from workbench.support.validation import NonNegativeFloat, NonNegativeInt, checked
+from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, checked
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -150,7 +150,11 @@ class BatchStore:
 
 
 # what stages read of the meta; the rest is the user's own
-META: Mapping[str, Any] = {"iteration": NonNegativeInt, "temperature": NonNegativeFloat}
+META: Mapping[str, Any] = {
+    "iteration": NonNegativeInt,
+    "temperature": NonNegativeFloat,
+    "truncation": Mapping[str, Number],
+}
 
 
 def _as_meta(meta: Any, where: str) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class EngineWeights:
     """read: weights that could be read in the engine. differ: those of them whose bits are not the trainer's.
 
     gap: mean gap in nats between the log-probabilities of both on a probe. moved_gap, moved_differ: the same after a
-    sync of weights whose vocabulary was rotated by one, see `compare_weights`; None where the engine computes with the
-    trainer's own tensors.
+    sync of weights whose vocabulary was rotated by one, or of an adapter of zeros, see `compare_weights`; None where
+    the engine computes with the trainer's own tensors.
     """
 
     read: int
@@ -48,7 +48,9 @@ class TrainerWeights:
 
     named_weights: yields them, whole, by transformers' names, in the engine's dtype or one that it casts from; every
     rank iterates to the end. log_probs: the trainer's of probe_ids[1:], nats. aliases, vocabulary: of its module, see
-    `PackedModule`. live: addresses of the tensors that it trains, where they are in this process.
+    `PackedModule`. live: addresses of the tensors that it trains, where they are in this process. log_probs_without:
+    where the engine holds an adapter beside the model, and `named_weights` are the adapter's, the log-probabilities of
+    the model alone.
     """
 
     named_weights: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -57,6 +59,7 @@ class TrainerWeights:
     aliases: Mapping[str, list[str]]
     vocabulary: Collection[str]
     live: Collection[int] = ()
+    log_probs_without: Tensor | None = None
 
 
 def probe_gap(trainer: TrainerWeights, generator: GenerationEngine, moved: int = 0) -> float:
@@ -69,21 +72,28 @@ def compare_weights(trainer: TrainerWeights, generator: GenerationEngine) -> Eng
 
     A sync after a small step says little about weights that cannot be read. So the rows of the vocabulary matrices are
     rotated by one and synced: the engine must then give token i + 1 what the trainer gives token i, which an outdated
-    head or embedding does not. Afterwards the engine gets the trainer's weights again.
+    head or embedding does not. Where the engine holds an adapter, zeros are synced in its place: the engine must then
+    be the model alone. Afterwards the engine gets the trainer's weights again.
     """
     weights = generator.readable_weights()
     read, differ = differing_weights(trainer, generator)
     if weights and all(tensor.data_ptr() in trainer.live for tensor in weights.values()):
         return EngineWeights(read=read, differ=differ, gap=probe_gap(trainer, generator))
 
+    alone = trainer.log_probs_without
+
     def moved() -> Iterator[tuple[str, Tensor]]:
         for name, weight in trainer.named_weights():
-            yield name, weight.roll(1, 0) if name in trainer.vocabulary else weight
+            if alone is not None:
+                yield name, torch.zeros_like(weight)
+            else:
+                yield name, weight.roll(1, 0) if name in trainer.vocabulary else weight
 
     before, version = probe_gap(trainer, generator), generator.weights_version
     try:
         generator.update_weights(moved(), version)
-        moved_gap = probe_gap(trainer, generator, 1)
+        moved_trainer = trainer if alone is None else replace(trainer, log_probs=alone)
+        moved_gap = probe_gap(moved_trainer, generator, int(alone is None))
         _, moved_differ = differing_weights(replace(trainer, named_weights=moved), generator)
     finally:
         generator.update_weights(trainer.named_weights(), version)

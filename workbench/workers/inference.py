@@ -18,6 +18,8 @@ from workbench.workers.worker import Context
 
 # The batch's meta key of the temperature of `old_log_prob`; "temperature" is the rollout's.
 LOG_PROB_TEMPERATURE = "log_prob_temperature"
+# The batch's meta key of the settings by which its rollouts were sampled from some tokens only, see `truncation`.
+TRUNCATION = "truncation"
 
 
 def each_response_token(

@@ -10,7 +10,9 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.messages.metrics import Mean, Metrics, SampleSize
 from workbench.messages.shards import Shard
-from workbench.objectives.correction import Correction, correct, effective_sample_size, step_scale
+from workbench.objectives.correction import Correction, correct, effective_sample_size, raw_weights, step_scale
+from workbench.settings.engines import check_untruncated
+from workbench.workers.inference import TRUNCATION
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.worker import Context
 
@@ -25,21 +27,32 @@ class RolloutWeights:
 
 
 def rollout_weights(batch: Shard, correction: Correction, context: Context) -> RolloutWeights:
-    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it."""
+    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it.
+
+    Raises `BadInput` where the rollouts were sampled with top-p, top-k or min-p.
+    """
+    check_untruncated(f"{correction}", batch.meta.get(TRUNCATION, {}))
     mask = batch.ragged("response_mask")
     mask_BT = mask.pad().bool()
-    weights = correct(batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad(), mask_BT, correction)
+    old_BT, rollout_BT = batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad()
+    weights = correct(old_BT, rollout_BT, mask_BT, correction)
+    raw_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
     tokens = float(mask_BT.sum())
-    total, squares, count = _sums(weights.weight_BT, mask_BT, correction).tolist()
+
+    def size(weight_BT: Tensor) -> SampleSize:
+        total, squares, count = _sums(weight_BT, mask_BT, correction).tolist()
+        return SampleSize(total=total, squares=squares, count=count)
+
     metrics: Metrics = {
         "correction/weight/mean": Mean(total=float(weights.weight_BT.sum()), count=tokens),
         "correction/bounded_fraction": Mean(total=float(weights.bounded_BT.sum()), count=tokens),
-        "correction/effective_sample_size": SampleSize(total=total, squares=squares, count=count),
+        "correction/effective_sample_size": size(raw_BT),
+        "correction/bounded_effective_sample_size": size(weights.weight_BT),
     }
     scales: tuple[float, ...] = ()
     if correction.reference_size is not None:
         each = minibatch_indices(batch.minibatch_sizes)
-        sums = [_sums(weights.weight_BT[rows], mask_BT[rows], correction) for rows in each]
+        sums = [_sums(raw_BT[rows], mask_BT[rows], correction) for rows in each]
         sums_M3 = context.groups.data.all_reduce(torch.stack(sums).to(context.device))
         scales = tuple(step_scale(effective_sample_size(*row), correction.reference_size) for row in sums_M3.tolist())
     return RolloutWeights(column=Ragged.unpad(weights.weight_BT, mask.lengths), metrics=metrics, rate_scales=scales)

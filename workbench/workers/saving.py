@@ -12,7 +12,7 @@ from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput, StageError, WriteFailed
 from workbench.models.heads import TokenValues
 from workbench.models.lora import write_adapter
-from workbench.models.saving import write_model
+from workbench.models.saving import level_outside, write_model
 from workbench.support.files import new_or_empty, path_of
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
@@ -33,6 +33,8 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
             bias = weights["score.bias"]
             weights["score.bias"] = (bias.float() - engine.module.shift).to(bias.dtype)
         write_model(folder, weights, name, scalar_head=scalar)
+        if scalar and float(weights["score.bias"]):
+            print(f"{folder}: {level_outside(float(weights['score.bias']))}")
 
     _on_first_rank(write, folder, context)
     return str(folder)

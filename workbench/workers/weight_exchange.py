@@ -57,7 +57,8 @@ class Contents:
     back to an earlier state, after which equal versions are not equal weights.
 
     shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and the
-    publisher's log-probabilities of ids[1:], in nats; empty without a probe. aliases, vocabulary: of the model, see
+    publisher's log-probabilities of ids[1:], in nats; empty without a probe. adapter_arrived: the share of an adapter's
+    change that the weights have, see `arriving`. aliases, vocabulary: of the model, see
     `PackedModule`.
     """
 
@@ -68,6 +69,7 @@ class Contents:
     log_probs: Tensor
     aliases: Mapping[str, list[str]]
     vocabulary: frozenset[str]
+    adapter_arrived: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from workbench.engines.generation.base import Ending, GenerationEngine, Rollout
+from workbench.models.lora import LoRA
 from workbench.settings.engines import Generation
 
 if TYPE_CHECKING:
@@ -30,19 +31,28 @@ def make_generation_engine(
     threads: int,
     sleeps: bool = False,
     cache_bytes: int | None = None,
+    lora: LoRA | None = None,
 ) -> GenerationEngine:
     """The engine that `settings.engine` names, for the model `name`.
 
     trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
     sync moves nothing. None where the trainer's weights are sharded.
-    sleeps: whether it will be sent to `sleep`. cache_bytes: of vLLM's key-value cache on a GPU.
+    sleeps: whether it will be sent to `sleep`. cache_bytes: of vLLM's key-value cache on a GPU. lora: of the trainer's
+    adapter, where the engine may hold it beside the model.
     """
     if settings.engine == "vllm":
         from workbench.engines.generation.vllm_engine import VllmEngine
         from workbench.models import resolve
 
         return VllmEngine(
-            resolve(name), settings, dtype=dtype, device=device, threads=threads, sleeps=sleeps, cache_bytes=cache_bytes
+            resolve(name),
+            settings,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            sleeps=sleeps,
+            cache_bytes=cache_bytes,
+            lora=lora,
         )
     from workbench.engines.generation.transformers_engine import TransformersEngine
 

@@ -101,6 +101,12 @@ class GenerationEngine(ABC):
         repairs them.
         """
 
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether `update_weights` takes the weights of an adapter, as `TrainingEngine.scaled_adapter` names them, and
+        nothing else: the model beside it is that of the files."""
+        return False
+
     def readable_weights(self) -> Mapping[str, Tensor]:
         """The weights that can be read in place, live, by transformers' names: not those that an engine has fused,
         packed or cut. A vocabulary matrix may have rows of padding at its end."""

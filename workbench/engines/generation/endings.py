@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
+from workbench.models.tokenizers import turn_end
 from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -75,10 +76,12 @@ def check_model_length(config: Any, settings: Generation) -> None:
 
 
 def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a response: the tokenizer's EOS token and those of the model's generation config."""
+    """Ids that end a response: the tokenizer's EOS token, the end of a turn in its chat template, and those of the
+    model's generation config."""
     ids = generation_config.eos_token_id
     listed = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return frozenset([*listed, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])])
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id), turn_end(tokenizer)]
+    return frozenset([*listed, *own])
 
 
 class Endings:

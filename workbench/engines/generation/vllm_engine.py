@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
 from workbench.engines.generation.endings import Endings, check_model_length, end_token_ids
+from workbench.engines.generation.vllm_adapter import give_adapter, held_adapter, request, takes_adapter
 from workbench.engines.generation.vllm_process import (
     computing_threads,
     default_group_spared,
@@ -25,6 +26,7 @@ from workbench.engines.generation.vllm_start import start_engine
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
 from workbench.errors import MissingDependency
 from workbench.models.loading import load_config
+from workbench.models.lora import LoRA
 from workbench.models.tokenizers import load_tokenizer
 from workbench.settings.engines import Generation, Sampling
 from workbench.telemetry import span
@@ -40,7 +42,8 @@ class VllmEngine(GenerationEngine):
     ranks of a tensor group; it must divide the ranks of the default group. threads: computing threads on a CPU host
     while the engine works (None: those of the process). sleeps: whether `sleep` will be used, for which vLLM allocates
     weights and cache in a pool of their own. cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free
-    of `settings.gpu_memory_fraction`. Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that
+    of `settings.gpu_memory_fraction`. lora: of the trainer's adapter, which the engine then holds beside the model,
+    where vLLM can, see `takes_adapter`. Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that
     vLLM refuses.
     """
 
@@ -54,6 +57,7 @@ class VllmEngine(GenerationEngine):
         threads: int | None = None,
         sleeps: bool = False,
         cache_bytes: int | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependency(
@@ -76,14 +80,20 @@ class VllmEngine(GenerationEngine):
         # idle: it was not used since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
+        self._lora = lora if lora is not None and takes_adapter(config, lora) else None
+        self._adapter: Any = None  # what rows are sent with, once there is an adapter
         starting = span("start", note="starting vLLM")
         with starting, computing_threads(threads), process_kept(device), exact_products(self._exact):
             self._engine: Any = start_engine(
-                Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes
+                Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes, lora=self._lora
             )
         self._dtype = dtype
         self._copies: WeightCopies | None = None
-        self._may_copy = settings.tensor_parallel_size == 1 and self._engine.apply_model(keeps_weights_as_loaded)[0]
+        self._may_copy = (
+            self._lora is None
+            and settings.tensor_parallel_size == 1
+            and self._engine.apply_model(keeps_weights_as_loaded)[0]
+        )
 
     def _generate(
         self,
@@ -100,7 +110,7 @@ class VllmEngine(GenerationEngine):
         rows = zip(seeds, room, strict=True)
         params = [sampling_params(sampling, ends.token_ids, seed, tokens) for seed, tokens in rows]
         with self._working(keep_prefixes=continued):
-            return decode(self._engine, prompt_ids, params, ends, progress)
+            return decode(self._engine, prompt_ids, params, ends, progress, self._adapter)
 
     def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
@@ -127,7 +137,10 @@ class VllmEngine(GenerationEngine):
         self.weights_version = -1  # until every weight is there
         self._wake("weights")
         with self._working(keep_prefixes=True):
-            if self._copies is None:
+            if self._lora is not None:
+                give_adapter(self._runner, dict(counted()), self._lora, self._dtype)
+                self._adapter = request()
+            elif self._copies is None:
                 self._load_again(counted())
             else:
                 self._copies.run(counted())
@@ -164,15 +177,25 @@ class VllmEngine(GenerationEngine):
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
+    @property
+    def takes_adapter(self) -> bool:
+        return self._lora is not None
+
+    @property
+    def _runner(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
     def readable_weights(self) -> Mapping[str, Tensor]:
         if self._settings.tensor_parallel_size > 1:
             return {}
+        if self._lora is not None:
+            return {} if self._adapter is None else dict(held_adapter(self._runner, self._lora))
         (weights,) = self._engine.apply_model(_readable)
         return {**cast(Mapping[str, Tensor], weights), **(self._copies.places() if self._copies else {})}
 
     def memory_bytes(self) -> dict[str, int]:
-        runner = self._engine.model_executor.driver_worker.worker.model_runner
-        caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+        kv_caches = self._runner.kv_caches
+        caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in kv_caches}
         held = {"weights": sum(self._engine.apply_model(_weight_bytes)), "kv_cache": sum(caches.values())}
         return {use: 0 if use in self._asleep else n for use, n in held.items()}
 
@@ -190,8 +213,8 @@ class VllmEngine(GenerationEngine):
                 return 0
         freed = sum(self.memory_bytes().values())
         with span("offload", bytes=freed, note="generation weights, generation kv_cache, freed"):
-            # level 1 would copy the weights to host memory, for the next sync to write over
-            self._engine.sleep(level=2)
+            # level 1 copies the weights to host memory: those beside an adapter, which no sync brings again
+            self._engine.sleep(level=2 if self._lora is None else 1)
         self._asleep, self.weights_version = {"weights", "kv_cache"}, -1
         return freed
 
@@ -214,7 +237,7 @@ class VllmEngine(GenerationEngine):
     def _add(self, row: int, token_ids: Sequence[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
-        self._engine.add_request(str(row), tokens_input(list(token_ids)), params)
+        self._engine.add_request(str(row), tokens_input(list(token_ids)), params, lora_request=self._adapter)
 
     @contextmanager
     def _working(self, *, keep_prefixes: bool = False) -> Iterator[None]:

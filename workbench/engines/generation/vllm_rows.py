@@ -23,9 +23,11 @@ _numbers = itertools.count()
 
 
 def decode(
-    engine: Any, prompt_ids: Sequence[Sequence[int]], params: Sequence[Any], ends: Endings, progress: Progress | None
-) -> Rollout:
-    """A response to each prompt by an `LLMEngine`; params: vLLM's `SamplingParams` of each row.
+    engine: Any, prompt_ids: Sequence[Sequence[int]], params: Sequence[Any], ends: Endings, progress: Progress | None,
+    adapter: Any = None,
+) -> Rollout:  # fmt: skip
+    """A response to each prompt by an `LLMEngine`; params: vLLM's `SamplingParams` of each row. adapter: what vLLM is
+    asked for so that it computes with one.
 
     `progress` is called after each step, on all ranks of a tensor group after the same ones. Where it raises, all rows
     are aborted. On a GPU vLLM launches a step before it returns the tokens of the one before, so this code costs time
@@ -39,7 +41,7 @@ def decode(
     with _live_objects_uncollected():
         try:
             for row, ids in enumerate(prompt_ids):
-                running[_add(engine, ids, params[row])] = row
+                running[_add(engine, ids, params[row], adapter)] = row
             while running:
                 stopped = []
                 for output in client.get_output().outputs:
@@ -69,13 +71,13 @@ def decode(
     return Rollout(response_ids=responses, log_probs=log_probs, endings=endings)
 
 
-def _add(engine: Any, token_ids: Sequence[int], params: Any) -> str:
+def _add(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -> str:
     """Queue a row; its request id."""
     from vllm.inputs.engine import tokens_input
 
     name = f"row-{next(_numbers)}"
     request = engine.input_processor.process_inputs(
-        name, tokens_input(list(token_ids)), params, engine.get_supported_tasks()
+        name, tokens_input(list(token_ids)), params, engine.get_supported_tasks(), lora_request=adapter
     )
     engine.engine_core.add_request(request)
     return name

@@ -12,8 +12,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engines.generation.vllm_adapter import start_arguments
 from workbench.engines.generation.vllm_process import default_group_spared, private_shared_memory, replaced
 from workbench.errors import BadInput
+from workbench.models.lora import LoRA
 from workbench.placement.generation_memory import STEP_TOKENS
 from workbench.settings.engines import Generation
 from workbench.support.home import home
@@ -80,9 +82,9 @@ def phases_timed(on_cpu: bool) -> Iterator[None]:
 
 def start_engine(
     model_path: Path, settings: Generation, dtype: torch.dtype, device: torch.device, *,
-    sleeps: bool, cache_bytes: int | None,
+    sleeps: bool, cache_bytes: int | None, lora: LoRA | None = None,
 ) -> Any:  # fmt: skip
-    """Build the engine (a collective call of the default group)."""
+    """Build the engine (a collective call of the default group). lora: of an adapter that it will be given."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size()
@@ -137,6 +139,7 @@ def start_engine(
         use_tqdm_on_load=False,
         seed=0,
         **({} if on_cpu else graph_arguments(settings.rows_at_once(on_gpu=True))),
+        **({} if lora is None else start_arguments(lora)),
     )
     with private_shared_memory(on_cpu), phases_timed(on_cpu):
         try:

@@ -16,7 +16,7 @@ from workbench.engines.host_memory import HostMemory, distinct_storages
 from workbench.engines.training.groups import Collectives
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
-from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, merged_weight
+from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, arriving, merged_weight
 from workbench.settings.engines import Training
 from workbench.telemetry import span
 
@@ -53,6 +53,7 @@ class TrainingEngine(ABC):
 
     module: nn.Module
     steps: int
+    adapter_arrived: float | None = None  # of the newest `named_weights`, see `arriving`; None: all, or no adapter
     _dtype: torch.dtype
 
     @abstractmethod
@@ -120,13 +121,18 @@ class TrainingEngine(ABC):
         In the dtype that the engine was made with. A tensor may be a live parameter: copy what must outlast a step.
         """
         names, adapted = transformers_names(self.module), adapted_layers(self.module)
+        arrived = torch.zeros(2, dtype=torch.float64)
         for name, parameter in self.module.named_parameters():
             if name not in names:  # of an adapter
                 continue
             layer = adapted.get(name)
             with self.gathered([parameter] if layer is None else list(layer.parameters())):
                 weight = parameter.detach() if layer is None else merged_weight(layer)
+                if layer is not None and self._dtype != torch.float32:
+                    arrived += arriving(layer, self._dtype).cpu()
                 yield names[name], weight.to(self._dtype)
+        left, whole = arrived.tolist()
+        self.adapter_arrived = left / whole if whole else None
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the weights, live, by transformers' names, in the dtype in which it is held; without any
@@ -146,6 +152,12 @@ class TrainingEngine(ABC):
             parameter = self.module.get_parameter(name)
             with self.gathered([parameter]):
                 yield file_name, parameter.detach()
+
+    def scaled_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """As `named_adapter`, B times alpha / rank: what an engine that knows no scale computes with."""
+        scales = {f"base_model.{n}.lora_B.weight": scale for n, scale in adapter_scales(self.module).items()}
+        for name, weight in self.named_adapter():
+            yield name, weight * scales[name] if name in scales else weight
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, trained weights and their moments on this rank, as CPU copies."""
@@ -244,7 +256,7 @@ def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
+        lr=settings.peak_learning_rate,
         betas=settings.betas,
         eps=settings.eps,
         fused=True,

@@ -14,10 +14,10 @@ def learning_rate(settings: Training, steps: int) -> float:
     along a line or half a cosine; it is 0 from there on.
     """
     if steps < settings.warmup_steps:
-        return settings.learning_rate * (steps + 1) / settings.warmup_steps
+        return settings.peak_learning_rate * (steps + 1) / settings.warmup_steps
     if settings.schedule == "constant" or settings.total_steps is None:
-        return settings.learning_rate
+        return settings.peak_learning_rate
     falling_steps = max(1, settings.total_steps - settings.warmup_steps)
     progress = min(1.0, (steps - settings.warmup_steps) / falling_steps)
     factor = 1 - progress if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * factor
+    return settings.peak_learning_rate * factor

@@ -66,15 +66,14 @@ A_LOSS = "def loss(log_prob, old_log_prob, advantages, mask), which returns the 
 
 
 def token_function(
-    loss: PolicyLoss | UserFunction, clip: float, clip_high: float | None, dual_clip: float | None
+    loss: PolicyLoss | UserFunction, clip: float | None, clip_high: float | None, dual_clip: float | None
 ) -> UserFunction:
     """A loss by name as a function such as users write; theirs as it is."""
     if callable(loss):
         return loss
-    high = clip if clip_high is None else clip_high
 
     def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, high, dual_clip)
+        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
         return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
 
     return named
@@ -109,7 +108,8 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
     check_temperature(arguments)
-    within("clip", arguments["clip"], 0, 1)
+    if arguments["clip"] is not None:
+        within("clip", arguments["clip"], 0, 1)
     for name in ("kl_coefficient", "pretrain_coefficient"):
         at_least(name, arguments[name], 0)
     for name in ("clip_high", "dual_clip"):
@@ -117,8 +117,8 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
             at_least(name, arguments[name], 0 if name == "clip_high" else 1)
     if callable(loss := arguments["loss"]):
         check_function("loss", loss, A_LOSS, one_of=GRADIENTS)
-        for name, default in (("clip", 0.2), ("clip_high", None), ("dual_clip", None)):
-            if arguments[name] != default:
+        for name in ("clip", "clip_high", "dual_clip"):
+            if arguments[name] is not None:
                 raise BadInput(
                     f"{name}={arguments[name]} with loss={name_of(loss)}",
                     "a clip is for the losses that have a name here: a function has options of its own",
@@ -157,8 +157,9 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
     a pool for the role `rollout`, whose workers then have it).
 
-    With an adapter only the adapter is trained: the engine gets the sum of model and adapter, and
-    `compute_ref_log_prob` is that of the model alone.
+    With an adapter only the adapter is trained, and `compute_ref_log_prob` is that of the model alone. vLLM gets the
+    adapter, where it can hold one beside the model, other engines with weights of their own the sum: metric
+    `sync/adapter_arrived`.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -191,6 +192,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         temperature: None takes the one that the responses were sampled with. It is kept in the batch's meta as
         `log_prob_temperature`, and `update_actor` takes its ratios at it; `compute_ref_log_prob` needs its own
         `temperature=` for a KL between the two at another temperature than the rollout's.
+        Metrics `rollout_gap/...`: |old_log_prob - rollout_log_prob|. The first is of the model alone, the second of
+        what was sampled from: after top-p, penalties and the like (see `Sampling`) their effect is part of the gap.
         """
         scale = sampling_temperature(batch, temperature)
         reading, entropies = token_log_probs_and_entropies(scale), Scatter(batch.ragged("response_ids"))
@@ -226,7 +229,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         batch: Shard,
         *,
         loss: PolicyLoss | Callable[..., Any] = "ppo",
-        clip: float = 0.2,
+        clip: float | None = None,
         clip_high: float | None = None,
         dual_clip: float | None = None,
         epochs: int = 1,
@@ -248,8 +251,10 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         (with gradient), `mask` (bool), and columns of the batch: of tokens [rows, tokens], 0 outside the mask, or
         [rows]. A parameter with a default keeps it where there is no such column. No row is skipped for a function.
         `lab.check(loss=, batch=)` looks for mistakes in it before a step.
-        clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high] (None: clip).
-        dual_clip: bound of PPO's objective for negative advantages. aggregation: how token losses become one.
+        clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
+        both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
+        epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.
+        aggregation: how token losses become one.
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
         `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for

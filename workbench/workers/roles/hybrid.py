@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenLogProbs
+from workbench.models.lora import without_adapter
 from workbench.models.spec import Model
 from workbench.settings.engines import SYNC_STRATEGIES
 from workbench.support.validation import one_of
@@ -29,7 +31,7 @@ from workbench.workers.engine_weights import (
     probe_ids,
     trainer_log_probs,
 )
-from workbench.workers.roles.sampling import SamplingWorker
+from workbench.workers.roles.sampling import SamplingWorker, metrics_of_adapter
 from workbench.workers.roles.trained import TrainedWorker
 from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of
 from workbench.workers.weight_transition import WeightTransitions
@@ -70,6 +72,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self.start_engine(
             trainer=module.model if self._whole_weights() else None,
             sleeps=context.host.offloads and context.device.type == "cuda",
+            lora=spec.adapter,
         )
         self.transitions = WeightTransitions(self.engine, self.generator, spec, context)
 
@@ -173,6 +176,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             else:
                 noted.taken_bytes = self.generator.update_weights(self._weights(), self.engine.steps)
             counted.bytes = noted.taken_bytes
+        if self._own_weights and not self.generator.takes_adapter:
+            metrics |= metrics_of_adapter(self.engine.adapter_arrived)
         if not self.spec.generation.check_sync:
             return metrics
         with self.context.recorder.span("weight_sync", note="compared on a probe"):
@@ -189,10 +194,19 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         """Compare the weights of the generation engine with the trainer's, after a sync if one is due."""
         self._sync()
         self.engine.load("parameters")
-        return compare_weights(self._trainer_weights(), self.generator)
+        trained = self._trainer_weights()
+        if self.generator.takes_adapter:
+            module: Any = self.engine.module
+            with without_adapter(module.model):
+                alone = trainer_log_probs(self.engine, trained.probe_ids, self.context.device)
+            trained = replace(trained, log_probs_without=alone)
+        return compare_weights(trained, self.generator)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights for an engine, which casts as it copies; an adapter is added first."""
+        """The whole weights for an engine, which casts as it copies; or the adapter's, where it takes that; else an
+        adapter is added first."""
+        if self.generator.takes_adapter:
+            return self.engine.scaled_adapter()
         return self.engine.stored_weights() if self.spec.adapter is None else self.engine.named_weights()
 
     def _probe_ids(self) -> Tensor:
@@ -239,4 +253,6 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         snapshot = take_snapshot(
             held() if weights else (), model, layout, self.context.communicator.rank, dtype, contents
         )
-        self.context.exchange.publish(key, snapshot)
+        if weights:
+            contents = replace(contents, adapter_arrived=self.engine.adapter_arrived)
+        self.context.exchange.publish(key, replace(snapshot, contents=contents))

@@ -18,7 +18,7 @@ from workbench.messages.protocols import DP_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.objectives.arguments import within
-from workbench.objectives.correction import Correction, correct
+from workbench.objectives.correction import Correction, raw_weights
 from workbench.objectives.estimators import (
     counted,
     explained_variance,
@@ -30,11 +30,13 @@ from workbench.objectives.estimators import (
     token_rewards,
     whiten,
 )
-from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
+from workbench.objectives.groups import group_deviation, group_mean, grpo, off_policy_baseline, rloo, with_variance
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.objectives.macro_actions import macro_gae
+from workbench.settings.engines import check_untruncated
 from workbench.support.validation import whole
+from workbench.workers.inference import TRUNCATION
 from workbench.workers.user_estimator import (
     check_estimator,
     check_estimator_columns,
@@ -174,8 +176,8 @@ class NumericWorker(Worker):
         overlong_buffer: DAPO's penalty of rewards, down to -1 over the last so many of max_response_tokens, counted as
         the rollouts' limit counts them, with what an environment wrote; 0: none.
         whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae and reinforce_pp.
-        correction: that of the update, `update_actor(correction=...)`: "off_policy_baseline" takes the bounded weights
-        that it makes of `rollout_log_prob`; the other estimators do not look at it.
+        correction: that of the update, `update_actor(correction=...)`: "off_policy_baseline" takes the weights of its
+        level, before they are bounded; the other estimators do not look at it.
         multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
         sign, are held against those of the rewards, see `lagrangian`, before whitening.
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
@@ -313,12 +315,14 @@ class NumericWorker(Worker):
         elif estimator == "off_policy_baseline":
             old_BT, rollout_BT = (batch.ragged(name).pad() for name in ("old_log_prob", "rollout_log_prob"))
             assert correction is not None
-            weight_BT = correct(old_BT, rollout_BT, mask_BT, correction).weight_BT
+            check_untruncated(f"{correction}", batch.meta.get(TRUNCATION, {}))
+            weight_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
             tokens_B = mask_BT.sum(-1)
             # its gradient is the sum of its tokens', each times its own weight: w^2 |g|^2 is that of their mean square
-            weight_B = (weight_BT.double().square().sum(-1) / tokens_B.clamp(min=1)).sqrt()
+            weight_B = (weight_BT.square().sum(-1) / tokens_B.clamp(min=1)).sqrt()
             weight_N, tokens_N = self._gathered(weight_B), self._gathered(tokens_B)
-            advantages_N = scores_N - off_policy_baseline(scores_N, groups_N, weight_N, tokens_N)
+            centred_N = scores_N - off_policy_baseline(scores_N, groups_N, weight_N, tokens_N)
+            advantages_N = centred_N / group_deviation(scores_N, groups_N)
         elif estimator == "reinforce_pp_baseline":
             advantages_N = scores_N - group_mean(scores_N, groups_N)
         else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.batches.schema import SCHEMA
 from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
+from workbench.data.user_functions import RAW_RESPONSE, asks_for
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput, RewardError
 from workbench.messages.metrics import Max, Mean
@@ -51,7 +52,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 def _check_row(arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
     function = arguments["function"] or model.function
     if function is not None:
-        given = {"prompt", "response", *(name for name in columns if name not in _NUMBERS)}
+        given = {"prompt", "response", *RAW_RESPONSE, *(name for name in columns if name not in _NUMBERS)}
         check_parameters(function, sorted(given))
 
 
@@ -122,7 +123,12 @@ class RewardWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def save_model(self, path: str | Path) -> str:
-        """Write the model as it is now, score head and centring included; see the actor's `save_model`."""
+        """Write the model as it is now, score head and centring included; see the actor's `save_model`.
+
+        transformers' `AutoModelForSequenceClassification` reads all but the head's bias, in which the centring is: its
+        logits + `config.score_bias` are the scores. Differences between answers are the same without it, the sign of a
+        cost is not.
+        """
         assert self.spec.name is not None
         return save_model(self._model, path, self.spec.name, self.context)
 
@@ -136,7 +142,7 @@ class RewardWorker(ModelWorker):
         """Shift all scores so that the answers in this batch have mean 0. The shift is kept with the weights.
 
         answers: the column with their tokens; "chosen_ids" for those of pairs. Take reference answers, such as
-        demonstrations: a loss on pairs leaves the level of the scores open.
+        demonstrations: a loss on pairs leaves the level of the scores open. transformers adds no level: `save_model`.
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
         scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
@@ -202,7 +208,8 @@ class RewardWorker(ModelWorker):
 
         function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
         role's own function or model. A model's score is read at the last response token. The row's text columns are
-        passed by name, those that the function takes, and after rollouts in an environment `environment_rewards`, a
+        passed by name, those that the function takes. `response` is without special tokens; a parameter `raw_response`
+        gets the text with them, `response_ids` the token ids. After rollouts in an environment `environment_rewards`, a
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
         concurrency, call_timeout_s: calls of the function under way at once, and the time limit of one. A call past it
@@ -238,6 +245,10 @@ class RewardWorker(ModelWorker):
             if rewards is not None:
                 row["environment_rewards"] = rewards[i].tolist()
             row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
+            if asks_for(function, "raw_response"):
+                row.setdefault("raw_response", self.tokenizer.decode(response.tolist()))
+            if asks_for(function, "response_ids"):
+                row["response_ids"] = response.tolist()
             rows.append(row)
         context = self.context
 

@@ -19,7 +19,7 @@ from workbench.resharding.plan import Reshard
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
 from workbench.workers.roles.hybrid import check_strategy
-from workbench.workers.roles.sampling import SamplingWorker
+from workbench.workers.roles.sampling import SamplingWorker, metrics_of_adapter
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
@@ -106,6 +106,7 @@ class RolloutWorker(SamplingWorker):
                     received = shared_by_group(communicator, communicator.world_size, take)
                     counted.bytes = received[communicator.rank]
                 metrics: Metrics = {"sync/received_bytes": Mean(total=sum(received), count=1)}
+                metrics |= metrics_of_adapter(found[0].adapter_arrived)
                 if self.spec.generation.check_sync:
                     trained = self._trainer_weights(published, found[0])
                     with span("weight_sync", note="compared on a probe"):

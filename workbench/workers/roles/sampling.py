@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,12 +19,14 @@ from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.settings.engines import Sampling, check_room
+from workbench.models.lora import LoRA
+from workbench.settings.engines import Sampling, check_room, truncation
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import whole
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.engine_weights import TrainerWeights, differing_weights
+from workbench.workers.inference import TRUNCATION
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
@@ -47,11 +50,29 @@ SYNC_TOLERANCE = {
 # Rounding grows where the trainer finds the probe less likely than this (0.1 on random tokens, of 15 nats each, of the
 # 135M model in bfloat16), and so does what may pass.
 LIKELY_NATS = 5.0
+# Of an adapter that is added to weights: half a last place is lost of each sum, which matters less the larger it is.
+LEAST_OF_ADAPTER = 0.9
 
 
 def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
     """Largest mean gap in nats that is rounding, on tokens with these log-probabilities by the trainer."""
     return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
+
+
+def metrics_of_adapter(arrived: float | None) -> Metrics:
+    """The share of an adapter's change that a sync of summed weights has kept, see `arriving`; a warning where much of
+    it was rounded away, so that rollouts are not those of the policy that is trained."""
+    if arrived is None:
+        return {}
+    if arrived < LEAST_OF_ADAPTER:
+        warnings.warn(
+            f"{arrived:.1%} of the adapter's change arrived in the generation engine: the rest is less than the last "
+            "place of the bfloat16 weights that it is added to. wb.Generation(engine='vllm') on the actor's own ranks "
+            "holds the adapter beside the model; or use wb.Model(..., dtype='float32') for the actor",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return {"sync/adapter_arrived": Mean(total=arrived, count=1)}
 
 
 def _sampling(arguments: Mapping[str, Any]) -> Sampling:
@@ -101,8 +122,10 @@ class SamplingWorker(Worker):
     sync_metrics: SyncMetrics
     _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
 
-    def start_engine(self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False) -> None:
-        """Make the generation engine; trainer, sleeps: see `make_generation_engine`."""
+    def start_engine(
+        self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False, lora: LoRA | None = None
+    ) -> None:
+        """Make the generation engine; trainer, sleeps, lora: see `make_generation_engine`."""
         spec, context = self.spec, self.context
         assert spec.name and spec.generation and spec.dtype
         self.sync_metrics = SyncMetrics()
@@ -116,6 +139,7 @@ class SamplingWorker(Worker):
             threads=context.host.threads,
             sleeps=sleeps,
             cache_bytes=context.cache_bytes,
+            lora=lora,
         )
         if self._moved:
             self.generator.weights_version = -1
@@ -237,7 +261,11 @@ class SamplingWorker(Worker):
         return Output(
             columns=columns,
             metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), rollout_metrics(columns)),
-            meta={"temperature": temperature, "weights_version": self.generator.weights_version},
+            meta={
+                "temperature": temperature,
+                TRUNCATION: truncation(vars(sampling)),
+                "weights_version": self.generator.weights_version,
+            },
         )
 
     def _converse(
