@@ -26,7 +26,7 @@ class RolloutWeights:
 
 def rollout_weights(batch: Shard, correction: Correction, context: Context) -> RolloutWeights:
     """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it."""
-    mask = batch.ragged("response_mask")
+    mask = batch.valid_mask
     mask_BT = mask.pad().bool()
     weights = correct(batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad(), mask_BT, correction)
     tokens = float(mask_BT.sum())

@@ -160,7 +160,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     @register(
         THREE_D_PROTO,
         reads=_update_columns,
-        optional=("rollout_log_prob",),
+        optional=("rollout_log_prob", "valid"),
         minibatched=True,
         updates=True,
         check=_check_update,
@@ -207,9 +207,11 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others. A
         minibatch of such rows alone is a step all the same, in which AdamW moves by its momentum. `skipped/fraction` is
         another thing: the optimizer steps that were not taken, for want of a finite gradient norm.
+
+        A row that is not `valid` has no part in it: neither in the loss nor in a denominator.
         """
         scale = old_log_prob_temperature(batch, temperature)
-        mask, advantages = batch.ragged("response_mask"), batch.ragged("advantages")
+        mask, advantages = batch.valid_mask, batch.ragged("advantages")
         high = clip if clip_high is None else clip_high
         with_entropy = on_policy or entropy_coefficient != 0
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
@@ -266,7 +268,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         if pretrain_coefficient:
             terms.append(self.pretraining_term(batch, pretrain_coefficient))
         output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
-        skipped = {"skipped_rows/fraction": Mean(total=len(skip), count=len(batch))}
+        invalid = batch.invalid_rows
+        skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})
 
     @register(ONE_TO_ALL)

@@ -36,7 +36,7 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
 _estimates = partial(
     register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask",), minibatched=True
 )
-_regresses = partial(register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update)
+_regresses = partial(register, THREE_D_PROTO, optional=("valid",), minibatched=True, updates=True, check=_check_update)
 
 
 class CriticWorker(TrainedWorker):
@@ -103,7 +103,7 @@ class CriticWorker(TrainedWorker):
         aggregation: Aggregation,
         max_response_tokens: int | None,
     ) -> Output:
-        old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
+        old, returns, mask = batch.ragged(values_column), batch.ragged(returns_column), batch.valid_mask
 
         def loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
             values_BR = micro.to_BR(values_N)
