@@ -38,7 +38,7 @@ def without(whole: Table, rows: list[int]) -> Table:
     kept: Table = {}
     for name, column in whole.items():
         if name != "valid":
-            kept[name] = column.take(keep) if isinstance(column, Ragged) else column[torch.tensor(keep)]  # type: ignore[call-overload]
+            kept[name] = column.take(keep) if isinstance(column, Ragged) else column[torch.tensor(keep)]
     return kept
 
 
@@ -96,10 +96,10 @@ def test_a_prompt_with_fewer_than_two_valid_rows_is_dropped_with_a_count(lab: wb
     whole = table([1, 0, 1, 1], REWARDS, [0, 0, 1, 1])
     for estimator in ("grpo", "rloo", "reinforce_pp_baseline"):
         batch = lab.compute_advantages(lab.put(whole), estimator=estimator)
-        assert batch.fetch(["valid"])["valid"].tolist() == [False, False, True, True]  # type: ignore[union-attr]
+        assert batch.fetch(["valid"])["valid"].tolist() == [False, False, True, True]
         assert lab.last_metrics["compute_advantages"]["dropped_groups"] == 1
     none = lab.compute_advantages(lab.put(table([0, 0, 1, 0], REWARDS, [0, 0, 1, 1])), estimator="rloo")
-    assert not none.fetch(["valid"])["valid"].any()  # type: ignore[union-attr]
+    assert not none.fetch(["valid"])["valid"].any()
     assert lab.last_metrics["compute_advantages"]["dropped_groups"] == 2
     assert lab.actor.update_actor(none)["loss"] == 0
 
@@ -108,7 +108,7 @@ def test_they_can_be_told_to_count(lab: wb.Workbench) -> None:
     counted = advantages(lab, table([1, 0, 1, 1]), estimator="dr_grpo", count_invalid=True)
     assert [float(row[0]) for row in counted] == pytest.approx([0.5, 0.5, -0.5, -0.5])
     batch = lab.compute_advantages(lab.put(table([1, 0, 1, 1])).drop("valid"), estimator="dr_grpo")
-    assert [float(row[0]) for row in batch.fetch()["advantages"].rows()] == pytest.approx([0.5, 0.5, -0.5, -0.5])  # type: ignore[union-attr]
+    assert [float(row[0]) for row in batch.fetch()["advantages"].rows()] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
 
 def gradient(lab: wb.Workbench, role: str, given: Table, update: str, **arguments: Any) -> tuple[np.ndarray, Any]:

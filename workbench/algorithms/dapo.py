@@ -72,8 +72,8 @@ class DAPO(Algorithm):
         )
 
     def dynamic_sampling(self, batch: Batch) -> Batch:
-        """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough. Rows
-        that failed have no say in which prompts these are.
+        """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough. The
+        rewards of rows that failed do not count.
 
         More go through the stages before this one as the graph has them, with its edits. After `rounds` further draws
         what is missing is made up of groups without variance, spread over the batch so that each minibatch has its

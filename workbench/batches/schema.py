@@ -96,8 +96,8 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "ref_mismatched_log_prob": _NUMBER,
     }
 )
-# Which rows failed, and with what: `valid` is 0 where a function of the user's failed for a row, and `failure` says how.
-# Several stages write both, and keep what those before them wrote.
+# `valid` is 0 where a function of the user's failed for a row, and `failure` says with what. Several stages write both,
+# and keep what those before them wrote.
 STATUS = ("valid", "failure")
 # columns of token ids, which are shown as text
 TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")

@@ -168,7 +168,7 @@ class NumericWorker(Worker):
         that it makes of `rollout_log_prob`; the other estimators do not look at it.
         multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
         sign, are held against those of the rewards, see `lagrangian`, before whitening.
-        count_invalid: rows that are not `valid` are left out: of baselines, deviations, whitening and metrics, and their
+        count_invalid: rows that are not `valid` are left out of baselines, deviations, whitening and metrics, and their
         advantages are 0. So is a prompt of which fewer than 2 rows are valid, where its rows are each other's baseline
         (metric `dropped_groups`), and a row whose greedy response failed: the column `valid` says so from here on. True
         counts the scores of invalid rows too; the updates leave them out all the same, unless the column is dropped.
@@ -305,7 +305,7 @@ class NumericWorker(Worker):
     ) -> Tensor:
         """The advantage of each response over the others of its prompt, [B], by penalised scores; whether a prompt's
         scores differ at all is decided without penalties."""
-        # The samples of a prompt may lie on several ranks: every rank sees the scores of all valid rows, a number a row.
+        # The samples of a prompt may lie on several ranks: every rank sees all valid scores, a number a row.
         valid_B, all_groups_B = batch.valid, batch.numbers("prompt_uid")
         all_groups_N = self._gathered(all_groups_B)
         communicator = self.context.communicator
