@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class DAPO(Algorithm):
     prompts: int = 16
     samples: GroupSize = 8
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     rounds: NonNegativeInt = 3
     overlong_buffer: int | None = None
     clip: float = 0.2

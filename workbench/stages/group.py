@@ -118,7 +118,10 @@ class GroupOperation:
             self.operation.check_columns(arguments, self.group.spec, names)
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
-        """A short text that is equal for equal code, arguments and models, functions that score among them."""
+        """A short text that is equal for equal code, arguments and models, functions that score among them; empty for
+        what is done by hand."""
+        if self.operation.by_hand is not None and self.operation.by_hand(arguments):
+            return ""
         method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec

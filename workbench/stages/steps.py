@@ -218,6 +218,8 @@ class StageSteps:
         """End a run with what the store has, where the same code has read the same columns with the same weights."""
         call, store, weights = self.call, self.parts.batches.store, self.parts.counters.weights
         assert call.batch is not None
+        if not run.code:
+            return
         batch, travels = call.batch.copies(call.samples), call.travelling
         state = weights[run.group.role].state if run.group.role in weights else ""
         for name in reversed(list(store)):

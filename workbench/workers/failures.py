@@ -1,6 +1,6 @@
-"""Rows for which a function of the user's failed: their columns, `valid` and `failure`, and the stage's report.
+"""Rows for which a function of the user failed: the columns `valid` and `failure`, and the report of a stage.
 
-A row's `failure` has a line for each function that failed for it, "STAGE NAME: what it did"; it is empty where none did.
+A row's `failure` has a line for each function that failed for it, "STAGE NAME: what it did"; empty where none did.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _stage(column: str) -> Callable[[F], F]:
 
     return register(
         THREE_D_PROTO, reads=reads, optional=_optional, writes=writes, minibatched=True, check=_check,
-        check_columns=_check_row,
+        check_columns=_check_row, by_hand=lambda arguments: arguments["only"] is not None,
     )  # fmt: skip
 
 
@@ -271,11 +271,13 @@ class RewardWorker(ModelWorker):
         optional=("valid",),
         writes=("rewards",),
         check=lambda arguments: _check_weights(arguments["weights"]),
+        by_hand=lambda arguments: True,
     )
     def reweigh(self, batch: Shard, weights: Mapping[str, Annotated[Number, FINITE]]) -> Output:
         """Column `rewards` anew, from the columns of components that `compute_reward` wrote: no function is called.
 
         weights: by name of the component; one that is not named has none. Rows that are not valid have reward 0.
+        `lab.compare` takes these rewards as they are, so that arms differ in nothing else.
         """
         parts = [batch.columns[f"rewards/{name}"] for name in weights]
         if len({isinstance(part, Ragged) for part in parts}) > 1:
