@@ -203,9 +203,12 @@ def test_overlap_reaches_the_consumer_and_keeps_the_rows(lab: wb.Workbench, roll
 
 
 def test_wrong_arguments_are_refused_before_any_call(lab: wb.Workbench, rollouts: wb.Batch) -> None:
-    for arguments in ({"only": []}, {"only": "all"}, {"only": [-1]}, {"most_failed": 2}, {"retries": -1},
-                      {"only": [99], "function": vowels}, {"function": {}}, {"function": {"a b": vowels}},
-                      {"function": {"a": (vowels, float("nan"))}}):  # fmt: skip
+    wrong: tuple[dict[str, Any], ...] = (
+        {"only": []}, {"only": "all"}, {"only": [-1]}, {"most_failed": 2}, {"retries": -1},
+        {"only": [99], "function": vowels}, {"function": {}}, {"function": {"a b": vowels}},
+        {"function": {"a": (vowels, float("nan"))}},
+    )  # fmt: skip
+    for arguments in wrong:
         with pytest.raises((BadInput, UnknownColumn)):
             lab.reward.compute_reward(rollouts, **arguments)
 
@@ -320,7 +323,7 @@ class Unlucky(Calculator):
     times = 99
     folder = Path()
 
-    def reset(self, prompt: str, sample_seed: int, **row: Any) -> str | None:
+    def reset(self, prompt: str, sample_seed: int, **row: Any) -> str:
         self.bad, self.asked = row["number"] == "2", 0
         return super().reset(prompt, sample_seed=sample_seed, **row)
 

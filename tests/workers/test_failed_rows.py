@@ -11,8 +11,11 @@ import torch
 
 import workbench as wb
 from tests.cases import stored, tiny_lab
+from tests.engines.training_ranks import run_ranks
+from tests.workers.failed_ranks import outcomes
 from workbench.algorithms.dapo import _varied
 from workbench.batches.columns import Ragged, Table
+from workbench.messages.metrics import Metrics, merge_metrics, reported
 from workbench.workers.roles.numeric import GROUPED
 
 REWARDS = [1.0, 1.0, 0.0, 0.0]
@@ -147,3 +150,24 @@ def test_dynamic_sampling_looks_at_valid_rows_alone(lab: wb.Workbench) -> None:
     scores, varied = _varied(batch)
     assert scores.tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert varied.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_two_ranks_score_and_estimate_as_one_does() -> None:
+    """The rows of a prompt lie on both ranks, functions of a prompt or of the batch among them."""
+    alone, ranks = outcomes(), run_ranks(outcomes, 2)
+    for call, columns in alone["columns"].items():
+        for name, rows in columns.items():
+            found = {row: value for rank in ranks for row, value in rank["columns"][call][name].items()}
+            if name == "failure":
+                found, rows = ({n: text.split(" on rank")[0] for n, text in each.items()} for each in (found, rows))
+            assert sorted(found) == sorted(rows)
+            for row, value in rows.items():
+                assert found[row] == (value if isinstance(value, str | bool) else pytest.approx(value, abs=1e-6)), name
+        merged: Metrics = {}
+        for rank in ranks:
+            merge_metrics(merged, rank["metrics"][call])
+        assert reported(merged) == pytest.approx(reported(alone["metrics"][call]), abs=1e-6)
+    assert alone["columns"]["one"]["failure"][6] == "compute_reward picky: raised ConnectionError: HTTP 503"
+    assert not any(alone["columns"]["all failed"]["valid"].values())
+    assert alone["columns"]["again"]["valid"][6] and not alone["columns"]["again"]["valid"][1]
+    assert alone["metrics"]["grpo"]["dropped_groups"].value == 1

@@ -27,11 +27,13 @@ the message, the frames on the ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.errors.plain_text import plain_text
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from workbench.errors import frames
 
 

@@ -60,6 +60,8 @@ def _check(arguments: Mapping[str, Any]) -> None:
     within("most_failed", arguments["most_failed"], 0, 1)
     row_numbers(arguments["only"])
     if arguments["function"] is not None:
+        if not components_of(arguments["function"]):
+            raise BadInput("function={}", "components by name", 'write function={"right": right}')
         for function, _ in components_of(arguments["function"]).values():
             check_function(function)
 
