@@ -27,13 +27,12 @@ the message, the frames on the ranks.
 
 from __future__ import annotations
 
+import typing
 from typing import TYPE_CHECKING
 
 from workbench.errors.plain_text import plain_text
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from workbench.errors import frames
 
 
@@ -107,7 +106,7 @@ class StageError(WorkbenchError, RuntimeError):
     finished; else None. what: of the error of one row, what the function did.
     """
 
-    batch: Any = None
+    batch: typing.Any = None
     what: str = ""
 
 
