@@ -317,20 +317,21 @@ def test_algorithms_take_components_and_go_on_over_failed_rows(lab: wb.Workbench
 
 
 class Unlucky(Calculator):
-    """A calculator whose service is away in the second turn of one row, the first `times` times."""
+    """A calculator whose service is away in a turn of one row, the first `times` times."""
 
     how = "raise"
+    row, turn = "", 0
     times = 99
     folder = Path()
 
     def reset(self, prompt: str, sample_seed: int, **row: Any) -> str:
-        self.bad, self.asked = row["number"] == "2", 0
+        self.bad, self.asked = row["number"] == self.row, 0
         return super().reset(prompt, sample_seed=sample_seed, **row)
 
     def step(self, response: str) -> tuple[str, float, bool]:
         self.asked += 1
         seen = len(list(self.folder.iterdir()))
-        if self.bad and self.asked == 2 and seen < self.times:
+        if self.bad and self.asked == self.turn and seen < self.times:
             (self.folder / str(seen)).touch()
             if self.how == "exit":
                 os._exit(4)
@@ -340,8 +341,8 @@ class Unlucky(Calculator):
 
 @pytest.fixture
 def conversations(lab: wb.Workbench) -> tuple[wb.Batch, wb.Batch]:
-    prompts = lab.prompts.next(6)
-    prompts = lab.put({**prompts.fetch(), "number": [str(row) for row in range(6)]}, meta=dict(prompts.meta))
+    prompts = lab.prompts.next(12)
+    prompts = lab.put({**prompts.fetch(), "number": [str(row) for row in range(12)]}, meta=dict(prompts.meta))
     return prompts, lab.actor.generate_sequences(prompts, seed=5, **sums())
 
 
@@ -354,19 +355,22 @@ def test_an_environment_that_fails_ends_its_row_alone(
     class Away(Unlucky):
         pass
 
-    Away.how, Away.folder = how, tmp_path
+    turns = column(expected, "turns")
+    bad = int(turns.argmax())
+    assert turns[bad] >= 2  # the environment answers all turns but perhaps the last one
+    Away.how, Away.folder, Away.row, Away.turn = how, tmp_path, str(bad), int(turns[bad]) - 1
     found = lab.actor.generate_sequences(prompts, seed=5, **sums(environment=Away))
     failed = found.failed()
-    assert failed[["row", "stage", "function"]].values.tolist() == [[2, "generate_sequences", "Away"]]
+    assert failed[["row", "stage", "function"]].values.tolist() == [[bad, "generate_sequences", "Away"]]
     assert failed.error[0].startswith(
         "step raised Conn" if how == "raise" else "step ended its process with exit code 4"
     )
-    rows = [0, 1, 3, 4, 5]
+    rows = [row for row in range(12) if row != bad]
     assert column(found.take(rows), "response_ids").values.equal(column(expected.take(rows), "response_ids").values)
-    assert column(found, "ending")[2] == "failed" and not column(found, "finished")[2]
+    assert column(found, "ending")[bad] == "failed" and not column(found, "finished")[bad]
     # the response is no whole one: it is not scored, and stays so
     scored = lab.reward.compute_reward(found)
-    assert scored.failed().row.tolist() == [2] and column(scored, "rewards")[2] == 0
+    assert scored.failed().row.tolist() == [bad] and column(scored, "rewards")[bad] == 0
     assert lab.reward.compute_reward(scored, only=scored.failed()).failed().equals(scored.failed())
     # again, with a new environment: as if nothing had happened
     Away.times = len(list(tmp_path.iterdir())) + 2
@@ -374,6 +378,6 @@ def test_an_environment_that_fails_ends_its_row_alone(
     assert healed.failed().empty
     assert column(healed, "response_ids").values.equal(column(expected, "response_ids").values)
     Away.times = 999
-    with pytest.raises(RolloutError, match=r"step of environment Away .* for row 2") as caught:
+    with pytest.raises(RolloutError, match=rf"step of environment Away .* for row {bad} ") as caught:
         lab.actor.generate_sequences(prompts, seed=5, most_failed=0, **sums(environment=Away))
-    assert caught.value.batch.failed().row.tolist() == [2]
+    assert caught.value.batch.failed().row.tolist() == [bad]
