@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench as Workbench
     from workbench.data import sandbox as sandbox
     from workbench.data import verifiers as verifiers
+    from workbench.data.batched import batched as batched
     from workbench.launch import script as script
     from workbench.launch.listing import ls as ls
     from workbench.launch.opening import attach as attach

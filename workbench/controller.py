@@ -806,7 +806,7 @@ class Workbench:
 
     def evaluate(
         self, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
-        reward: Callable[..., Any] | None = None, threshold: float = 1.0, seed: int = 0,
+        reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
     ) -> pd.DataFrame:  # fmt: skip
         """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
         has them all. `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.

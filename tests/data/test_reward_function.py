@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.data.reward_function import Score, score_rows
+from workbench.data.reward_function import Asking, Score, first_failure, score_rows
 from workbench.errors import RewardError
 from workbench.support.calls.sessions import UserCalls
 
@@ -24,18 +24,18 @@ def processes() -> Iterator[None]:
 CALLS = UserCalls()
 
 
-def run(function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 5.0) -> list[Score]:
-    return score_rows(
+def run(function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 5.0) -> list[Any]:
+    scores, failures = score_rows(
         function,
         [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
         [i + 1 for i in range(n)],
-        calls=CALLS,
-        concurrency=concurrency,
-        timeout_s=timeout_s,
+        asking=Asking(calls=CALLS, concurrency=concurrency, timeout_s=timeout_s, most=0),
         where="rank 1 of pool shared",
         row_numbers=[10 + i for i in range(n)],
-        progress=lambda done, total, tokens: None,
     )
+    if failures:
+        raise first_failure(failures)
+    return scores
 
 
 def test_scores_come_in_row_order_however_they_finish() -> None:
@@ -101,10 +101,11 @@ def test_what_a_function_keeps_stays_in_its_process_from_call_to_call_until_it_h
 )
 def test_numbers_of_torch_and_numpy(value: Any, score: Score) -> None:
     tokens = len(score) if isinstance(score, list) else 3
-    scores = score_rows(
-        lambda **row: value, [{}] * 2, [tokens] * 2, calls=CALLS, concurrency=1, timeout_s=5, where="rank 0",
-        row_numbers=[0, 1], progress=lambda done, total, tokens: None,
-    )  # fmt: skip
+    asking = Asking(calls=CALLS, concurrency=1, timeout_s=5)
+    scores, failures = score_rows(
+        lambda **row: value, [{}] * 2, [tokens] * 2, asking=asking, where="rank 0", row_numbers=[0, 1]
+    )
+    assert not failures
     assert scores == [score, score]
     assert type(scores[0]) is type(score)
 

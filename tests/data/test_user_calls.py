@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.data.reward_function import Score, check_function, score_rows
+from workbench.data.reward_function import Asking, Score, check_function, first_failure, score_rows
 from workbench.errors import BadInput, RewardError, StageError
 from workbench.support.calls.process import CallProcess
 from workbench.support.calls.sessions import UserCalls
@@ -40,18 +40,18 @@ def calls() -> Iterator[UserCalls]:
 
 def run(
     calls: UserCalls, function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 20.0
-) -> list[Score]:
-    return score_rows(
+) -> list[Score | None]:
+    scores, failures = score_rows(
         function,
         [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
         [i + 1 for i in range(n)],
-        calls=calls,
-        concurrency=concurrency,
-        timeout_s=timeout_s,
+        asking=Asking(calls=calls, concurrency=concurrency, timeout_s=timeout_s, most=0),
         where="rank 1 of pool shared",
         row_numbers=[10 + i for i in range(n)],
-        progress=lambda done, total, tokens: None,
     )
+    if failures:
+        raise first_failure(failures)
+    return scores
 
 
 def ok(prompt: str, response: str) -> float:
@@ -174,15 +174,26 @@ def test_a_fork_bomb_is_stopped_with_all_that_it_started(calls: UserCalls, tmp_p
     assert_goes_on(calls)
 
 
-def test_threads_that_a_function_leaves_behind_are_limited(calls: UserCalls) -> None:
+def test_threads_that_calls_leave_behind_are_limited_and_no_call_is_blamed_for_those_of_others(
+    calls: UserCalls,
+) -> None:
     @wb.limits(tasks=30)
     def leaks(prompt: str, response: str) -> float:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         time.sleep(0.01)
         return 0.0
 
+    assert run(calls, leaks, n=60) == [0.0] * 60
+
+    @wb.limits(tasks=30)
+    def leaks_at_once(prompt: str, response: str) -> float:
+        for _ in range(60):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        time.sleep(20)
+        return 0.0
+
     with pytest.raises(RewardError, match=r"processes and threads.*may have 30"):
-        run(calls, leaks, n=500)
+        run(calls, leaks_at_once, n=2)
     assert_goes_on(calls)
 
 
@@ -474,11 +485,14 @@ def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_name
     )
     monkeypatch.setattr(sys.modules["__main__"], "Task", names["Task"], raising=False)
 
-    def give(task: object) -> list[Score]:
-        return score_rows(
-            names["score"], [{"prompt": "p", "response": "r", "task": task}], [1], calls=calls, concurrency=1,
-            timeout_s=20.0, where="rank 0", row_numbers=[10], progress=lambda done, total, tokens: None,
+    def give(task: object) -> list[Score | None]:
+        scores, failures = score_rows(
+            names["score"], [{"prompt": "p", "response": "r", "task": task}], [1],
+            asking=Asking(calls=calls, concurrency=1, timeout_s=20.0), where="rank 0", row_numbers=[10],
         )  # fmt: skip
+        if failures:
+            raise failures[0]
+        return scores
 
     assert give(names["Task"]()) == [2.0]
 
@@ -511,9 +525,8 @@ def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monke
 
     rows = [{"prompt": "p" * 2**23, "response": "r"}]
     assert score_rows(
-        score, rows, [1], calls=calls, concurrency=1, timeout_s=20.0, where="rank 0", row_numbers=[0],
-        progress=lambda done, total, tokens: None,
-    ) == [1.0]  # fmt: skip
+        score, rows, [1], asking=Asking(calls=calls, concurrency=1, timeout_s=20.0), where="rank 0", row_numbers=[0]
+    ) == ([1.0], {})  # fmt: skip
 
 
 def test_where_the_system_cannot_look_at_a_process_without_reaping_it(

@@ -29,8 +29,8 @@ SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
 # what is public by its name, and which part of the package calls it: nothing that a cell is told to call
 INTERNAL = {
     "Workbench": "call submit check_driver before_close note_position passed_over save_if_due take_edits open_runs",
-    "Batch": "after check_beside copies derive is_of known_as makers need part promise ready settle twin "
-    "wait_for_makers with_columns",
+    "Batch": "after check_beside copies derive is_of known_as makers need part promise ready settle take_over twin "
+    "wait_for_makers with_columns with_made",
     "Algorithm": "define finish go_back go_on load_state need on_policy position state",
     "WorkerGroup": "become delegate place take_back take_edits",
     "PromptStream": "go_back",
@@ -120,6 +120,7 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "workload": ["ppo"], "protocol": ["DP_PROTO"], "wb.protocol.name": ["MINE"], "wb.attach.name": ["nobody"],
         "wb.stop.name": ["nobody"], "plan": [wb.mapping.search(SIZES, devices=8, top=1).plans[0]],
         "prompt": ["1+1="], "program": ["print(1)"], "tests": ["assert True"],
+        "reweigh.weights": [{"a": 1.0}],
         "limits": [{"timeout_s": 1.0}], "response": ["2"], "answer": ["2"], "gsm8k.answer": ["#### 2"],
         "standalone.devices": [{"actor": 1}], "rename.names": [{"prompt": "question"}],
         "replace.stage": ["update_actor"], "replace.arguments": [{"clip": 0.1}], "remove.stage": ["nothing"],
@@ -174,7 +175,7 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
         ]
     found.append(_call("lab.compute_advantages", lab.compute_advantages, values))
     found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("open", "attach", "restore", "stop", "ls")]
-    found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol")]
+    found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol", "batched")]
     found.append(_call("wb.script.run", wb.script.run, values))
     found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in ("search", "predict", "simulate")]
     found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python", "passes_tests")]

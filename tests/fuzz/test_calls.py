@@ -40,7 +40,7 @@ LONGEST_S, LONGEST_MESSAGE = 5.0, 5000
 EACH = 500  # cases between two generations
 # names of `wb` whose objects are in the table; those of settings are called in test_settings.py
 IN_TABLE = {"Batch", "Algorithm", "Placement", "Workbench", "mapping", "script", "verifiers", "sandbox"}
-FUNCTIONS = {"attach", "ls", "open", "restore", "stop", "protocol", "register"}
+FUNCTIONS = {"attach", "ls", "open", "restore", "stop", "protocol", "register", "batched"}
 SETTINGS = {"Correction", "Generation", "Layout", "LoRA", "Model", "Precision", "Sampling", "Training"}
 VALUE = {"PROTOCOLS", "limits"}  # a dict; a decorator that checks by itself, as its process imports little
 # there is nothing of that name, or nothing has failed

@@ -102,6 +102,7 @@ def test_operations_have_the_papers_protocols() -> None:
                 "update_reward",
                 "update_cost",
                 "center",
+                "reweigh",
             ),
             "3D_PROTO",
         ),

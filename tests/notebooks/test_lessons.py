@@ -187,6 +187,14 @@ def test_lesson_306(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.lesson
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lesson_307(tmp_path: Path) -> None:
+    html = run("307_rewards_components_and_failures.ipynb", tmp_path)
+    assert any("HTTP 503" in text and "judge" in text for text in html)
+    assert any("rewards/right" in text for text in html)
+
+
 @pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_lessons_are_numbered_and_say_how_to_check_them(lesson: Path) -> None:
     notebook = nbformat.read(lesson, as_version=4)

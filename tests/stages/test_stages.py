@@ -104,16 +104,23 @@ def test_what_is_held_out_is_reported_under_the_iteration_in_which_it_is_measure
     assert lab.metrics("compute_pair_log_prob")["iteration"].tolist() == iterations
 
 
-def test_shards_of_a_stage_that_failed_are_dropped(lab: wb.Workbench) -> None:
+def test_shards_of_a_stage_that_failed_are_dropped_but_for_rows_that_were_finished(lab: wb.Workbench) -> None:
     batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
     before = shards(lab)
 
     def broken(prompt: str, response: str, **row: Any) -> float:
         raise ZeroDivisionError
 
-    with pytest.raises(RewardError, match="ZeroDivisionError"):
-        lab.reward.compute_reward(batch, function=broken)
+    def mixed(prompt: str, response: str, **row: Any) -> Any:
+        return lab  # cannot be sent
+
+    with pytest.raises(BadInput):
+        lab.reward.compute_reward(batch, function=mixed)
     assert shards(lab) == before
+    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+        lab.reward.compute_reward(batch, function=broken)
+    assert shards(lab) == before + 1 and caught.value.batch.failed().row.tolist() == [0, 1]
+    before += 1  # held by the error
     scored = lab.reward.compute_reward(batch)
     assert shards(lab) == before + 1
     lab.release(scored)

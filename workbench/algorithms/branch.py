@@ -12,6 +12,7 @@ import numpy as np
 from workbench.algorithms.graph import Graph
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
+from workbench.batches.schema import STATUS
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
@@ -61,13 +62,14 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
     other arguments, and all that read what these write. Rollouts, and columns that were put, count as given.
 
     A function, or a batch's own method, has been run if a stage behind it has; one that was put in from a cell has not.
-    Where two stages write a column, the batch has it from the later one.
+    Where two stages write a column, the batch has it from the later one; which rows failed, all that can say write.
     """
     last = {name: stage.name for stage in graph.stages for name in stage.writes}
     there: dict[str, bool] = {}
     for stage in reversed(graph.stages):
-        columns = [batch.columns.get(name) for name in stage.writes]
-        if stage.edited or any(last[name] != stage.name for name in stage.writes):
+        writes = [name for name in stage.writes if name not in STATUS]
+        columns = [batch.columns.get(name) for name in writes]
+        if stage.edited or any(last[name] != stage.name for name in writes):
             there[stage.name] = False
         elif stage.role in ("batch", "notebook"):
             there[stage.name] = any(there[consumer.name] for consumer in graph.consumers(stage.name))

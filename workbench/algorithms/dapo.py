@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
@@ -36,7 +37,7 @@ class DAPO(Algorithm):
     prompts: int = 16
     samples: GroupSize = 8
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     rounds: NonNegativeInt = 3
     overlong_buffer: int | None = None
     clip: float = 0.2
@@ -71,7 +72,8 @@ class DAPO(Algorithm):
         )
 
     def dynamic_sampling(self, batch: Batch) -> Batch:
-        """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough.
+        """As many prompts as an update takes, of those whose rewards differ; more are drawn until there are enough. The
+        rewards of rows that failed do not count.
 
         More go through the stages before this one as the graph has them, with its edits. After `rounds` further draws
         what is missing is made up of groups without variance, spread over the batch so that each minibatch has its
@@ -85,10 +87,11 @@ class DAPO(Algorithm):
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
         kept: list[Batch] = []
         others: list[Batch] = []
-        total, drawn, rows, rounds = 0.0, 0, 0, 0
+        total, valid, drawn, rows, rounds = 0.0, 0, 0, 0, 0
         while True:
             scores_N, varied_N = _varied(batch)
-            total, drawn, rows = total + float(scores_N.sum()), drawn + batch.rows, rows + int(varied_N.sum())
+            total, valid = total + float(scores_N.sum()), valid + len(scores_N)
+            drawn, rows = drawn + batch.rows, rows + int(varied_N.sum())
             for found, part in ((varied_N, kept), (~varied_N, others)):
                 if found.any():
                     part.append(batch.take(np.flatnonzero(found.numpy())))
@@ -103,7 +106,7 @@ class DAPO(Algorithm):
             "rounds": rounds,
             "kept/fraction": rows / drawn,
             "filled/fraction": max(0, wanted - rows) / wanted,
-            "rewards/mean": total / drawn,
+            "rewards/mean": total / max(1, valid),
         }
         lab.report("dynamic_sampling", metrics)
         whole = Batch.concat([*kept, *others])
@@ -125,11 +128,14 @@ def _spread(uids: np.ndarray, kept: int) -> np.ndarray:
 
 
 def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The score of each response, and whether its prompt's responses differ in it."""
-    table = batch.fetch(["rewards", "prompt_uid", "response_mask"])
+    """The score of each valid response; and of each response, whether the valid ones to its prompt differ in it."""
+    status = ["valid"] if "valid" in batch.names else []
+    table = batch.fetch(["rewards", "prompt_uid", "response_mask", *status])
     rewards, uids, mask = table["rewards"], table["prompt_uid"], table["response_mask"]
     assert isinstance(mask, Ragged)
     rewards = rewards.pad() if isinstance(rewards, Ragged) else rewards
     assert isinstance(rewards, Tensor) and isinstance(uids, Tensor)
     scores_N = response_scores(rewards, mask.pad())
-    return scores_N, with_variance(scores_N, uids)
+    valid_N = torch.as_tensor(table["valid"]).bool() if status else torch.ones(len(scores_N), dtype=torch.bool)
+    scores_N, scored_N = scores_N[valid_N], uids[valid_N]
+    return scores_N, torch.isin(uids, scored_N[with_variance(scores_N, scored_N)])

@@ -239,8 +239,12 @@ class Graph:
             have = known[stage.inputs[0]] if stage.inputs else ()
             missing = [] if have is None else [column for column in stage.reads if column not in have]
             if missing:
-                own = missing[0] not in SCHEMA  # what a user's function asks for
-                near = meant(missing[0], have or (), str) if own else ""
+                if missing[0] not in SCHEMA and isinstance(
+                    stage.function, GroupOperation
+                ):  # a user's function asks for it
+                    arguments, _ = stage.function.arguments(stage.args, stage.kwargs)
+                    stage.function.check_columns(arguments, have or ())
+                near = meant(missing[0], have or (), str)
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
                     f"its input has {', '.join(have or ())}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class GRPO(Algorithm):
     prompts: int = 4
     samples: GroupSize = 4
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     estimator: str | Callable[..., Any] = "grpo"
     loss: str | Callable[..., Any] = "ppo"
     kl_coefficient: float = 0.0

@@ -33,7 +33,7 @@ class PPO(Algorithm):
     prompts: int = 16
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     gamma: float = 1.0
     lam: float = 0.95
     kl_coefficient: float = 0.05

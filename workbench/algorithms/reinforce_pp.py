@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class ReinforcePP(Algorithm):
     samples: int = 1
     baseline: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     gamma: float = 1.0
     kl_coefficient: float = 0.01
     clip: float = 0.2

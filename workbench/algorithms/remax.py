@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ class ReMax(Algorithm):
     prompts: int = 16
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     kl_coefficient: float = 0.05
     kl: str = "k1"
     clip: float = 0.2
@@ -38,13 +38,22 @@ class ReMax(Algorithm):
     def __post_init__(self) -> None:
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
+    @property
+    def _status(self) -> tuple[str, ...]:
+        """The column that says which rows failed, where functions or environments can fail."""
+        by_function = self.reward is not None or self.lab.groups["reward"].spec.function is not None
+        return ("valid",) if by_function or self.sampling.environment is not None else ()
+
     def define(self, lab: Lab) -> None:
         prompts = lab.prompts.next(self.prompts)
         with lab.reported_as("generate_greedy"):
             greedy = lab.actor.generate_sequences(prompts, **asdict(replace(self.sampling, temperature=0.0)))
         with lab.reported_as("compute_greedy_reward"):
             greedy = lab.reward.compute_reward(greedy, function=self.reward)
-        baseline = greedy.select("rewards").rename(rewards="baseline_rewards").repeat(self.samples)
+        baseline = greedy.select("rewards", *self._status).rename(
+            rewards="baseline_rewards", **dict.fromkeys(self._status, "baseline_valid")
+        )
+        baseline = baseline.repeat(self.samples)
         batch = lab.actor.generate_sequences(prompts, samples=self.samples, **asdict(self.sampling))
         on_policy = self.on_policy(penalised=bool(self.kl_coefficient))
         if not on_policy:

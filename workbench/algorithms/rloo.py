@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class RLOO(Algorithm):
     prompts: int = 16
     samples: GroupSize = 4
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
     kl_coefficient: float = 0.05
     kl: str = "k1"
     clip: float = 0.2

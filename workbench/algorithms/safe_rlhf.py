@@ -42,8 +42,8 @@ class SafeRLHF(Algorithm):
     prompts: int = 16
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | None = None
-    cost: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    cost: Callable[..., Any] | Mapping[str, Any] | None = None
     limit: Annotated[Number, FINITE] = 0.0
     multiplier: float = 1.0
     multiplier_rate: NonNegativeFloat = 0.1

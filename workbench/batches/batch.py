@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -72,6 +73,19 @@ class Batch(BatchTools):
         batch = copy.copy(self.copies(copies))  # shares what is there
         batch.promise(run, tuple(writes), next(self._versions))
         return batch
+
+    def with_made(self, run: Maker, copies: int = 1) -> Batch:
+        """The next version, with the columns that a run has made which fails all the same. It waits for no other."""
+        batch = copy.copy(self.copies(copies))
+        batch.take_over(run, next(self._versions))
+        return batch
+
+    def take_over(self, run: Maker, version: int) -> None:
+        """Become a version with the columns that a run has made; of a handle that nobody has seen yet."""
+        self._columns = MappingProxyType({**self._columns, **run.made})
+        self._open = {name: maker for name, maker in self._open.items() if name not in run.made}
+        self._meta, self.version = MappingProxyType({**self._meta, **run.meta}), version
+        self.wait_for_makers()
 
     def is_of(self, source: RowProvider) -> bool:
         """Whether it is a workbench's."""
@@ -151,11 +165,11 @@ class Batch(BatchTools):
 
     @property
     def text_names(self) -> tuple[str, ...]:
-        """Its columns of Python objects, as far as they are known without waiting."""
+        """Its columns of Python objects that are no status of rows, as far as they are known without waiting."""
         being_made, there = self._open, dict(self._columns)
         for run in set(being_made.values()):
             there |= run.made if run.state == "done" else {}
-        return tuple(name for name, column in there.items() if column.dtype == "object")
+        return tuple(name for name, column in there.items() if column.dtype == "object" and name not in SCHEMA)
 
     @property
     def unknown_names(self) -> tuple[str, ...]:
@@ -311,6 +325,30 @@ class Batch(BatchTools):
         Text and other objects are saved as JSON; `BadInput` where they are not plain values.
         """
         return files.write(path, self, mode=SHARED)
+
+    @checked_call("batch.failed")
+    def failed(self) -> pd.DataFrame:
+        """The rows for which a function of yours failed, one line a row: `row`, its number; `prompt`; `stage` and
+        `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
+        """
+        import pandas as pd
+
+        names = ["row", "prompt", "stage", "function", "error"]
+        if "failure" not in self.names:
+            return pd.DataFrame(columns=names).astype({"row": "int64"})
+        texts = list(map(str, self._values("failure", "failed")))
+        rows = [row for row, text in enumerate(texts) if text]
+        if not rows:
+            return pd.DataFrame(columns=names).astype({"row": "int64"})
+        prompt = "prompt" if "prompt" in self.names else "prompt_ids"
+        prompts = self.df([prompt], rows=rows)["prompt" if prompt == "prompt" else "prompt_text"]
+        lines = []
+        for row, asked in zip(rows, prompts, strict=True):
+            parts = [re.fullmatch(r"(\S+) (.*?): (.*)", line) or line for line in texts[row].splitlines()]
+            said = [(part[1], part[2], part[3]) if isinstance(part, re.Match) else ("", "", part) for part in parts]
+            stages, functions, errors = (", ".join(dict.fromkeys(column)) for column in zip(*said, strict=True))
+            lines.append((row, asked, stages, functions, errors))
+        return pd.DataFrame(lines, columns=names)
 
     @checked_call("batch.peek")
     def peek(self, n: PositiveInt = 4) -> pd.DataFrame:

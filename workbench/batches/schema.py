@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
-Holds = Literal["token ids", "whole numbers", "zeros and ones", "numbers"]
+Holds = Literal["token ids", "whole numbers", "zeros and ones", "numbers", "text"]
 Row = Literal["one", "tokens", "either"]
 FINITE = sys.float_info.max
 
@@ -22,7 +22,8 @@ class ColumnSchema:
     """What holds of a column.
 
     holds: the kind of its numbers, which decides the dtype: token ids are int64 below the size of the model's
-    vocabulary, whole numbers have an integer dtype, zeros and ones any, and numbers are finite, of any real dtype.
+    vocabulary, whole numbers have an integer dtype, zeros and ones any, and numbers are finite, of any real dtype. Text
+    is a list.
     row: "one" number a row (a Tensor [rows]), as many as "tokens" (a Ragged), or "either".
     along: columns of the same name here have equally many tokens in each row. follows: the column of token ids whose
     sequences these continue. empty: whether a row may have no token. least, most: the range, both ends included.
@@ -40,6 +41,7 @@ class ColumnSchema:
 _ids = partial(ColumnSchema, holds="token ids", row="tokens", least=0)
 _per_token = partial(ColumnSchema, row="tokens", along="response")
 _NUMBER, _SCORES = ColumnSchema(), ColumnSchema(row="either", along="response")
+_FLAG = ColumnSchema(holds="zeros and ones", least=0, most=1)
 _OF_OTHERS = ColumnSchema(row="either")  # of other responses, whose lengths are their own
 _TOKEN_NUMBER = _per_token()
 
@@ -49,7 +51,9 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "prompt_uid": ColumnSchema(holds="whole numbers"),
         "response_ids": _ids(along="response", follows="prompt_ids"),
         "response_mask": _per_token(holds="zeros and ones", least=0, most=1),
-        "finished": ColumnSchema(holds="zeros and ones", least=0, most=1),
+        "finished": _FLAG,
+        "valid": _FLAG,
+        "failure": ColumnSchema(holds="text"),
         "turns": ColumnSchema(holds="whole numbers", least=0),
         "environment_rewards": _TOKEN_NUMBER,
         "rollout_log_prob": _TOKEN_NUMBER,
@@ -57,6 +61,7 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "ref_log_prob": _TOKEN_NUMBER,
         "rewards": _SCORES,
         "baseline_rewards": _OF_OTHERS,
+        "baseline_valid": _FLAG,
         "token_rewards": _TOKEN_NUMBER,
         "values": _TOKEN_NUMBER,
         "final_values": _NUMBER,
@@ -91,5 +96,8 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "ref_mismatched_log_prob": _NUMBER,
     }
 )
+# `valid` is 0 where a function of the user's failed for a row, and `failure` says with what. Several stages write both,
+# and keep what those before them wrote.
+STATUS = ("valid", "failure")
 # columns of token ids, which are shown as text
 TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")

@@ -43,6 +43,10 @@ def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limit
 def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, where: str = "") -> None:
     """Raise `BadInput` where a known column by itself does not hold what its schema says."""
     schema = SCHEMA[name]
+    if schema.holds == "text":
+        if not (isinstance(column, list) and all(isinstance(value, str) for value in column)):
+            raise BadInput(f"{where}column {name!r} is {kind_of(column)}", "it must be a list with a text a row")
+        return
     values = column.values if isinstance(column, Ragged) else column
     right_rows = isinstance(column, Ragged) if schema.row == "tokens" else not isinstance(column, list)
     if not isinstance(values, Tensor) or not right_rows or values.ndim != 1 or _wrong_row(schema, column):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def evaluate(
     *,
     samples: int,
     sampling: Sampling | None,
-    reward: Callable[..., Any] | None,
+    reward: Callable[..., Any] | Mapping[str, Any] | None,
     n: int | None,
     threshold: float,
     seed: int,
@@ -70,14 +70,15 @@ def evaluate(
             batch = lab.put(prompt_table(rows, 0))
             batch = lab.actor.generate_sequences(batch, samples=samples, seed=seed, **options)
             batch = lab.reward.compute_reward(batch, function=reward)
-            found = batch.fetch(["rewards", "finished", "response_mask"])
+            status = ["valid"] if "valid" in batch.names else []
+            found = batch.fetch(["rewards", "finished", "response_mask", *status])
             mask = found["response_mask"]
             assert isinstance(mask, Ragged)
             # as generation counts them: what an environment wrote is not the policy's
             lengths = np.array([int(row.sum()) for row in mask.rows()])
-            frames[name] = summary(
-                _scores(found["rewards"]), lengths, np.asarray(found["finished"]), samples, threshold
-            )
+            valid = np.asarray(found["valid"]).astype(bool) if status else np.ones(len(lengths), dtype=bool)
+            scores, finished = _scores(found["rewards"]), np.asarray(found["finished"])
+            frames[name] = summary(scores, lengths, finished, samples, threshold, valid)
     values = {f"{name}/{metric}": value for name, metrics in frames.items() for metric, value in metrics.items()}
     lab.telemetry.append_metrics("evaluate", lab.runner.counters.run, lab.iteration, values)
     frame = pd.DataFrame.from_dict(frames, orient="index").rename_axis("data")
@@ -85,30 +86,45 @@ def evaluate(
 
 
 def summary(
-    rewards: np.ndarray, lengths: np.ndarray, finished: np.ndarray, samples: int, threshold: float
-) -> dict[str, float]:
+    rewards: np.ndarray, lengths: np.ndarray, finished: np.ndarray, samples: int, threshold: float,
+    valid: np.ndarray | None = None,
+) -> dict[str, float]:  # fmt: skip
     """The row of one data set. All arrays [prompts x samples], the samples of a prompt side by side.
 
-    lengths: tokens of each response that the policy chose. A reward passes from `threshold` on, rounded to the rewards'
-    dtype: 0.9 in float32 is a little less than Python's.
+    lengths: tokens of each response that the policy chose. valid: those that did not fail (None: all); the others count
+    nowhere but in `failed_fraction`, and pass@k is of the prompts with at least k valid samples. A reward passes from
+    `threshold` on, rounded to the rewards' dtype: 0.9 in float32 is a little less than Python's.
 
     The standard error is that of the prompts' means: samples of one prompt are not independent of each other (Miller
     2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
     """
-    means = rewards.astype(np.float64).reshape(-1, samples).mean(1)
+    valid = np.ones(len(rewards), dtype=bool) if valid is None else valid
+    rows = valid.reshape(-1, samples)
+    counts = rows.sum(1)
+    scores = rewards.astype(np.float64).reshape(-1, samples)
+    means = np.array([one[kept].mean() for one, kept in zip(scores, rows, strict=True) if kept.any()])
     limit = rewards.dtype.type(threshold) if np.issubdtype(rewards.dtype, np.floating) else threshold
-    passed = (rewards >= limit).reshape(-1, samples).sum(1)
+    passed = ((rewards >= limit) & valid).reshape(-1, samples).sum(1)
     error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
     ks = sorted({k for k in (2**i for i in range(samples.bit_length())) if k <= samples} | {samples})
     return {
-        "prompts": float(len(means)),
+        "prompts": float(len(rows)),
         "samples": float(samples),
-        "reward_mean": float(means.mean()),
+        "reward_mean": _mean(means),
         "reward_standard_error": error,
-        **{f"pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in passed])) for k in ks},
-        "response_tokens_mean": float(lengths.mean()),
-        "truncated_fraction": float(1 - finished.mean()),
+        **{
+            f"pass@{k}": _mean([pass_at_k(int(n), int(c), k) for n, c in zip(counts, passed, strict=True) if n >= k])
+            for k in ks
+        },
+        "response_tokens_mean": _mean(lengths[valid]),
+        "truncated_fraction": 1 - _mean(finished[valid]),
+        "failed_fraction": float(1 - valid.mean()),
     }
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    """NaN of none."""
+    return float(np.mean(values)) if len(values) else float("nan")
 
 
 def _named(data: Any) -> dict[str, Any]:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from workbench.data.user_functions import Score, checked_score, parameters_of, score, short
-from workbench.errors import BadInput, RewardError
+from workbench.data.user_functions import (
+    Score,
+    checked_score,
+    checked_scores,
+    parameters_of,
+    score,
+    score_together,
+    short,
+)
+from workbench.errors import BadInput, RewardError, StageError
 from workbench.support.calls.limits import limits_of
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.named_fields import meant
 
 RewardFunction = Callable[..., Any]
+E = TypeVar("E", bound=StageError)
+NOT_ASKED = "was not asked"
+RULE = "it must return one finite number, or one a response token"
+RULE_OF_MANY = "it must return a list with a finite number a row, or with a list of one a response token"
 ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
 
 
@@ -49,48 +64,154 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
             )
 
 
+class _Enough(Exception):
+    """So many calls have failed that the stage fails, whatever comes of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How a function is asked. calls: of the functions of this role. concurrency, timeout_s: see `Session.each`.
+    retries: how often a failed call is made again, after all others. most: of failed rows, before which no further call
+    is begun. tick: called twenty times a second with the number of calls that have ended."""
+
+    calls: UserCalls
+    concurrency: int
+    timeout_s: float
+    retries: int = 0
+    most: float = math.inf
+    tick: Callable[[int], None] = lambda ended: None
+
+    def ask(
+        self,
+        function: Any,
+        invoke: Callable[..., Any],
+        finish: Callable[..., Any],
+        arguments: Sequence[Sequence[Any]],
+        error: Callable[[int, str, str, str], RewardError],
+        rows: Sequence[int] | None = None,
+    ) -> tuple[dict[int, Any], dict[int, RewardError]]:
+        """What the calls give, and the errors of those that failed, by number of call.
+
+        A call fails alone: where it ends the process in which others are under way, these are made again in a new one.
+        error: makes the error of a call: its number, what it did, the rule, the remedy. rows: of each call; default 1.
+        """
+        answers: dict[int, Any] = {}
+        failures: dict[int, RewardError] = {}
+        tries, again = Counter[int](), list[int]()
+        turns = [(list(range(len(arguments))), self.concurrency)]
+
+        def fail(number: int, what: str, rule: str, remedy: str, cause: BaseException | None, note: str) -> None:
+            tries[number] += 1
+            if tries[number] <= self.retries:
+                again.append(number)
+                return
+            failures[number] = made = error(number, what, rule, remedy)
+            made.__cause__ = cause
+            if note:
+                made.add_note(note)
+            if sum(1 if rows is None else rows[failed] for failed in failures) > self.most:
+                raise _Enough
+
+        try:
+            while turns or again:
+                if not turns:
+                    turns, again = [(again, self.concurrency)], []
+                numbers, width = turns.pop(0)
+
+                def done(i: int, value: Any, numbers: Sequence[int] = numbers) -> None:
+                    answers[numbers[i]] = value
+
+                def failed(
+                    i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None,
+                    note: str = "", numbers: Sequence[int] = numbers,
+                ) -> None:  # fmt: skip
+                    fail(numbers[i], what, rule, remedy, cause, note)
+
+                with self.calls.session(function) as session:
+                    left = session.each(
+                        invoke, finish, [arguments[i] for i in numbers], concurrency=width, timeout_s=self.timeout_s,
+                        done=done, failed=failed, tick=lambda: self.tick(len(answers) + len(failures)),
+                    )  # fmt: skip
+                for some, at_once in ((left.waiting, width), (left.suspects, 1)):
+                    if some:
+                        turns.insert(0, ([numbers[i] for i in some], at_once))
+        except _Enough:
+            for number in range(len(arguments)):
+                if number not in answers and number not in failures:
+                    failures[number] = error(number, NOT_ASKED, "so many rows failed before that the stage fails", "")
+        self.tick(len(arguments))
+        return answers, failures
+
+
+def first_failure(failures: Mapping[int, E]) -> E:
+    """The error of the first call that was made and failed."""
+    asked = [number for number, error in failures.items() if error.what != NOT_ASKED]
+    return failures[min(asked or failures)]
+
+
 def score_rows(
     function: RewardFunction,
     rows: Sequence[Mapping[str, Any]],
     response_tokens: Sequence[int],
     *,
-    calls: UserCalls,
-    concurrency: int,
-    timeout_s: float,
+    asking: Asking,
     where: str,
     row_numbers: Sequence[int],
-    progress: Callable[[int, int, int], None],
-) -> list[Score]:
-    """`function(**row)` for each row, with what of it the function takes: one number, or one a response token.
-    `async def` functions work too; all their calls share one event loop.
+) -> tuple[list[Score | None], dict[int, RewardError]]:
+    """`function(**row)` for each row, with what of it the function takes: one number, or one a response token; None,
+    and an error, for a row whose call raises, passes a limit, crashes its process, or returns neither a finite number
+    nor as many finite numbers as the response has tokens. `async def` functions work too; all their calls share one
+    event loop.
 
-    Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows.
-    calls: of the functions of this role. concurrency, timeout_s: see `Session.each`; a call that takes longer fails the
-    stage.
-    Raises `RewardError` naming the prompt, the row and the rank when a call raises, passes a limit, or returns neither
-    a finite number nor as many finite numbers as the response has tokens; and when some rows get one number and others
-    several.
+    Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows:
+    a row that gets another kind than the first has failed. Errors name the prompt, the row and the rank.
     """
-    scores: dict[int, Score] = {}
     name = name_of(function)
 
-    def fail(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
+    def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
         prompt = short(str(rows[i].get("prompt", "")))
-        rule = rule or ("it must return one finite number, or one a response token" * what.startswith("returned"))
-        return RewardError(
+        rule = rule or (RULE * what.startswith("returned"))
+        made = RewardError(
             f"reward function {name} {what} for row {row_numbers[i]} on {where}, prompt {prompt!r}", rule, remedy
         )
+        made.what = what
+        return made
 
-    def done(i: int, value: Score) -> None:
-        scores[i] = value
-        progress(len(scores), len(rows), 0)
-
-    with calls.session(function) as session:
-        session.each(
-            score, checked_score, list(zip(rows, response_tokens, strict=True)), concurrency=concurrency,
-            timeout_s=timeout_s, done=done, fail=fail, tick=lambda: progress(len(scores), len(rows), 0),
-        )  # fmt: skip
+    scores: dict[int, Score]
+    scores, failures = asking.ask(
+        function, score, checked_score, list(zip(rows, response_tokens, strict=True)), error
+    )  # fmt: skip
+    first = next((i for i in range(len(rows)) if i in scores), 0)
     for i, found in sorted(scores.items()):
-        if isinstance(found, list) != isinstance(scores[0], list):
-            raise fail(i, f"returned {found!r:.60}, but {scores[0]!r:.60} for row {row_numbers[0]},", ALIKE)
-    return [scores[i] for i in range(len(rows))]
+        if isinstance(found, list) != isinstance(scores[first], list):
+            said = f"returned {found!r:.60}, but {scores[first]!r:.60} for row {row_numbers[first]},"
+            failures[i] = error(i, said, ALIKE)
+            del scores[i]
+    return [scores.get(i) for i in range(len(rows))], failures
+
+
+def score_groups(
+    function: RewardFunction,
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    response_tokens: Sequence[Sequence[int]],
+    *,
+    asking: Asking,
+    where: str,
+    row_numbers: Sequence[Sequence[int]],
+) -> tuple[dict[int, list[Score]], dict[int, RewardError]]:
+    """A call of a `batched` function for each group of rows: a score a row, or an error, by number of group."""
+    name = name_of(function)
+
+    def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
+        rows, prompt = row_numbers[i], short(str(groups[i][0].get("prompt", "")))
+        made = RewardError(
+            f"reward function {name} {what} for {len(rows)} rows, the first is row {rows[0]}, on {where}, "
+            f"prompt {prompt!r}",
+            rule or (RULE_OF_MANY * what.startswith("returned")),
+            remedy,
+        )
+        made.what = what
+        return made
+
+    calls = list(zip(groups, response_tokens, strict=True))
+    return asking.ask(function, score_together, checked_scores, calls, error, list(map(len, groups)))

@@ -77,6 +77,22 @@ def checked_score(value: Any, row: object, tokens: int) -> Score:
     return finite_number(value)
 
 
+def score_together(
+    function: Callable[..., Any], state: object, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int]
+) -> Any:
+    """What a function of many rows gives for them."""
+    return function(**{name: [row[name] for row in rows] for name in accepted(function, rows[0])})
+
+
+def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int]) -> list[Score]:
+    """As `checked_score`, of each row."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(rows):
+        raise WrongValue(f"returned {value!r:.60} for {len(rows)} rows,")
+    return [checked_score(one, row, n) for one, row, n in zip(value, rows, tokens, strict=True)]
+
+
 # --- environments: `state` holds those of a session, by row -----------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ the message, the frames on the ranks.
 
 from __future__ import annotations
 
+import typing
 from typing import TYPE_CHECKING
 
 from workbench.errors.plain_text import plain_text
@@ -99,7 +100,14 @@ class NotFound(WorkbenchError, LookupError):
 
 
 class StageError(WorkbenchError, RuntimeError):
-    """A stage failed on one or more ranks; the message names role, stage, ranks and the first cause."""
+    """A stage failed on one or more ranks; the message names role, stage, ranks and the first cause.
+
+    batch: where it failed because a function of the user's did for too many rows, the batch with all rows that were
+    finished; else None. what: of the error of one row, what the function did.
+    """
+
+    batch: typing.Any = None
+    what: str = ""
 
 
 class RewardError(StageError):

@@ -57,6 +57,7 @@ class Operation:
     range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
     check_model: raises for arguments that do not suit the role's model, given second. check_columns: for a batch whose
     columns have the names given third. Both are asked before anything is done, by an algorithm as well.
+    by_hand: whether a call with these arguments makes columns that comparisons take as given, as if they had been put.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Operation:
     check: Check | None = None
     check_model: CheckModel | None = None
     check_columns: CheckColumns | None = None
+    by_hand: Callable[[Mapping[str, Any]], bool] | None = None
     signature: inspect.Signature
     hints: Mapping[str, Any]
     doc: str
@@ -120,6 +122,7 @@ def register(
     check: Check | None = None,
     check_model: CheckModel | None = None,
     check_columns: CheckColumns | None = None,
+    by_hand: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Callable[[F], F]:
     """Bind a protocol, itself or by name, to a worker's method.
 
@@ -158,6 +161,7 @@ def register(
             check=check,
             check_model=check_model,
             check_columns=check_columns,
+            by_hand=by_hand,
             signature=signature.replace(parameters=parameters),
             hints=_hints(method, signature),
             doc=inspect.getdoc(method) or "",

@@ -14,11 +14,23 @@ from workbench.messages.metrics import Metric, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailedRows:
+    """Rows of a rank for which a function of the user's failed: how many, the number in the batch of the first, and
+    its error. not_asked: of these, those that were not asked any more. most: the share of rows that may fail."""
+
+    count: int
+    not_asked: int
+    row: int
+    most: float
+    first: Failure
+
+
+@dataclass(frozen=True, kw_only=True)
 class Output:
     """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
 
     metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: what is to be said in the cell,
-    such as why an optimizer step was skipped.
+    such as why an optimizer step was skipped. failed: rows that are in the columns, and failed.
     """
 
     columns: Table = field(default_factory=dict)
@@ -26,6 +38,7 @@ class Output:
     meta: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     value: Any = None
+    failed: FailedRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +81,7 @@ class Reply:
     notes: tuple[str, ...] = ()
     failure: Failure | None = None
     stopped: UpdatePart | None = None
+    failed: FailedRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table, kind_of
@@ -30,6 +31,27 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def valid(self) -> Tensor:
+        """Which rows count, [rows]: not those that failed, see `valid` in `workbench.batches.schema`. A shard without
+        that column has no such row."""
+        if "valid" not in self.columns:
+            return torch.ones(len(self), dtype=torch.bool)
+        return self.numbers("valid").bool()
+
+    @property
+    def valid_mask(self) -> Ragged:
+        """The response mask without the tokens of rows that do not count: what advantages and losses are over."""
+        mask = self.ragged("response_mask")
+        if "valid" not in self.columns:
+            return mask
+        return mask.like(mask.values.bool() & torch.repeat_interleave(self.valid, mask.lengths))
+
+    @property
+    def invalid_rows(self) -> frozenset[int]:
+        """Those that do not count, by their place in the shard."""
+        return frozenset((~self.valid).nonzero()[:, 0].tolist())
 
     def ragged(self, name: str) -> Ragged:
         """A token column; `BadInput` where the column of that name is another kind."""

@@ -232,7 +232,9 @@ class Sampling:
         token, and the tokens up to the one that completed the stop string.
     environment: makes the responses conversations, see `workbench.data.environment`: a class, or a function without
         arguments that makes one, called once a sample. max_turns: most turns of the policy. concurrency,
-        call_timeout_s: calls of environments under way at once on a rank, and the time limit of one.
+        call_timeout_s: calls of environments under way at once on a rank, and the time limit of one. retries: how often
+        a conversation whose environment failed begins again, from the same seed, with a new environment. most_failed:
+        the share of rows whose environment may fail at last, see `generate_sequences`.
 
     `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
     bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
@@ -258,6 +260,8 @@ class Sampling:
     max_turns: PositiveInt = 8
     concurrency: PositiveInt = 8
     call_timeout_s: PositiveFloat = 30.0
+    retries: NonNegativeInt = 0
+    most_failed: Annotated[Number, Field(ge=0, le=1), Rule("must be a share of the rows, in [0, 1]")] = 0.2
 
     def __post_init__(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:

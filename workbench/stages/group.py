@@ -106,6 +106,8 @@ class GroupOperation:
         samples = own.pop("samples", 1) if self.operation.samples else 1
         whole("samples", samples, 1)
         arguments = checked_arguments(self.operation, self.group.role, args, own)
+        if arguments.get("function", self) is None:  # a role that is a function scores with it
+            arguments["function"] = self.group.spec.function
         if self.operation.check_model is not None:
             self.operation.check_model(arguments, self.group.spec)
         return arguments, samples
@@ -116,12 +118,19 @@ class GroupOperation:
             self.operation.check_columns(arguments, self.group.spec, names)
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
-        """A short text that is equal for equal code, arguments and models, functions that score among them."""
+        """A short text that is equal for equal code, arguments and models, functions that score among them; empty for
+        what is done by hand."""
+        if self.operation.by_hand is not None and self.operation.by_hand(arguments):
+            return ""
         method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec
             self._method_code = fingerprint((method, spec))
-        called = (getattr(value, "func", value) for value in arguments.values() if callable(value))  # of a partial
+        values = [
+            one for value in arguments.values() for one in (value.values() if isinstance(value, dict) else [value])
+        ]
+        values = [one[0] if isinstance(one, tuple) and one else one for one in values]
+        called = (getattr(value, "func", value) for value in values if callable(value))  # of a partial
         given = (getattr(value, "__module__", "") for value in called)
         edits = loaded.edits_behind({*self.group.modules, *given})
         return fingerprint((self._method_code, edits, sorted(arguments.items()), samples))[:12]

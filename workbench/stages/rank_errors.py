@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from workbench.errors import StageError, UpstreamError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
-from workbench.messages.replies import Failure, PeerFailed
+from workbench.messages.replies import FailedRows, Failure, PeerFailed
+
+if TYPE_CHECKING:
+    from workbench.batches.batch import Batch
 
 STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() starts them again"
 
@@ -36,6 +40,35 @@ def one_error(
         error.add_note(note)
     error.__cause__ = raised.error
     return error
+
+
+def too_many_failed(
+    role: str, pool: str, stage: str, run: int, failed: Mapping[int, FailedRows], batch: Batch
+) -> WorkbenchError:
+    """The error of a stage for too many of whose rows a function of the user's failed.
+
+    failed: of each rank that has such rows. batch: with the columns of all rows.
+    """
+    count = sum(one.count for one in failed.values())
+    in_order = sorted(failed, key=lambda rank: failed[rank].row)
+    error = one_error(role, pool, stage, run, {rank: failed[rank].first for rank in in_order}, stuck=False)
+    most, not_asked = next(iter(failed.values())).most, sum(one.not_asked for one in failed.values())
+    more = f", and {not_asked} were not asked any more" if not_asked else ""
+    told = f"{count - not_asked} of {batch.rows} rows failed, where most_failed={most:g} is the share that may{more}"
+    remedy = (
+        f"All that was finished is kept in error.batch, which is lab.batch({batch.id!r}): mend the function, and give "
+        "it that batch with only=error.batch.failed()"
+    )
+    again = type(error)(
+        error.value, *(". ".join(filter(None, (one.rstrip("."), two))) for one, two in
+                       ((error.rule, told), (error.remedy, remedy)))
+    )  # fmt: skip
+    again.failure, again.__cause__ = error.failure, error.__cause__
+    if isinstance(again, StageError):
+        again.batch = batch
+    for note in getattr(error, "__notes__", ()):
+        again.add_note(note)
+    return again
 
 
 def _rank_failure(ranks: list[int], failures: Mapping[int, Failure]) -> RankFailure:

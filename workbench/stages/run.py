@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from workbench.backends.base import Backend
 from workbench.batches.references import Settled
 from workbench.display.progress import Progress
-from workbench.errors import StageTimeout, UpstreamError
+from workbench.errors import StageError, StageTimeout, UpstreamError
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.replies import Reply, UpdatePart
@@ -360,7 +360,9 @@ class Run:
         """End the run with an error; the first one counts."""
         cleaned, self._cleaned = self._cleaned, True
         try:
-            if self.calls and not cleaned:
+            if isinstance(error, StageError) and error.batch is not None:  # its rows are kept
+                self._outcomes.not_received(self)
+            elif self.calls and not cleaned:
                 self._outcomes.clean_up(self)
         except Exception as second:
             error.add_note(f"and while cleaning up: {second!r}")

@@ -14,7 +14,7 @@ from workbench.batches.store import Origin, Weights
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.metrics import Metrics, merge_metrics, reported
-from workbench.messages.replies import agreed_columns
+from workbench.messages.replies import FailedRows, agreed_columns
 from workbench.placement import ROLLOUT
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.checking import StageCall
@@ -24,6 +24,7 @@ from workbench.stages.groups import Groups
 from workbench.stages.outcomes import Outcomes
 from workbench.stages.ownership import Ownership
 from workbench.stages.planning import calls_on_batch, calls_without_batch
+from workbench.stages.rank_errors import too_many_failed
 from workbench.stages.run import Run
 from workbench.telemetry.store import TelemetryStore
 
@@ -137,8 +138,21 @@ class StageSteps:
         self._count_update(run)
         if not self.call.operation.protocol.joins:
             return [reply.value for reply in collected]
+        failed = {reply.rank: reply.failed for reply in collected if reply.failed is not None}
+        if failed and self._are_too_many(failed):
+            run.code = f"failed {run.code}"  # its columns are not those of a stage that succeeded
+            kept = self._next_version(run, kept=True)
+            group = run.group
+            assert kept is not None
+            raise too_many_failed(group.role, group.pool.name, run.stage, run.number, failed, kept)
         made = self._next_version(run)
         return run.metrics if made is None else made
+
+    def _are_too_many(self, failed: Mapping[int, FailedRows]) -> bool:
+        """Whether functions failed for more rows than the call allows."""
+        assert self.call.batch is not None
+        rows, (first, *_) = self.call.batch.rows * self.call.samples, failed.values()
+        return sum(one.count for one in failed.values()) > first.most * rows
 
     def _count_update(self, run: Run) -> None:
         weights, role = self.parts.counters.weights, run.group.role
@@ -146,8 +160,8 @@ class StageSteps:
         if self.call.operation.updates and role in weights:
             weights[role] = Weights.fresh(int(run.metrics.get("optimizer_steps", weights[role].steps + 1)))
 
-    def _next_version(self, run: Run) -> Batch | None:
-        """The batch with the columns that were made; None where none were."""
+    def _next_version(self, run: Run, *, kept: bool = False) -> Batch | None:
+        """The batch with the columns that were made; None where none were. kept: of a run that fails all the same."""
         replies, calls, ranks = run.replies, run.calls, run.result_ranks
         summaries = agreed_columns([replies[rank] for rank in ranks], run.writes, run.name)
         if not summaries:
@@ -165,7 +179,10 @@ class StageSteps:
             )
             for name, summary in summaries.items()
         }  # fmt: skip
-        made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
+        if kept:
+            made = batch.with_made(run, self.call.samples)
+        else:
+            made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
         self.parts.batches.store.add(made, self._origin(run, calls[0]), run.made.values(), by_loop=run.by_loop)
         return made
 
@@ -201,6 +218,8 @@ class StageSteps:
         """End a run with what the store has, where the same code has read the same columns with the same weights."""
         call, store, weights = self.call, self.parts.batches.store, self.parts.counters.weights
         assert call.batch is not None
+        if not run.code:
+            return
         batch, travels = call.batch.copies(call.samples), call.travelling
         state = weights[run.group.role].state if run.group.role in weights else ""
         for name in reversed(list(store)):

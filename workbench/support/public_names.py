@@ -17,6 +17,7 @@ PUBLIC_NAMES = {
     "Training": "workbench.settings.engines",
     "Workbench": "workbench.controller",
     "attach": "workbench.launch.opening",
+    "batched": "workbench.data.batched",
     "limits": "workbench.support.calls.limits",
     "ls": "workbench.launch.listing",
     "open": "workbench.launch.opening",

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from workbench.data.environment import Environments, Turn
 from workbench.engines.generation import Ending, GenerationEngine
+from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import turn_seed
 
-# As `Ending`; or the environment ended it; or max_turns were taken.
-ConversationEnding = Ending | Literal["done", "turns"]
+# As `Ending`; or the environment ended it; or max_turns were taken; or the environment failed.
+ConversationEnding = Ending | Literal["done", "turns", "failed"]
 Share = Callable[[Callable[[], list[Any]]], list[Any]]
 
 
@@ -21,6 +22,7 @@ class Conversation:
     """A response of several turns, one entry a token in all lists.
 
     mask: False on the environment's tokens, whose log_probs are 0. rewards: each turn's on the turn's last token.
+    failure: of its environment, where that ended it.
     """
 
     prompt_ids: list[int]
@@ -31,6 +33,14 @@ class Conversation:
     rewards: list[float] = field(default_factory=list)
     turns: int = 0
     ending: ConversationEnding | None = None
+    failure: RolloutError | None = None
+
+    def begin_again(self) -> None:
+        """Forget what was said: from the same seed, a new environment is told the same as long as it answers alike."""
+        self.response_ids, self.mask, self.log_probs, self.rewards, self.turns = [], [], [], [], 0
+
+    def fail(self, error: RolloutError) -> None:
+        self.failure, self.ending = error, "failed"
 
     def add_turn(self, token_ids: list[int], log_probs: list[float]) -> None:
         self._append(token_ids, log_probs, True)
@@ -62,7 +72,8 @@ def converse(
 
     All open conversations take their turns together: generation of one turn, then the environments' replies. A turn
     that is cut for want of room ends the response without a reply; so does an observation that leaves no room for
-    another token, which is not appended. The last token is always the policy's.
+    another token, which is not appended. The last token is always the policy's. A conversation whose environment fails
+    ends there, or begins again, as the environments say.
 
     conversations: those of all ranks of a tensor group, in rank order; `mine` are this rank's, whose environments run
     here. share(make): the lists that these ranks make, end to end. any_rank: whether it is true on any rank.
@@ -73,12 +84,26 @@ def converse(
         return min(left, sampling.max_new_tokens - len(conversation.response_ids))
 
     own = {id(conversation): row for row, conversation in enumerate(conversations[mine])}
-    first = share(lambda: environments.reset([room(conversation) for conversation in conversations[mine]]))
-    for conversation, token_ids in zip(conversations, first, strict=True):
-        conversation.add_observation(token_ids)
-    continued = False
+    new, continued = {id(conversation) for conversation in conversations}, False
+
+    def begin() -> None:
+        """Reset the environments of new conversations. Those that fail and are to begin again stay new."""
+        beginning = [conversation for conversation in conversations if id(conversation) in new]
+        here = [(own[id(one)], room(one)) for one in beginning if id(one) in own]
+        replies = share(lambda: environments.reset(here))
+        new.clear()
+        for conversation, reply in zip(beginning, replies, strict=True):
+            if reply.again:
+                new.add(id(conversation))
+            elif reply.failure is not None:
+                conversation.fail(reply.failure)
+            else:
+                conversation.add_observation(reply.observation_ids)
+
     while any_rank(any(conversation.ending is None for conversation in conversations)):
-        speaking = [conversation for conversation in conversations if conversation.ending is None]
+        if any_rank(bool(new)):
+            begin()
+        speaking = [one for one in conversations if one.ending is None and id(one) not in new]
         closed, said = len(conversations) - len(speaking), sum(sum(c.mask) for c in conversations)
         rollout = engine.generate(
             [conversation.prompt_ids + conversation.response_ids for conversation in speaking],
@@ -102,6 +127,13 @@ def converse(
         here = [turn for _, turn in asked if turn.row >= 0]
         replies = share(lambda: environments.step(here))  # noqa: B023
         for (conversation, _), reply in zip(asked, replies, strict=True):
+            if reply.again:
+                conversation.begin_again()
+                new.add(id(conversation))
+                continue
+            if reply.failure is not None:
+                conversation.fail(reply.failure)
+                continue
             conversation.rewards[-1] = reply.reward
             if reply.done:
                 conversation.ending = "done"

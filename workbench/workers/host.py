@@ -176,6 +176,7 @@ class Host(Shards):
             syncs=syncs,
             failure=failure,
             stopped=stopped,
+            failed=output.failed,
         )
         self._last = call.run, reply
         return reply

@@ -12,6 +12,7 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.workers.conversation import Conversation
 
 CUT = ("length", "turns")  # endings that are not the response's own
+FAILED = "failed"  # that of a row whose environment failed
 ENDINGS = ("eos", "stop", "done", *CUT)
 
 
@@ -38,7 +39,7 @@ def several_turns(conversations: Sequence[Conversation]) -> Table:
 
 
 def _endings(endings: Sequence[str]) -> Table:
-    finished = torch.tensor([ending not in CUT for ending in endings], dtype=torch.bool)
+    finished = torch.tensor([ending not in (*CUT, FAILED) for ending in endings], dtype=torch.bool)
     return {"finished": finished, "ending": list(endings)}
 
 

@@ -32,7 +32,7 @@ def rollout_weights(batch: Shard, correction: Correction, context: Context) -> R
     Raises `BadInput` where the rollouts were sampled with top-p, top-k or min-p.
     """
     check_untruncated(f"{correction}", batch.meta.get(TRUNCATION, {}))
-    mask = batch.ragged("response_mask")
+    mask = batch.valid_mask
     mask_BT = mask.pad().bool()
     old_BT, rollout_BT = batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad()
     weights = correct(old_BT, rollout_BT, mask_BT, correction)

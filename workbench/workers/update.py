@@ -30,7 +30,8 @@ class Term:
 
     inputs: what the module is given of a micro-batch. loss: from a micro-batch and the module's output to a loss a
     response token [B, R], and metrics. The shard has as many minibatches as those of the other terms.
-    skip: rows of the shard that have no gradient, so that they only count in the denominators.
+    skip: rows of the shard that have no gradient, so that they only count in the denominators. Rows that are not valid
+    count nowhere, and are left out too.
     together: consecutive rows whose loss is one, see `micro_batches`.
     prepare: called with the minibatch's number before each of its optimizer steps, on every rank.
     """
@@ -46,7 +47,7 @@ class Term:
 
     def divisors(self, context: Context) -> list[Tensor]:
         """The denominator of each minibatch, over the rows of all replicas, skipped ones among them."""
-        mask_BR = self.shard.ragged("response_mask").pad()
+        mask_BR = self.shard.valid_mask.pad()
         parts = [
             denominator(mask_BR[rows], self.aggregation, self.max_response_tokens)
             for rows in minibatch_indices(self.shard.minibatch_sizes)
@@ -150,7 +151,13 @@ class Update:
         tokens = budget.tokens
         of_terms = (
             each_minibatch(
-                term.shard, tokens, data, device, padded=budget.padded, skip=term.skip, together=term.together
+                term.shard,
+                tokens,
+                data,
+                device,
+                padded=budget.padded,
+                skip={*term.skip, *term.shard.invalid_rows},
+                together=term.together,
             )
             for term in self.terms
         )
@@ -180,9 +187,11 @@ class Update:
             self.context.progress(self._done, self._total, self._done_tokens)
             self._done, self._done_tokens = self._done + 1, self._done_tokens + tokens_of(micro)
 
+        mask = term.shard.valid_mask
+
         def share(output: Any) -> Tensor:
             loss_BR, metrics = term.loss(micro, output)
-            mask_BR = micro.mask_BR(term.shard.ragged("response_mask"))
+            mask_BR = micro.mask_BR(mask)
             scalar = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
             seen.add(term, micro, loss_BR * mask_BR, scalar, metrics)
             return scalar

@@ -62,14 +62,17 @@ def estimated(
 
     scores_B: of responses. rewards_BT: of tokens, after penalties. The function sees `rewards`, `token_rewards`,
     `mask`, `group` (the number of a row's prompt) and columns of all rows, as a single rank would: so every rank makes
-    the same numbers, and keeps its own.
+    the same numbers, and keeps its own. Rows that are not valid are not among them, and get 0.
     """
-    mask = batch.ragged("response_mask")
+    mask, valid_B = batch.ragged("response_mask"), batch.valid
     rows_N = torch.cat(communicator.all_gather(torch.as_tensor(batch.rows)))
     order = torch.argsort(rows_N)
+    order = order[_gathered(valid_B, communicator)[order]]
+    if not len(order):
+        return torch.zeros_like(rewards_BT), None
 
     def whole(column: ColumnValues) -> ColumnValues:
-        """A column of all rows, in their order."""
+        """A column of all valid rows, in their order."""
         if isinstance(column, list):
             data = torch.frombuffer(bytearray(pickle.dumps(column)), dtype=torch.uint8)
             rows = [row for part in communicator.all_gather(data) for row in pickle.loads(part.numpy().tobytes())]
@@ -98,10 +101,17 @@ def estimated(
         values[name] = found
     with torch.no_grad():
         returned = call(function, values)
-    mine_B = torch.searchsorted(rows_N[order], torch.as_tensor(batch.rows))
+    mine_V = torch.searchsorted(rows_N[order], torch.as_tensor(batch.rows)[valid_B])
+
+    def own(numbers_NT: Tensor) -> Tensor:
+        """Of this rank's rows."""
+        numbers_BT, width = torch.zeros_like(rewards_BT), min(numbers_NT.shape[1], rewards_BT.shape[1])
+        numbers_BT[valid_B, :width] = numbers_NT[mine_V, :width].to(numbers_BT.dtype)
+        return numbers_BT
+
     parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned,)
-    own = [_checked(function, part, inside_NT)[mine_B][:, : rewards_BT.shape[1]] for part in parts]
-    return own[0], own[1] if len(own) > 1 else None
+    found = [own(_checked(function, part, inside_NT)) for part in parts]
+    return found[0], found[1] if len(found) > 1 else None
 
 
 def _gathered(values: Tensor, communicator: Communicator) -> Tensor:

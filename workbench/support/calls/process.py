@@ -45,6 +45,7 @@ SEND_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 WATCH_SHARE = 0.05  # of the host's time, which looking after the limits may take
 KILL_ROUNDS = 100
+COMPUTES_S = 0.02  # of a tenth of a second: a thread that computes has at least this much, also on a busy machine
 
 
 class ProcessEnded(Exception):
@@ -64,6 +65,7 @@ class CallProcess:
 
     def __init__(self, limits: Limits, *, threads: int, texts: Mapping[str, tuple[str, str]]) -> None:
         self.limits = limits
+        self.ended_calls = 0  # what they left behind counts against the limits
         self._socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
@@ -190,16 +192,18 @@ class CallProcess:
     def memory_rule(self) -> str:
         return f"its process may take {self.limits.most_bytes:,} bytes (wb.limits(memory_bytes=...))"
 
-    def busiest(self, threads: Mapping[int, int]) -> int:
-        """Which of some calls computes, by its thread: it may keep the others from going on. {call: thread}"""
+    def computing(self, threads: Mapping[int, int]) -> dict[int, int]:
+        """Those of some calls that compute, by their threads: {call: thread}."""
         used: list[dict[int, float]] = []
         for pause_s in (0.1, 0.0):
             with contextlib.suppress(psutil.Error):
                 used.append({t.id: t.user_time + t.system_time for t in psutil.Process(self._popen.pid).threads()})
             time.sleep(pause_s)
         if len(used) < 2:
-            return next(iter(threads))
-        return max(threads, key=lambda i: used[1].get(threads[i], 0.0) - used[0].get(threads[i], 0.0))
+            return {}
+        took_s = {i: used[1].get(thread, 0.0) - used[0].get(thread, 0.0) for i, thread in threads.items()}
+        most_s = max(took_s.values())
+        return {i: threads[i] for i, s in took_s.items() if s >= max(most_s / 2, COMPUTES_S)}
 
 
 def tasks_of_machine() -> int:

@@ -17,6 +17,7 @@ from workbench.errors.frames import RaisedElsewhere
 from workbench.errors.plain_text import plain_text
 from workbench.support.calls.in_host import InHost
 from workbench.support.calls.limits import limits_of
+from workbench.support.calls.outcomes import Failed, Left
 from workbench.support.calls.pickling import by_value, name_of, packed_rows, pickled, values_of
 from workbench.support.calls.process import CallProcess, LimitPassed, ProcessEnded
 from workbench.support.calls.server import event_loop, random_states, set_random_states
@@ -45,12 +46,6 @@ def in_place() -> Iterator[None]:
         _in_place = before
 
 
-class Fail(Protocol):
-    """Makes the error for call number i: what it did, the rule, the remedy."""
-
-    def __call__(self, i: int, what: str, rule: str = "", remedy: str = "") -> Exception: ...
-
-
 class Session(Protocol):
     """A function in use, with a state that its calls share.
 
@@ -68,17 +63,17 @@ class Session(Protocol):
         concurrency: int,
         timeout_s: float,
         done: Callable[[int, Any], None],
-        fail: Fail,
+        failed: Failed,
         tick: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> Left:
         """`finish(invoke(function, state, *calls[i]), *calls[i])` for each i, and `done(i, value)` in this thread as
-        they finish, in any order.
+        they finish, in any order; or `failed(i, ...)` for a call that raises, returns a wrong value, or passes a limit.
+        The others go on, but for those whose process had to be killed: they are left, and the session takes no more.
 
         invoke: a function of a module; it may give a coroutine, which is awaited. finish: raises `WrongValue` for what
         must not be returned. concurrency: calls at the same time, in threads (for functions that wait on a network or a
-        sandbox). timeout_s: for one call. tick: called twenty times a second.
-        Raises `fail(i, ...)` for the first call that raises, returns a wrong value, or passes a limit; no further one
-        is begun. Those under way have half a second to end; then, as where a limit is passed, the process is killed.
+        sandbox). timeout_s: for one call. tick: called twenty times a second; it may raise, as `failed` may. Then calls
+        under way have two seconds to end, and their process is killed where they do not.
         """
         ...
 
@@ -177,6 +172,9 @@ class _Isolated:
     def __init__(self, process: CallProcess, name: str) -> None:
         self._process, self._name = process, name
         self._open: dict[int, _Call] = {}
+        self._left: set[int] = set()
+        self._suspects: list[int] = []
+        self._why = ("", "", "")
         self._number, self._unread = -1, deque[tuple[Any, ...]]()
         self._heard_s = time.monotonic()
         self._ready = False  # it has loaded the function, which may import much
@@ -191,14 +189,14 @@ class _Isolated:
         concurrency: int,
         timeout_s: float,
         done: Callable[[int, Any], None],
-        fail: Fail,
+        failed: Failed,
         tick: Callable[[], None] = lambda: None,
-    ) -> None:
-        left, next_tick_s, self._heard_s = len(calls), 0.0, time.monotonic()
-        self._number = next(_numbers)
+    ) -> Left:
+        next_tick_s, self._heard_s = 0.0, time.monotonic()
+        self._number, self._left, self._suspects = next(_numbers), set(range(len(calls))), []
         try:
             packed, sent = packed_rows(calls, self._name), False
-            while left:
+            while self._left and self.alive:
                 if self._ready and not sent:
                     self._process.send("calls", invoke, finish, packed, concurrency, self._number)
                     sent = True
@@ -209,24 +207,57 @@ class _Isolated:
                         values = [(i, column, by_value(value)) for i, column, value in values_of(calls)]
                         self._process.send("find_unreadable", values)
                     else:
-                        left -= self._handle(message, done, fail)
+                        self._handle(message, done, failed)
                 now_s = time.monotonic()
-                if now_s >= next_tick_s:
+                if self._left and self.alive and now_s >= next_tick_s:
                     tick()
                     self._process.watch()
-                    self._check_time(timeout_s, fail)
+                    self._check_time(timeout_s, failed)
                     next_tick_s = now_s + TICK_S
         except ProcessEnded as problem:
-            raise self._ended(problem, fail) from None
+            thread, frames = self._process.crashed_in()
+            self._kill()
+            culprit = next((i for i, call in self._open.items() if call.ident == thread), None)
+            self._blame(culprit, failed, str(problem), "a function raises, or returns its value", "mend the function",
+                        plain_text(frames))  # fmt: skip
         except LimitPassed as problem:
             self._kill()
-            raise fail(
-                next(iter(self._open), 0), f"is over a limit: its process {problem.what}", problem.rule,
-                "raise the limit, or mend the function; its process was killed",
-            ) from None  # fmt: skip
+            if self._open or not self._process.ended_calls:  # else what calls left behind: a new process goes on
+                self._blame(
+                    None, failed, f"is over a limit: its process {problem.what}", problem.rule,
+                    "raise the limit, or mend the function; its process was killed",
+                    alone=not self._process.ended_calls,
+                )  # fmt: skip
         finally:
-            if left and self.alive:
-                self._abandon()
+            if self._left and self.alive:
+                self._abandon(done)
+        if self._suspects and self.alive:
+            self._kill()
+        return Left(tuple(sorted(self._left)), tuple(self._suspects), self._why)
+
+    def _blame(
+        self,
+        culprit: int | None,
+        failed: Failed,
+        what: str,
+        rule: str,
+        remedy: str,
+        note: str = "",
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Say which call ended the process: the only one under way, where it is not known otherwise. Of several all are
+        suspects; so is one that was not alone, because others before it have left something behind. Where none was, the
+        first that is left is blamed, so that each process ends a call."""
+        under_way = list(self._open)
+        if culprit is None and (len(under_way) > 1 or not alone):
+            self._why = what, rule, remedy
+            self._suspects += under_way
+            self._left -= set(under_way)
+            return
+        culprit = (under_way or sorted(self._left))[0] if culprit is None else culprit
+        self._left.discard(culprit)
+        failed(culprit, what, rule, remedy, note=note)
 
     def end(self) -> None:
         """Let the process forget the state of the calls, and draw on where they have drawn."""
@@ -244,82 +275,87 @@ class _Isolated:
             if not ended:
                 self._kill()
 
-    def _handle(self, message: tuple[Any, ...], done: Callable[[int, Any], None], fail: Fail) -> int:
-        """Take in a message; how many calls it ends."""
+    def _handle(self, message: tuple[Any, ...], done: Callable[[int, Any], None], failed: Failed) -> None:
+        """Take in a message."""
         name, *rest = message
         self._heard_s = time.monotonic()
         if name in OF_CALLS:
             (number, i), *rest = rest
             if number != self._number:  # of a call of before, which was given up
-                return 0
+                return
             rest = [i, *rest]
         if name == "begun":
             i, thread, ident = rest
             self._open[i] = _Call(time.monotonic(), thread, ident)
-            return 0
+            return
         if name == "ready":
             self._ready = True
-            return 0
+            return
         if name == "print":
             print(rest[1], end="", file=getattr(sys, rest[0]))
-            return 0
+            return
         if name == "unloadable":
             kind, said, chain, _ = rest
             self._kill()
-            raise fail(
-                0, f"cannot be loaded in its process: {kind}: {said}", "its process imports the modules that it uses"
-            ) from RaisedElsewhere(kind, said, chain)
+            what = f"cannot be loaded in its process: {kind}: {said}"
+            self._all_failed(
+                failed, what, "its process imports the modules that it uses", RaisedElsewhere(kind, said, chain)
+            )
+            return
         i, *rest = rest
         if name == "unreadable":
             column, kind, said, chain, _ = rest
             self._kill()
-            raise fail(
+            self._left.discard(i)
+            failed(
                 i, f"could not be given {column}: {kind}: {said}", "a row is sent to the function's process, pickled",
                 "give it texts, numbers, lists, dicts, or objects whose modules its process can import",
-            ) from RaisedElsewhere(kind, said, chain)  # fmt: skip
+                cause=RaisedElsewhere(kind, said, chain),
+            )  # fmt: skip
+            return
         del self._open[i]
+        self._left.discard(i)
+        self._process.ended_calls += 1
         if name == "done":
             done(i, rest[0])
         elif name == "wrong":
-            raise fail(i, rest[0])
+            failed(i, rest[0])
         elif name == "raised":
             kind, said, chain, no_memory = rest
+            if no_memory and (self._open or self._process.ended_calls > 1):  # another may have taken it
+                self._suspects.append(i)
+                self._why = f"raised {kind}: {said}", self._process.memory_rule, "raise the limit, or mend the function"
+                return
             rule = self._process.memory_rule if no_memory else ""
             remedy = "raise the limit, or mend the function" if no_memory else ""
-            raise fail(i, f"raised {kind}: {said}", rule, remedy) from RaisedElsewhere(kind, said, chain)
-        return 1
+            failed(i, f"raised {kind}: {said}", rule, remedy, cause=RaisedElsewhere(kind, said, chain))
 
-    def _check_time(self, timeout_s: float, fail: Fail) -> None:
+    def _all_failed(self, failed: Failed, what: str, rule: str, cause: BaseException | None = None) -> None:
+        """None of the calls can be made."""
+        for i in sorted(self._left):
+            self._left.discard(i)
+            failed(i, what, rule, "mend what they do when they are imported", cause=cause)
+
+    def _check_time(self, timeout_s: float, failed: Failed) -> None:
         now_s = time.monotonic()
         if not self._open and now_s - self._heard_s > LOAD_TIMEOUT_S:
             self._kill()
-            raise fail(
-                0, f"was not loaded in its process within {LOAD_TIMEOUT_S:g} s",
-                "its process imports the modules that it uses", "mend what they do when they are imported",
-            )  # fmt: skip
+            what = f"was not loaded in its process within {LOAD_TIMEOUT_S:g} s"
+            self._all_failed(failed, what, "its process imports the modules that it uses")
+            return
         late = {i: call.thread for i, call in self._open.items() if now_s - call.begun_s > timeout_s}
         if late:
-            i = self._process.busiest(late)
+            # one that computes may keep the others from going on; where none does, each waits for something of its own
+            late = self._process.computing(late) or late
             self._kill()
-            raise fail(
-                i, f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call",
-                "raise call_timeout_s, or mend the function; its process was killed",
-            )  # fmt: skip
+            self._left -= set(late)
+            for i in late:
+                failed(
+                    i, f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call",
+                    "raise call_timeout_s, or mend the function; its process was killed",
+                )  # fmt: skip
 
-    def _ended(self, problem: ProcessEnded, fail: Fail) -> Exception:
-        """The error for a process that is gone."""
-        thread, frames = self._process.crashed_in()
-        self._kill()
-        under_way = list(self._open)
-        i = next((i for i in under_way if self._open[i].ident == thread), next(iter(under_way), 0))
-        others = len(under_way) - 1
-        told = f", with {others} other calls under way," if thread is None and others > 0 else ""
-        error = fail(i, f"{problem}{told}", "a function raises, or returns its value", "mend the function")
-        if frames:
-            error.add_note(plain_text(frames))
-        return error
-
-    def _abandon(self) -> None:
+    def _abandon(self, done: Callable[[int, Any], None]) -> None:
         """Begin no further call, and give those under way a moment to end; then kill the process."""
         stopped, deadline_s = False, time.monotonic() + GRACE_S
         try:
@@ -333,8 +369,9 @@ class _Isolated:
                         continue
                     if name == "begun":
                         self._open[rest[0][1]] = _Call(time.monotonic(), *rest[1:])
-                    else:
-                        self._open.pop(rest[0][1], None)
+                    elif self._open.pop(rest[0][1], None) and name == "done":
+                        self._left.discard(rest[0][1])
+                        done(rest[0][1], rest[1])
         except (ProcessEnded, LimitPassed):
             pass
         finally:

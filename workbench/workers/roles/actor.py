@@ -96,7 +96,7 @@ def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """What a loss asks for with a default, and what metrics are made of."""
     columns = [name for name in _asked(arguments).optional if name not in GIVEN]
-    columns += ["rollout_log_prob"] if arguments["on_policy"] else ["rollout_log_prob", "old_log_prob"]
+    columns += ["rollout_log_prob", "valid", *([] if arguments["on_policy"] else ["old_log_prob"])]
     return tuple(dict.fromkeys(columns))
 
 
@@ -272,9 +272,11 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         no pass is spent on it (metric `skipped_rows/fraction`). Metrics of ratios and clips are those of the others. A
         minibatch of such rows alone is a step all the same, in which AdamW moves by its momentum. `skipped/fraction` is
         another thing: the optimizer steps that were not taken, for want of a finite gradient norm.
+
+        A row that is not `valid` has no part in it: neither in the loss nor in a denominator.
         """
         scale = old_log_prob_temperature(batch, temperature)
-        mask, with_old = batch.ragged("response_mask"), on_policy or "old_log_prob" in batch.columns
+        mask, with_old = batch.valid_mask, on_policy or "old_log_prob" in batch.columns
         function = TokenFunction(
             argument="loss", function=token_function(loss, clip, clip_high, dual_clip), columns=batch.columns, mask=mask
         )
@@ -340,7 +342,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         if pretrain_coefficient:
             terms.append(self.pretraining_term(batch, pretrain_coefficient))
         output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
-        skipped = {"skipped_rows/fraction": Mean(total=len(skip), count=len(batch))}
+        invalid = batch.invalid_rows
+        skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})
 
     @register(ONE_TO_ALL)

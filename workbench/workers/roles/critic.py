@@ -66,7 +66,7 @@ def _reads(values: str, returns: str) -> Callable[[Mapping[str, Any]], tuple[str
 
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).optional
-    return tuple(name for name in asked if name not in GIVEN)
+    return tuple(dict.fromkeys(("valid", *(name for name in asked if name not in GIVEN))))
 
 
 _estimates = partial(
@@ -146,7 +146,7 @@ class CriticWorker(TrainedWorker):
         aggregation: Aggregation,
         max_response_tokens: int | None,
     ) -> Output:
-        old, returns, mask = (batch.ragged(name) for name in (values_column, returns_column, "response_mask"))
+        old, returns, mask = batch.ragged(values_column), batch.ragged(returns_column), batch.valid_mask
 
         def squared_error(values: Tensor, old_values: Tensor, returns: Tensor) -> Any:
             loss_BR, stats = value_loss(values, old_values, returns, clip=clip)

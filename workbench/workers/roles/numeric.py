@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
-from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
 from workbench.messages.replies import Output
@@ -92,6 +92,11 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("response_mask", *columns)))
 
 
+def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    status = () if arguments["count_invalid"] else ("valid", "baseline_valid")
+    return tuple(dict.fromkeys((*optional_columns(arguments), *status)))
+
+
 def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ("advantages", "returns", "token_rewards")
     return columns if arguments["multiplier"] is None else (*columns, "cost_returns")
@@ -138,7 +143,7 @@ class NumericWorker(Worker):
     @register(
         DP_PROTO,
         reads=advantage_columns,
-        optional=optional_columns,
+        optional=_optional,
         writes=_written,
         minibatched=True,
         check=_check,
@@ -160,6 +165,7 @@ class NumericWorker(Worker):
         whiten_advantages: bool | None = None,
         correction: Correction | None = None,
         multiplier: float | None = None,
+        count_invalid: bool = False,
     ) -> Output:
         """Advantages and returns from rewards, a number a response token.
 
@@ -180,16 +186,23 @@ class NumericWorker(Worker):
         level, before they are bounded; the other estimators do not look at it.
         multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
         sign, are held against those of the rewards, see `lagrangian`, before whitening.
+        count_invalid: rows that are not `valid` are left out of baselines, deviations, whitening and metrics, and their
+        advantages are 0. So is a prompt of which fewer than 2 rows are valid, where its rows are each other's baseline
+        (metric `dropped_groups`), and a row whose greedy response failed: the column `valid` says so from here on. True
+        counts the scores of invalid rows too; the updates leave them out all the same, unless the column is dropped.
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
         """
-        mask = batch.ragged("response_mask")
-        mask_BT = mask.pad().bool()
-        tokens = float(mask_BT.sum())
         metrics: Metrics = {}
+        batch = self._with_baselines(batch, estimator, metrics)
+        mask, valid_B = batch.valid_mask, batch.valid
+        mask_BT, rows = mask.pad().bool(), int(valid_B.sum())
+        tokens = float(mask_BT.sum())
         all_reduce = self.context.communicator.all_reduce
 
         def mean(name: str, total: Tensor, count: float) -> None:
-            metrics[f"{name}/mean"] = Mean(total=float(total.sum()), count=count)
+            metrics[f"{name}/mean"] = Mean(
+                total=float((total[valid_B] if total.ndim == 1 else total).sum()), count=count
+            )
 
         def over_groups(scores_B: Tensor, penalised_B: Tensor) -> Tensor:
             return self._over_groups(scores_B, penalised_B, batch, mask_BT, estimator, correction, metrics)
@@ -198,13 +211,13 @@ class NumericWorker(Worker):
             """Token rewards, advantages and returns."""
             scores = self._scores(batch, signal.scores, mask_BT)
             scores_B = response_scores(scores, mask_BT)
-            mean(signal.scores, scores_B, len(batch))
+            mean(signal.scores, scores_B, rows)
             rewards_BT = self._token_rewards(batch, scores, mask_BT, kl_coefficient, kl, signal.sign)
             penalty_B = torch.zeros(len(batch))
             if overlong_buffer and signal is REWARD:
                 assert max_response_tokens is not None
                 penalty_B = overlong_penalty(mask.lengths, max_response_tokens, overlong_buffer)
-                mean("overlong_penalty", penalty_B, len(batch))
+                mean("overlong_penalty", penalty_B, rows)
                 rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
             if callable(estimator):
                 of_tokens_BT, returns = estimated(estimator, batch, scores_B, rewards_BT, self.context.communicator)
@@ -233,7 +246,7 @@ class NumericWorker(Worker):
                 # of other responses, whose mask is not this batch's
                 baseline = self._scores(batch, signal.baseline)
                 baseline_B = baseline if baseline.ndim == 1 else baseline.double().sum(-1)
-                mean(signal.baseline, baseline_B, len(batch))
+                mean(signal.baseline, baseline_B, rows)
                 return rewards_BT, *reinforce(rewards_BT, mask_BT, gamma, baseline_B)
             if estimator == "reinforce_pp_baseline":
                 centred_B = over_groups(scores_B, scores_B)
@@ -263,11 +276,29 @@ class NumericWorker(Worker):
             kl_BT = kl_estimate(batch.ragged("old_log_prob").pad(), batch.ragged("ref_log_prob").pad(), "k1")
             total_kl = float((kl_BT * mask_BT).sum())
             metrics["reference_kl"] = Mean(total=total_kl, count=tokens)
-            metrics["reference_kl_per_response"] = Mean(total=total_kl, count=len(batch))
-        return Output(
-            columns={name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()},
-            metrics=metrics,
-        )
+            metrics["reference_kl_per_response"] = Mean(total=total_kl, count=rows)
+        made: Table = {name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()}
+        if "valid" in batch.columns:
+            made["valid"] = valid_B
+            metrics["valid/fraction"] = Mean(total=rows, count=len(batch))
+        return Output(columns=made, metrics=metrics)
+
+    def _with_baselines(self, batch: Shard, estimator: Estimator | UserFunction, metrics: Metrics) -> Shard:
+        """The shard, in which rows without a baseline are not valid: rows whose greedy response failed, and the last
+        valid row of a prompt whose rows are each other's baseline."""
+        valid_B = batch.valid
+        if estimator == "remax" and "baseline_valid" in batch.columns:
+            valid_B = valid_B & batch.numbers("baseline_valid").bool()
+        elif "valid" not in batch.columns:
+            return batch
+        if estimator in GROUPED:
+            groups_B = batch.numbers("prompt_uid")
+            every_N, left_N = self._gathered(groups_B), self._gathered(groups_B[valid_B])
+            enough_G, counts_G = torch.unique(left_N, return_counts=True)
+            enough_G = enough_G[counts_G > 1]
+            valid_B = valid_B & torch.isin(groups_B, enough_G)
+            metrics["dropped_groups"] = Max(value=float(len(torch.unique(every_N)) - len(enough_G)))
+        return replace(batch, columns={**batch.columns, "valid": valid_B})
 
     @staticmethod
     def _scores(batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:
@@ -299,12 +330,13 @@ class NumericWorker(Worker):
     ) -> Tensor:
         """The advantage of each response over the others of its prompt, [B], by penalised scores; whether a prompt's
         scores differ at all is decided without penalties."""
-        # The samples of a prompt may lie on several ranks: every rank sees all scores, a number a row.
-        groups_B = batch.numbers("prompt_uid")
+        # The samples of a prompt may lie on several ranks: every rank sees all valid scores, a number a row.
+        valid_B, all_groups_B = batch.valid, batch.numbers("prompt_uid")
+        all_groups_N = self._gathered(all_groups_B)
         communicator = self.context.communicator
-        shards = communicator.all_gather(penalised_B)
-        scores_N, groups_N = torch.cat(shards), self._gathered(groups_B)
-        if estimator != "rloo" and len(torch.unique(groups_N)) == len(groups_N):
+        shards = communicator.all_gather(penalised_B[valid_B])
+        scores_N, groups_N = torch.cat(shards), self._gathered(all_groups_B[valid_B])
+        if estimator != "rloo" and len(torch.unique(all_groups_N)) == len(all_groups_N):
             raise BadInput(
                 f"estimator={estimator!r} on one response a prompt",
                 "the other responses of a prompt are the baseline: alone, every advantage is 0",
@@ -313,7 +345,8 @@ class NumericWorker(Worker):
         if estimator == "rloo":
             advantages_N = rloo(scores_N, groups_N)
         elif estimator == "off_policy_baseline":
-            old_BT, rollout_BT = (batch.ragged(name).pad() for name in ("old_log_prob", "rollout_log_prob"))
+            mask_BT = mask_BT[valid_B]
+            old_BT, rollout_BT = (batch.ragged(name).pad()[valid_B] for name in ("old_log_prob", "rollout_log_prob"))
             assert correction is not None
             check_untruncated(f"{correction}", batch.meta.get(TRUNCATION, {}))
             weight_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
@@ -328,10 +361,12 @@ class NumericWorker(Worker):
         else:
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
         before = sum(map(len, shards[: communicator.rank]))
-        mine = slice(before, before + len(scores_B))
-        without = ~with_variance(self._gathered(scores_B), groups_N)[mine]
-        metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=len(batch)))
-        return advantages_N[mine].float()
+        mine = slice(before, before + int(valid_B.sum()))
+        without = ~with_variance(self._gathered(scores_B[valid_B]), groups_N)[mine]
+        metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=int(valid_B.sum())))
+        advantages_B = torch.zeros(len(batch))
+        advantages_B[valid_B] = advantages_N[mine].float()
+        return advantages_B
 
     def _gathered(self, x_B: Tensor) -> Tensor:
         return torch.cat(self.context.communicator.all_gather(x_B))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged
-from workbench.batches.schema import SCHEMA
-from workbench.data.reward_function import ALIKE, RewardFunction, check_function, check_parameters, score_rows
-from workbench.data.user_functions import RAW_RESPONSE, asks_for
+from workbench.batches.columns import Ragged
+from workbench.batches.schema import SCHEMA, STATUS
+from workbench.data.batched import over_of
+from workbench.data.reward_function import RewardFunction, check_function, check_parameters
+from workbench.data.user_functions import RAW_RESPONSE
 from workbench.engines.training import TrainingEngine
-from workbench.errors import BadInput, RewardError
+from workbench.errors import BadInput
 from workbench.messages.metrics import Max, Mean
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
@@ -26,34 +28,85 @@ from workbench.models import load_tokenizer
 from workbench.models.heads import TokenValues, load_token_values
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
+from workbench.objectives.arguments import within
 from workbench.objectives.preference import pairwise_loss
-from workbench.support.validation import at_least, whole
+from workbench.support.calls.pickling import name_of
+from workbench.support.validation import FINITE, Number, at_least, whole
 from workbench.workers.device_metrics import DeviceMetrics, on_host
 from workbench.workers.inference import each_row
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import LAST_TOKEN_SCORES
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.saving import save_model
+from workbench.workers.scoring import Scoring, component_columns, components_of, row_numbers, total_of
 from workbench.workers.worker import Context
 
+F = TypeVar("F", bound=Callable[..., Any])
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
-OPTIONAL = (*OF_ROW, "response_mask")
 _NUMBERS = set(SCHEMA) - set(OF_ROW)  # which it never is
+# a function, or components: functions by name, each alone or with its weight
+RewardFunctions = (
+    RewardFunction
+    | Mapping[
+        Annotated[str, Field(pattern=r"^\w+$")], RewardFunction | tuple[RewardFunction, Annotated[Number, FINITE]]
+    ]
+)
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
     whole("concurrency", arguments["concurrency"], 1)
     at_least("call_timeout_s", arguments["call_timeout_s"], 0, strictly=True)
+    whole("retries", arguments["retries"], 0)
+    within("most_failed", arguments["most_failed"], 0, 1)
+    row_numbers(arguments["only"])
     if arguments["function"] is not None:
-        check_function(arguments["function"])
+        if not components_of(arguments["function"]):
+            raise BadInput("function={}", "components by name", 'write function={"right": right}')
+        for function, _ in components_of(arguments["function"]).values():
+            check_function(function)
 
 
 def _check_row(arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
-    function = arguments["function"] or model.function
-    if function is not None:
-        given = {"prompt", "response", *RAW_RESPONSE, *(name for name in columns if name not in _NUMBERS)}
+    if arguments["function"] is None:
+        if arguments["only"] is not None:
+            raise BadInput("only= without a function", "a model scores all rows, and fails for none", "leave it out")
+        return
+    given = {
+        "prompt",
+        "response",
+        *RAW_RESPONSE,
+        *(name for name in columns if name not in _NUMBERS and "/" not in name),
+    }
+    for function, _ in components_of(arguments["function"]).values():
         check_parameters(function, sorted(given))
+        if over_of(function) == "group" and "prompt_uid" not in columns:
+            raise BadInput(
+                f"{name_of(function)} over groups, of a batch without 'prompt_uid'",
+                "that column says which rows are of one prompt", "take a batch of lab.prompts.next(n), or put it",
+            )  # fmt: skip
+
+
+def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*OF_ROW, "response_mask", *(("prompt_uid", *STATUS) if arguments["function"] is not None else ()))
+
+
+def _stage(column: str) -> Callable[[F], F]:
+    """An operation that writes a column of scores. Functions write beside it which rows failed, and components."""
+
+    def own(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        return (column, *component_columns(column, arguments["function"]))
+
+    def writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*own(arguments), *STATUS) if arguments["function"] is not None else (column,)
+
+    def reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        return TOKENS if arguments["only"] is None else (*TOKENS, *own(arguments))
+
+    return register(
+        THREE_D_PROTO, reads=reads, optional=_optional, writes=writes, minibatched=True, check=_check,
+        check_columns=_check_row, by_hand=lambda arguments: arguments["only"] is not None,
+    )  # fmt: skip
 
 
 def _check_trained(arguments: Mapping[str, Any], model: Model) -> None:
@@ -69,9 +122,6 @@ def _check_epochs(arguments: Mapping[str, Any]) -> None:
     whole("epochs", arguments["epochs"], 1)
 
 
-_scoring = partial(
-    register, THREE_D_PROTO, reads=TOKENS, optional=OPTIONAL, minibatched=True, check=_check, check_columns=_check_row
-)
 _on_pairs = partial(register, THREE_D_PROTO, reads=PAIR_COLUMNS, optional=("margin",), minibatched=True)
 
 
@@ -194,14 +244,17 @@ class RewardWorker(ModelWorker):
 
         return self.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
 
-    @_scoring(writes=("rewards",))
+    @_stage("rewards")
     def compute_reward(
         self,
         batch: Shard,
         *,
-        function: RewardFunction | None = None,
+        function: RewardFunctions | None = None,
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
+        retries: int = 0,
+        most_failed: float = 0.2,
+        only: Any = None,
     ) -> Output:
         """Column `rewards`: one score a row [rows], or one a response token where the function returns lists; 0 on the
         tokens that the policy did not choose (outside `response_mask`).
@@ -212,95 +265,78 @@ class RewardWorker(ModelWorker):
         gets the text with them, `response_ids` the token ids. After rollouts in an environment `environment_rewards`, a
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
-        concurrency, call_timeout_s: calls of the function under way at once, and the time limit of one. A call past it
-        fails the stage, and ends the process in which the function runs; other limits: `wb.limits`.
+        Several functions by name, `{"right": right, "format": (tidy, 0.2)}`, each alone (weight 1) or with its weight,
+        are components: each writes a column, `rewards/right`, and `rewards` is their weighted sum; see `reweigh`. A
+        function over many rows at once: `wb.batched`.
+        concurrency, call_timeout_s: calls of a function under way at once, and the time limit of one. A call past it
+        ends the process in which the function runs; other limits: `wb.limits`.
+        retries: how often a call that failed is made again, after all others. A row whose call failed at last, for
+        whatever reason, is not `valid`, has reward 0, and `failure` says why: `batch.failed()` lists them.
+        most_failed: the share of the batch's rows that may fail. Where more do, no further call is made, and the stage
+        raises `RewardError`, whose `.batch` has the rows that were finished; 0: any failure fails the stage.
+        only: `batch.failed()`, or row numbers: only these rows are asked, and the others stay as they are.
+        Metrics: `rewards/mean`, of the valid rows, and of each component; `failed/fraction`.
         """
-        return self._score(batch, "rewards", function, concurrency, call_timeout_s)
+        return self._score(batch, "rewards", function, concurrency, call_timeout_s, retries, most_failed, only)
+
+    @register(
+        THREE_D_PROTO,
+        reads=lambda arguments: tuple(f"rewards/{name}" for name in arguments["weights"]),
+        optional=("valid",),
+        writes=("rewards",),
+        check=lambda arguments: _check_weights(arguments["weights"]),
+        by_hand=lambda arguments: True,
+    )
+    def reweigh(self, batch: Shard, weights: Mapping[str, Annotated[Number, FINITE]]) -> Output:
+        """Column `rewards` anew, from the columns of components that `compute_reward` wrote: no function is called.
+
+        weights: by name of the component; one that is not named has none. Rows that are not valid have reward 0.
+        `lab.compare` takes these rewards as they are, so that arms differ in nothing else.
+        """
+        parts = [batch.columns[f"rewards/{name}"] for name in weights]
+        if len({isinstance(part, Ragged) for part in parts}) > 1:
+            raise BadInput(f"reweigh of {', '.join(weights)}", "all are one number a row, or all one a token")
+        return Output(**total_of("rewards", parts, list(weights.values()), batch.valid))
 
     def _score(
-        self, batch: Shard, column: str, function: RewardFunction | None, concurrency: int, call_timeout_s: float
-    ) -> Output:
+        self, batch: Shard, column: str, function: Any, concurrency: int, call_timeout_s: float, retries: int,
+        most_failed: float, only: Any,
+    ) -> Output:  # fmt: skip
         function = function or self.spec.function
-        scores = (
-            self._scores(batch) if function is None else self._by_function(batch, function, concurrency, call_timeout_s)
-        )
-        if isinstance(scores, Ragged) and "response_mask" in batch.columns:
-            scores = scores.like(torch.where(batch.ragged("response_mask").values.bool(), scores.values, 0.0))
-        values = scores.values if isinstance(scores, Ragged) else scores
-        assert isinstance(values, torch.Tensor)
-        return Output(
-            columns={column: scores}, metrics={f"{column}/mean": Mean(total=float(values.sum()), count=len(batch))}
-        )
-
-    def _by_function(
-        self, batch: Shard, function: RewardFunction, concurrency: int, call_timeout_s: float
-    ) -> ColumnValues:
-        responses = batch.ragged("response_ids").rows()
-        where = f"rank {self.context.host.rank} of pool {self.context.host.pool}"
-        given = "environment_rewards" in batch.columns
-        rewards = batch.ragged("environment_rewards").rows() if given else None
-        rows: list[dict[str, Any]] = []
-        for i, response in enumerate(responses):
-            row = {name: column[i] for name, column in batch.columns.items() if isinstance(column, list)}
-            if rewards is not None:
-                row["environment_rewards"] = rewards[i].tolist()
-            row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
-            if asks_for(function, "raw_response"):
-                row.setdefault("raw_response", self.tokenizer.decode(response.tolist()))
-            if asks_for(function, "response_ids"):
-                row["response_ids"] = response.tolist()
-            rows.append(row)
-        context = self.context
-
-        def progress(done: int, total: int, tokens: int) -> None:
-            context.progress(done, total, tokens)
-            context.stopping.point()
-
-        several_one = torch.zeros(2)  # whether any rank got several numbers a row, and whether any got one
-        try:
-            with context.recorder.span("reward"), context.stopping.only((context.host.rank,)):
-                scores = score_rows(
-                    function,
-                    rows,
-                    [len(response) for response in responses],
-                    calls=context.calls,
-                    concurrency=concurrency,
-                    timeout_s=call_timeout_s,
-                    where=where,
-                    row_numbers=batch.rows.tolist(),
-                    progress=progress,
-                )
-            several = isinstance(scores[0], list)
-            several_one[:] = torch.tensor([several, not several])
-        finally:  # also where the function failed: the other ranks wait to compare
-            self.context.communicator.all_reduce_max(several_one)
-        if several_one.all():
-            raise RewardError(
-                f"the reward function returned {scores[0]!r:.60} for row {batch.rows[0]} on {where}, "
-                f"but {'one number' if several else 'several'} a row on another rank",
-                ALIKE,
+        if function is None:
+            scores = self._scores(batch)
+            return Output(
+                columns={column: scores}, metrics={f"{column}/mean": Mean(total=float(scores.sum()), count=len(batch))}
             )
-        return Ragged.of(scores, torch.float32) if several else torch.tensor(scores, dtype=torch.float32)  # type: ignore[arg-type]
+        return Scoring(
+            batch=batch, context=self.context, tokenizer=self.tokenizer, column=column,
+            stage="compute_reward" if column == "rewards" else "compute_cost", components=components_of(function),
+            concurrency=concurrency, timeout_s=call_timeout_s, retries=retries, most_failed=most_failed, only=only,
+        ).output()  # fmt: skip
 
 
 class CostWorker(RewardWorker):
     """The cost model of Safe-RLHF: a reward worker that writes `costs`."""
 
     compute_reward = None  # type: ignore[assignment]
+    reweigh = None  # type: ignore[assignment]
     compute_pair_rewards = None  # type: ignore[assignment]
     update_reward = None  # type: ignore[assignment]
 
-    @_scoring(writes=("costs",))
+    @_stage("costs")
     def compute_cost(
         self,
         batch: Shard,
         *,
-        function: RewardFunction | None = None,
+        function: RewardFunctions | None = None,
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
+        retries: int = 0,
+        most_failed: float = 0.2,
+        only: Any = None,
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
-        return self._score(batch, "costs", function, concurrency, call_timeout_s)
+        return self._score(batch, "costs", function, concurrency, call_timeout_s, retries, most_failed, only)
 
     @_on_pairs(writes=("chosen_costs", "rejected_costs"))
     def compute_pair_costs(self, batch: Shard) -> Output:
@@ -316,6 +352,11 @@ class CostWorker(RewardWorker):
         equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
         """
         return self._learn_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1, epochs=epochs)
+
+
+def _check_weights(weights: Mapping[str, float]) -> None:
+    if not weights:
+        raise BadInput("weights={}", "a weight for each component that counts", 'write weights={"right": 1.0}')
 
 
 def _margin(batch: Shard) -> Tensor | None:

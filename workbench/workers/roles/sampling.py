@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from workbench.batches.schema import STATUS
 from workbench.data.environment import Environments
 from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
@@ -21,11 +23,13 @@ from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.lora import LoRA
 from workbench.settings.engines import Sampling, check_room, truncation
+from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import whole
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.engine_weights import TrainerWeights, differing_weights
+from workbench.workers.failures import Status, failed_rows
 from workbench.workers.inference import TRUNCATION
 from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
 from workbench.workers.tensor_group import shared_by_group
@@ -90,7 +94,7 @@ def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ("response_ids", "response_mask", "rollout_log_prob", "finished", "ending")
-    return (*columns, *(["turns", "environment_rewards"] if arguments["environment"] else []))
+    return (*columns, *(["turns", "environment_rewards", *STATUS] if arguments["environment"] else []))
 
 
 class SyncMetrics:
@@ -205,6 +209,8 @@ class SamplingWorker(Worker):
         max_turns: int = 8,
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
+        retries: int = 0,
+        most_failed: float = 0.2,
         seed: int | None = None,
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
@@ -222,6 +228,10 @@ class SamplingWorker(Worker):
         an environment "done", "turns" (cut after max_turns) or "length"; `finished` [rows], False where it was cut.
         With an environment also `turns` [rows], and `environment_rewards` [rows, response tokens], each turn's on its
         last token: rename it to `rewards`, or let the reward function use it, see `compute_reward`.
+
+        A row whose environment fails, after `retries` with new environments, has "failed" as its ending; it is not
+        `valid`, `failure` says why, and `batch.failed()` lists it. The others go on. Where more than `most_failed` of
+        the rows fail, the stage raises `RolloutError`, whose `.batch` has the others.
         """
         sampling = Sampling(
             temperature=temperature,
@@ -241,6 +251,8 @@ class SamplingWorker(Worker):
             max_turns=max_turns,
             concurrency=concurrency,
             call_timeout_s=call_timeout_s,
+            retries=retries,
+            most_failed=most_failed,
         )
         self.before_rollouts()
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
@@ -255,17 +267,28 @@ class SamplingWorker(Worker):
                 rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
                 columns = single_turn(rollout, mine)
             else:
-                columns = several_turns(self._converse(batch, sampling, prompts, seeds, mine)[mine])
+                conversations = self._converse(batch, sampling, prompts, seeds, mine)[mine]
+                columns = several_turns(conversations)
             if self._counts_rows():
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
+        metrics, failed = rollout_metrics(columns), None
+        if environment is not None:
+            errors = {i: c.failure for i, c in enumerate(conversations) if c.failure is not None}
+            status = Status(replace(batch, columns={}))
+            for row, error in errors.items():
+                status.note("generate_sequences", row, {name_of(environment): error.what})
+            columns |= status.columns()
+            told, failed = failed_rows(errors, batch.rows.tolist(), most_failed)
+            metrics |= told
         return Output(
             columns=columns,
-            metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), rollout_metrics(columns)),
+            metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), metrics),
             meta={
                 "temperature": temperature,
                 TRUNCATION: truncation(vars(sampling)),
                 "weights_version": self.generator.weights_version,
             },
+            failed=failed,
         )
 
     def _converse(
@@ -279,7 +302,7 @@ class SamplingWorker(Worker):
             start, stop = (len(batch) * (communicator.rank % size + n) // size for n in (0, 1))
             here = slice(start, stop)
         own = slice(mine.start + here.start, mine.start + here.stop)
-        texts = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
+        texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
         rows = [{name: column[i] for name, column in texts.items()} for i in range(len(batch))]
         environments = Environments(
             sampling,

@@ -47,6 +47,7 @@ class SupervisedWorker(TrainedWorker):
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "response_mask"),
+        optional=("valid",),
         minibatched=True,
         updates=True,
         check=check_update,

@@ -1,0 +1,173 @@
+"""Rows that failed count nowhere from advantages on: the numbers are those of a batch without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.cases import stored, tiny_lab
+from tests.engines.training_ranks import run_ranks
+from tests.workers.failed_ranks import outcomes
+from workbench.algorithms.dapo import _varied
+from workbench.batches.columns import Ragged, Table
+from workbench.messages.metrics import Metrics, merge_metrics, reported
+from workbench.workers.roles.numeric import GROUPED
+
+REWARDS = [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    runs = tmp_path_factory.mktemp("runs")
+    with tiny_lab("failed-rows", runs, backend="inline", training={"minibatches": 1}) as lab:
+        yield lab
+
+
+def table(valid: list[int] | None = None, rewards: list[float] = REWARDS, groups: list[int] | None = None) -> Table:
+    found = dict(stored(len(rewards)))
+    found |= {"rewards": torch.tensor(rewards), "rollout_log_prob": found["old_log_prob"]}
+    found |= {"baseline_rewards": torch.linspace(0, 1, len(rewards)), "ref_log_prob": found["values"]}
+    found["prompt_uid"] = torch.tensor(groups or [0] * len(rewards))
+    return found if valid is None else {**found, "valid": torch.tensor(valid)}
+
+
+def without(whole: Table, rows: list[int]) -> Table:
+    keep = [row for row in range(len(whole["prompt_uid"])) if row not in rows]
+    kept: Table = {}
+    for name, column in whole.items():
+        if name != "valid":
+            kept[name] = column.take(keep) if isinstance(column, Ragged) else column[torch.tensor(keep)]
+    return kept
+
+
+def advantages(lab: wb.Workbench, given: Table, **arguments: Any) -> list[torch.Tensor]:
+    column = lab.compute_advantages(lab.put(given), **arguments).fetch(["advantages"])["advantages"]
+    assert isinstance(column, Ragged)
+    return column.rows()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "right"), [("dr_grpo", [0.667, 0.0, -0.333, -0.333]), ("grpo", [1.155, 0.0, -0.577, -0.577])]
+)
+def test_a_failed_row_is_no_baseline_of_the_others(lab: wb.Workbench, estimator: str, right: list[float]) -> None:
+    found = advantages(lab, table([1, 0, 1, 1]), estimator=estimator)
+    for row, value in zip(found, right, strict=True):
+        assert row.tolist() == pytest.approx([value] * len(row), abs=5e-4)
+    metrics = lab.last_metrics["compute_advantages"]
+    assert metrics["rewards/mean"] == pytest.approx(1 / 3) and metrics["valid/fraction"] == 0.75
+    assert metrics["dropped_groups"] == 0
+
+
+ESTIMATORS: list[dict[str, Any]] = [
+    *({"estimator": name} for name in GROUPED if name != "off_policy_baseline"),
+    {"estimator": "off_policy_baseline", "correction": wb.Correction(level="sequence")},
+    {"estimator": "gae"},
+    {"estimator": "gae", "kl_coefficient": 0.1},
+    {"estimator": "remax"},
+    {"estimator": "reinforce_pp", "gamma": 0.9},
+    {"estimator": "grpo", "overlong_buffer": 2, "max_response_tokens": 8, "whiten_advantages": True},
+]
+
+
+@pytest.mark.parametrize("arguments", ESTIMATORS, ids=lambda a: "-".join(map(str, a)) + a["estimator"])
+def test_every_estimator_gives_what_it_gives_without_the_failed_rows(
+    lab: wb.Workbench, arguments: dict[str, Any]
+) -> None:
+    rewards, groups = [1.0, 1.0, 0.0, 0.0, 0.5, 0.25, 0.0], [0, 0, 0, 0, 1, 1, 1]
+    whole = table([1, 0, 1, 1, 0, 1, 1], rewards, groups)
+    found = advantages(lab, whole, **arguments)
+    metrics = dict(lab.last_metrics["compute_advantages"])
+    right = advantages(lab, without(whole, [1, 4]), **arguments)
+    expected = lab.last_metrics["compute_advantages"]
+    assert all((found[row] == 0).all() for row in (1, 4))
+    for row, one in zip((0, 2, 3, 5, 6), right, strict=True):
+        torch.testing.assert_close(found[row], one, rtol=1e-5, atol=1e-6)
+    assert {name: metrics[name] for name in expected} == pytest.approx(dict(expected), rel=1e-5, abs=1e-6)
+    # with all rows valid, the last bit is as without the column
+    plain = {name: column for name, column in whole.items() if name != "valid"}
+    ones = {**plain, "valid": torch.ones(len(rewards))}
+    for mine, other in zip(advantages(lab, ones, **arguments), advantages(lab, plain, **arguments), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_prompt_with_fewer_than_two_valid_rows_is_dropped_with_a_count(lab: wb.Workbench) -> None:
+    whole = table([1, 0, 1, 1], REWARDS, [0, 0, 1, 1])
+    for estimator in ("grpo", "rloo", "reinforce_pp_baseline"):
+        batch = lab.compute_advantages(lab.put(whole), estimator=estimator)
+        assert batch.fetch(["valid"])["valid"].tolist() == [False, False, True, True]
+        assert lab.last_metrics["compute_advantages"]["dropped_groups"] == 1
+    none = lab.compute_advantages(lab.put(table([0, 0, 1, 0], REWARDS, [0, 0, 1, 1])), estimator="rloo")
+    assert not none.fetch(["valid"])["valid"].any()
+    assert lab.last_metrics["compute_advantages"]["dropped_groups"] == 2
+    assert lab.actor.update_actor(none)["loss"] == 0
+
+
+def test_they_can_be_told_to_count(lab: wb.Workbench) -> None:
+    counted = advantages(lab, table([1, 0, 1, 1]), estimator="dr_grpo", count_invalid=True)
+    assert [float(row[0]) for row in counted] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+    batch = lab.compute_advantages(lab.put(table([1, 0, 1, 1])).drop("valid"), estimator="dr_grpo")
+    assert [float(row[0]) for row in batch.fetch()["advantages"].rows()] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+
+
+def gradient(lab: wb.Workbench, role: str, given: Table, update: str, **arguments: Any) -> tuple[np.ndarray, Any]:
+    """The sum of absolute changes that one update makes to the weights, from the same state, and its metrics."""
+    with lab.kept(role):
+        group = getattr(lab, role)
+        before = group.weights_checksum()[0]
+        metrics = getattr(group, update)(lab.put(given), **arguments)
+        return np.array([group.weights_checksum()[0] - before, metrics["grad_norm"], metrics["loss"]]), metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "fixed-length"])
+@pytest.mark.parametrize("extra", [{}, {"entropy_coefficient": 0.1}, {"correction": wb.Correction()}])
+def test_a_failed_row_has_no_gradient_and_no_place_in_a_denominator(
+    lab: wb.Workbench, aggregation: str, extra: dict[str, Any]
+) -> None:
+    whole = table([1, 0, 1, 1])
+    whole["advantages"] = lab.compute_advantages(lab.put(whole), estimator="dr_grpo").fetch()["advantages"]
+    arguments = {"aggregation": aggregation, "max_response_tokens": 8, **extra}
+    found, metrics = gradient(lab, "actor", whole, "update_actor", **arguments)
+    right, expected = gradient(lab, "actor", without(whole, [1]), "update_actor", **arguments)
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-7)
+    names = ("ratio/mean", "approximate_kl", "skipped_rows/fraction")
+    assert {n: metrics[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-5, abs=1e-7)
+    found, _ = gradient(lab, "critic", whole, "update_critic", aggregation=aggregation, max_response_tokens=8)
+    right, _ = gradient(
+        lab, "critic", without(whole, [1]), "update_critic", aggregation=aggregation, max_response_tokens=8
+    )
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-7)
+
+
+def test_dynamic_sampling_looks_at_valid_rows_alone(lab: wb.Workbench) -> None:
+    # prompt 0 differs in a failed row only, prompt 1 in valid ones, prompt 2 has one valid row
+    rewards, groups = [0.0, 1.0, 1.0, 1.0, 0.0, 0.5, 0.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    batch = lab.put(table([0, 1, 1, 1, 1, 0, 0, 1, 0], rewards, groups))
+    scores, varied = _varied(batch)
+    assert scores.tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
+    assert varied.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_two_ranks_score_and_estimate_as_one_does() -> None:
+    """The rows of a prompt lie on both ranks, functions of a prompt or of the batch among them."""
+    alone, ranks = outcomes(), run_ranks(outcomes, 2)
+    for call, columns in alone["columns"].items():
+        for name, rows in columns.items():
+            found = {row: value for rank in ranks for row, value in rank["columns"][call][name].items()}
+            if name == "failure":
+                found, rows = ({n: text.split(" on rank")[0] for n, text in each.items()} for each in (found, rows))
+            assert sorted(found) == sorted(rows)
+            for row, value in rows.items():
+                assert found[row] == (value if isinstance(value, str | bool) else pytest.approx(value, abs=1e-6)), name
+        merged: Metrics = {}
+        for rank in ranks:
+            merge_metrics(merged, rank["metrics"][call])
+        assert reported(merged) == pytest.approx(reported(alone["metrics"][call]), abs=1e-6)
+    assert alone["columns"]["one"]["failure"][6] == "compute_reward picky: raised ConnectionError: HTTP 503"
+    assert not any(alone["columns"]["all failed"]["valid"].values())
+    assert alone["columns"]["again"]["valid"][6] and not alone["columns"]["again"]["valid"][1]
+    assert alone["metrics"]["grpo"]["dropped_groups"].value == 1

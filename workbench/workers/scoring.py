@@ -1,0 +1,345 @@
+"""Scores of a shard's rows by functions of the user's: one, or several named components with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.schema import STATUS
+from workbench.data.batched import over_of
+from workbench.data.reward_function import ALIKE, NOT_ASKED, Asking, RewardFunction, score_groups, score_rows
+from workbench.data.user_functions import RAW_RESPONSE, Score, asks_for
+from workbench.errors import BadInput, RewardError
+from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
+from workbench.support.calls.pickling import name_of
+from workbench.workers.failures import Status, failed_rows
+from workbench.workers.tensor_group import shared_by_group
+from workbench.workers.worker import Context
+
+GENERATED = "generate_sequences"
+Components = Mapping[str, tuple[RewardFunction, float]]
+Told = tuple[str, str, str]  # what a function did, the rule, the remedy
+
+
+def components_of(function: Any) -> Components:
+    """The components of what a user gives as `function`: by name, each with its weight. One function is one without a
+    name."""
+    if not isinstance(function, Mapping):
+        return {"": (function, 1.0)}
+    return {name: one if isinstance(one, tuple) else (one, 1.0) for name, one in function.items()}
+
+
+def component_columns(column: str, function: Any) -> tuple[str, ...]:
+    """The columns of components, beside that of their sum."""
+    return tuple(f"{column}/{name}" for name in components_of(function) if name)
+
+
+def row_numbers(only: Any) -> list[int] | None:
+    """The row numbers that a user gives as `only`: a frame of `batch.failed()`, or numbers; None: all rows."""
+    if only is None:
+        return None
+    try:
+        numbers = [int(row) for row in (only["row"] if hasattr(only, "columns") else only) if row == int(row)]
+    except (TypeError, ValueError, KeyError):
+        numbers = []
+    if not numbers or min(numbers) < 0:
+        raise BadInput(
+            f"only={only!r:.60}", "the rows to ask: a frame of batch.failed(), or one or more row numbers",
+            "write only=batch.failed(), or only=[0]",
+        )  # fmt: skip
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """One call of `compute_reward` or `compute_cost` with functions, on one rank.
+
+    stage, column: its name, and the column that it writes. asking: how functions are asked. only: see
+    `compute_reward`. most_failed: the share of the batch's rows.
+    """
+
+    batch: Shard
+    context: Context
+    tokenizer: PreTrainedTokenizerBase
+    stage: str
+    column: str
+    components: Components
+    concurrency: int
+    timeout_s: float
+    retries: int
+    most_failed: float
+    only: Any
+
+    def output(self) -> Output:
+        """The columns of all rows: asked now, or as they were."""
+        batch, context = self.batch, self.context
+        numbers, only = batch.rows.tolist(), row_numbers(self.only)
+        replicas = context.layout.p * context.layout.t
+        total = int(context.communicator.all_reduce(torch.tensor([len(batch)])).item()) // replicas
+        if only is not None and max(only) >= total:
+            raise BadInput(f"only=[..., {max(only)}]", f"the batch has rows 0 to {total - 1}", "only=batch.failed()")
+        status = Status(batch)
+        without = status.failed_in(GENERATED)  # there is no whole response to score
+        wanted = [only is None or number in only for number in numbers]
+        asked = [i for i in range(len(batch)) if wanted[i] and not without[i]]
+        scores, errors, several = self._ask_all(asked, [i for i, failed in enumerate(without) if not failed], total)
+        told: dict[int, dict[str, RewardError]] = {i: {} for i in asked}
+        for name, failed in errors.items():
+            for i, error in failed.items():
+                told[i][name or name_of(self.components[name][0])] = error
+        for i, of_row in told.items():
+            status.note(self.stage, i, {name: error.what for name, error in of_row.items()})
+        columns = self._columns(asked, scores, several, [not (without[i] or told.get(i)) for i in range(len(batch))])
+        columns |= status.columns()
+        metrics, report = failed_rows(
+            {i: next(iter(found.values())) for i, found in told.items() if found}, numbers, self.most_failed
+        )  # fmt: skip
+        notes: tuple[str, ...] = ()
+        if only is not None and (left := sum(w and f for w, f in zip(wanted, without, strict=True))):
+            notes = (f"{left} rows of only= have no whole response, since {GENERATED} failed: they stay as they are",)
+        return Output(
+            columns=columns, metrics={**metrics, **self._means(columns)}, failed=report, notes=notes
+        )  # fmt: skip
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def _ask_all(
+        self, asked: Sequence[int], whole: Sequence[int], total: int
+    ) -> tuple[dict[str, dict[int, Score]], dict[str, dict[int, RewardError]], bool]:
+        """Of each component the scores, and the errors, of the rows that are asked; and whether rows have several
+        numbers, on any rank. whole: rows with a response. All ranks meet before the first call and after the last one:
+        also a rank that was stopped."""
+        context = self.context
+        rows, tokens = self._rows()
+        everywhere = self._everywhere(rows, tokens, asked, whole)
+        scores: dict[str, dict[int, Score]] = {name: {} for name in self.components}
+        errors: dict[str, dict[int, RewardError]] = {name: {} for name in self.components}
+        shared: list[tuple[str, int, Score | None, Told | None]] = []
+        calls = len(self.components) * len(asked)
+        where = f"rank {context.host.rank} of pool {context.host.pool}"
+        numbers = self.batch.rows.tolist()
+        try:
+            with context.recorder.span("reward"), context.stopping.only((context.host.rank,)):
+                for k, (name, (function, _)) in enumerate(self.components.items()):
+
+                    def tick(ended: int, k: int = k) -> None:
+                        context.progress(min(calls, k * len(asked) + ended), calls, 0)
+                        context.stopping.point()
+
+                    asking = Asking(
+                        calls=context.calls, concurrency=self.concurrency, timeout_s=self.timeout_s,
+                        retries=self.retries, most=self.most_failed * total, tick=tick,
+                    )  # fmt: skip
+                    if over_of(function) is not None:
+                        shared += self._ask_groups(name, function, everywhere, asking, where)
+                    elif asked:
+                        found, failures = score_rows(
+                            function, [rows[i] for i in asked], [tokens[i] for i in asked], asking=asking, where=where,
+                            row_numbers=[numbers[i] for i in asked],
+                        )  # fmt: skip
+                        scores[name] = {i: one for i, one in zip(asked, found, strict=True) if one is not None}
+                        errors[name] = {asked[i]: error for i, error in failures.items()}
+                        if len(failures) > asking.most:  # the stage fails: no call is paid for in vain
+                            break
+        finally:
+            several_one = self._share(shared, scores, errors, asked, where)
+        self._require_alike(several_one, scores, where)
+        for name in self.components:
+            for i in asked:
+                if i not in scores[name] and i not in errors[name]:
+                    error = RewardError(f"reward function {name} {NOT_ASKED} for row {numbers[i]} on {where}")
+                    error.what = NOT_ASKED
+                    errors[name][i] = error
+        return scores, errors, bool(several_one[:, 0].any())
+
+    def _rows(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """What a function may be given of each row, and the tokens of its response."""
+        batch = self.batch
+        responses = batch.ragged("response_ids").rows()
+        given = "environment_rewards" in batch.columns
+        rewards = batch.ragged("environment_rewards").rows() if given else None
+        texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
+        rows: list[dict[str, Any]] = []
+        functions = [function for function, _ in self.components.values()]
+        asked = [name for name in RAW_RESPONSE if any(asks_for(function, name) for function in functions)]
+        for i, response in enumerate(responses):
+            row = {name: column[i] for name, column in texts.items()}
+            if rewards is not None:
+                row["environment_rewards"] = rewards[i].tolist()
+            row["response"] = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
+            if "raw_response" in asked:
+                row.setdefault("raw_response", self.tokenizer.decode(response.tolist()))
+            if "response_ids" in asked:
+                row["response_ids"] = response.tolist()
+            rows.append(row)
+        return rows, [len(response) for response in responses]
+
+    def _everywhere(
+        self, rows: Sequence[Any], tokens: Sequence[int], asked: Collection[int], whole: Sequence[int]
+    ) -> list[tuple[int, int, bool, Any, int]]:
+        """(number, prompt, whether it is asked, what a function is given, tokens) of the rows of all ranks, in order,
+        where a function is called with rows of several ranks."""
+        if not any(over_of(function) for function, _ in self.components.values()):
+            return []
+        batch, wanted = self.batch, set(asked)
+        uids = batch.numbers("prompt_uid").tolist() if "prompt_uid" in batch.columns else [0] * len(batch)
+        here = [(int(batch.rows[i]), uids[i], i in wanted, rows[i], tokens[i]) for i in whole]
+        communicator = self.context.communicator
+        found = shared_by_group(communicator, communicator.world_size, lambda: here)
+        return [row for _, row in sorted({row[0]: row for row in found}.items())]
+
+    def _ask_groups(
+        self, name: str, function: RewardFunction, everywhere: Sequence[tuple[int, int, bool, Any, int]],
+        asking: Asking, where: str,
+    ) -> list[tuple[str, int, Score | None, Told | None]]:  # fmt: skip
+        """This rank's share of the calls with rows of several ranks: (component, row, score, error)."""
+        groups: dict[int, list[tuple[int, int, bool, Any, int]]] = {}
+        for row in everywhere:
+            groups.setdefault(row[1] if over_of(function) == "group" else 0, []).append(row)
+        communicator = self.context.communicator
+        called = [group for group in groups.values() if any(row[2] for row in group)]
+        called = called[communicator.rank :: communicator.world_size]
+        found, failures = score_groups(
+            function, [[row[3] for row in group] for group in called], [[row[4] for row in group] for group in called],
+            asking=asking, where=where, row_numbers=[[row[0] for row in group] for group in called],
+        )  # fmt: skip
+        told: list[tuple[str, int, Score | None, Told | None]] = []
+        for i, group in enumerate(called):
+            error = failures.get(i)
+            said = None if error is None else (error.what, error.rule, error.remedy)
+            values = [None] * len(group) if error is not None else found[i]
+            told += [(name, row[0], one, said) for row, one in zip(group, values, strict=True)]
+        return told
+
+    def _share(
+        self, shared: list[Any], scores: dict[str, dict[int, Score]], errors: dict[str, dict[int, RewardError]],
+        asked: Sequence[int], where: str,
+    ) -> Tensor:  # fmt: skip
+        """Take in what other ranks were told for rows of this one; of each component whether any rank has several
+        numbers a row, and whether any has one, [components, 2]."""
+        communicator = self.context.communicator
+        if any(over_of(function) for function, _ in self.components.values()):
+            place = {int(self.batch.rows[i]): i for i in asked}
+            for name, number, one, told in shared_by_group(communicator, communicator.world_size, lambda: shared):
+                if number in place and told is None:
+                    scores[name][place[number]] = one
+                elif number in place:
+                    what, rule, remedy = told
+                    function = name_of(self.components[name][0])
+                    error = RewardError(f"reward function {function} {what} for row {number} on {where}", rule, remedy)
+                    error.what = what
+                    errors[name][place[number]] = error
+        kinds = [[isinstance(one, list) for one in found.values()] for found in scores.values()]
+        several_one = torch.tensor([[any(several), not all(several)] for several in kinds]).float()
+        return communicator.all_reduce_max(several_one)
+
+    def _require_alike(self, several_one: Tensor, scores: Mapping[str, Mapping[int, Score]], where: str) -> None:
+        """Raise `RewardError`, on all ranks, where some rows have a number and others several."""
+        for name, kind in zip(self.components, several_one.bool().tolist(), strict=True):
+            if all(kind):
+                i, found = next(iter(scores[name].items()), (0, None))
+                raise RewardError(
+                    f"the reward function returned {found!r:.60} for row {self.batch.rows[i]} on {where}, "
+                    f"but {'one number' if isinstance(found, list) else 'several'} a row on another rank",
+                    ALIKE,
+                )
+        if several_one[:, 0].any() and several_one[:, 1].any():
+            raise RewardError("the components do not give a number each, or one a token each", ALIKE)
+
+    # --- columns ------------------------------------------------------------------------------------------------------
+
+    def _columns(
+        self, asked: Sequence[int], scores: Mapping[str, Mapping[int, Score]], several: bool, right: Sequence[bool]
+    ) -> Table:
+        """The column of each component, and that of their weighted sum, which is 0 for rows that failed."""
+        columns: Table = {}
+        parts = {
+            name: self._column(f"{self.column}/{name}" if name else self.column, asked, found, several)
+            for name, found in scores.items()
+        }
+        if "" in parts:
+            return {self.column: _zero(parts[""], right)}
+        columns = {f"{self.column}/{name}": part for name, part in parts.items()}
+        before = self.batch.columns.get(self.column)
+        whole = weighted(list(parts.values()), [weight for _, weight in self.components.values()])
+        if self.only is not None and before is not None:
+            whole = _rows_from(before, whole, asked)
+        return {self.column: _zero(whole, right), **columns}
+
+    def _column(self, name: str, asked: Sequence[int], found: Mapping[int, Score], several: bool) -> ColumnValues:
+        batch = self.batch
+        before = batch.columns.get(name) if self.only is not None else None
+        lengths = batch.ragged("response_ids").lengths.tolist()
+        if before is not None and found and isinstance(before, Ragged) != several:
+            raise RewardError(f"column {name!r} of rows that are asked again", ALIKE, "leave only= out")
+        if not several and not isinstance(before, Ragged):
+            column = torch.zeros(len(batch)) if before is None else torch.as_tensor(before).float().clone()
+            for i in asked:
+                column[i] = found.get(i, 0.0)  # type: ignore[assignment]
+            return column
+        rows: list[Any] = [[0.0] * n for n in lengths] if before is None else [r.tolist() for r in before.rows()]  # type: ignore[union-attr]
+        for i in asked:
+            rows[i] = found.get(i, [0.0] * lengths[i])
+        column_BT = Ragged.of(rows, torch.float32)
+        if "response_mask" in batch.columns:
+            mask = batch.ragged("response_mask").values.bool()
+            column_BT = column_BT.like(torch.where(mask, column_BT.values, 0.0))
+        return column_BT
+
+    def _means(self, columns: Table) -> Metrics:
+        """The mean score of the valid rows, and of each component."""
+        valid = columns["valid"]
+        assert isinstance(valid, Tensor)
+        return {
+            f"{name}/mean": Mean(total=_total(column, valid), count=int(valid.sum()))
+            for name, column in columns.items()
+            if name not in STATUS
+        }
+
+
+def weighted(parts: Sequence[ColumnValues], weights: Sequence[float]) -> ColumnValues:
+    """The weighted sum of columns of scores, which are all numbers a row, or all numbers a token."""
+    first = parts[0]
+    values = [part.values if isinstance(part, Ragged) else part for part in parts]
+    total = torch.stack([weight * torch.as_tensor(part).double() for part, weight in zip(values, weights, strict=True)])
+    whole = total.sum(0).float()
+    return first.like(whole) if isinstance(first, Ragged) else whole
+
+
+def total_of(column: str, parts: Sequence[ColumnValues], weights: Sequence[float], valid: Tensor) -> dict[str, Any]:
+    """The columns and metrics of a weighted sum."""
+    whole = _zero(weighted(parts, weights), valid.tolist())
+    return {
+        "columns": {column: whole},
+        "metrics": {f"{column}/mean": Mean(total=_total(whole, valid), count=int(valid.sum()))},
+    }
+
+
+def _zero(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
+    keep = torch.tensor(list(right), dtype=torch.bool)
+    if isinstance(column, Ragged):
+        return column.like(torch.where(torch.repeat_interleave(keep, column.lengths), column.values, 0.0))
+    return torch.where(keep, torch.as_tensor(column), 0.0)
+
+
+def _rows_from(before: ColumnValues, after: ColumnValues, rows: Sequence[int]) -> ColumnValues:
+    """A column with some of its rows from another."""
+    new = torch.zeros(len(before), dtype=torch.bool)
+    new[list(rows)] = True
+    if isinstance(before, Ragged) and isinstance(after, Ragged):
+        return before.like(torch.where(torch.repeat_interleave(new, before.lengths), after.values, before.values))
+    return torch.where(new, torch.as_tensor(after), torch.as_tensor(before))
+
+
+def _total(column: ColumnValues, valid: Tensor) -> float:
+    if isinstance(column, Ragged):
+        return float(column.values[torch.repeat_interleave(valid, column.lengths)].sum())
+    return float(torch.as_tensor(column)[valid].sum())
