@@ -7,6 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
@@ -194,6 +195,7 @@ class Algorithm(ABC):
         with (
             uninterrupted() if draws or isinstance(stage.function, GroupOperation) else nullcontext(),
             self.lab.runner.ownership.together() if draws else nullcontext(),
+            self._taking(stage),
         ):
             self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
             self._iteration = self.lab.iteration
@@ -201,6 +203,14 @@ class Algorithm(ABC):
         if all(name in self.made for name in graph.names):
             self._end()
         return made
+
+    def _taking(self, stage: Stage) -> AbstractContextManager[None]:
+        """Inside, `made` has the batch of a stage as soon as the stage is over: a later kernel repeats none of it, nor
+        draws other samples."""
+        if not isinstance(stage.function, GroupOperation):
+            return nullcontext()
+        take = partial(self.made.__setitem__, stage.name)
+        return self.lab.runner.handing_over(stage.function.operation.name, take)
 
     def restart(self) -> None:
         """Give up the present iteration: the next step begins another one, with new prompts.

@@ -18,6 +18,7 @@ from typing import Any, SupportsFloat
 
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
+from workbench.batches.batch import Batch
 from workbench.errors import BadInput, StageInterrupted
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
@@ -59,6 +60,7 @@ class StageRunner(StageNames):
             failures=self.failures, telemetry=telemetry,
         )  # fmt: skip
         self._reusing = False
+        self._taker: tuple[str, Callable[[Batch], None]] | None = None
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -99,7 +101,10 @@ class StageRunner(StageNames):
         call.check_columns()
         self.outcomes.called(group.role)
         before, updates = first(), self._open_updates(group)
-        steps = StageSteps(self._parts, call, self._stage_name or call.operation.name, self.counters.last_metrics, then)
+        steps = StageSteps(
+            self._parts, call, self._stage_name or call.operation.name, self.counters.last_metrics, then,
+            self._taker_of(operation),
+        )  # fmt: skip
         run = self._run(steps, [*before, *updates, *call.awaited], call.updates or as_update)
         there = call.batch is not None and not call.batch.pending
         if call.updates and there:
@@ -107,6 +112,24 @@ class StageRunner(StageNames):
         elif self._reusing and run.batch is not None and there and not updates and not call.draws_anew:
             steps.answer_from_store(run)
         return run
+
+    @contextlib.contextmanager
+    def handing_over(self, operation: str, take: Callable[[Batch], None]) -> Iterator[None]:
+        """Inside, the call of this operation gives the batch that it makes to `take` before the journal notes that the
+        run is over: one entry has both, and a kernel that ends anywhere leaves both or none. Where stages overlap, a
+        run may end when its caller has gone on, and gives it nothing."""
+        self._taker = operation, take
+        try:
+            yield
+        finally:
+            self._taker = None
+
+    def _taker_of(self, operation: str) -> Callable[[Batch], None] | None:
+        taker = self._taker
+        if taker is None or taker[0] != operation or self.overlap.on:
+            return None
+        self._taker = None
+        return taker[1]
 
     def _run(self, steps: StageSteps, inputs: Sequence[Run], updates: bool) -> Run:
         call = steps.call

@@ -48,7 +48,8 @@ class StageSteps:
     """The steps of one call.
 
     reported_as: the name under which its metrics are reported. metrics: the `last_metrics` of when it was called.
-    then: called when it has succeeded, before waiters are woken.
+    then: called when it has succeeded, before waiters are woken. take: is given the batch that it makes, see
+    `StageRunner.handing_over`.
     """
 
     parts: StageParts
@@ -56,6 +57,7 @@ class StageSteps:
     reported_as: str
     metrics: dict[str, MetricValues]
     then: Callable[[], None] | None = None
+    take: Callable[[Batch], None] | None = None
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,8 @@ class StageSteps:
         self._report(run)
         if self.then is not None:
             self.then()
+        if self.take is not None and isinstance(result, Batch) and not run.given_up:
+            self.take(result)
         return result
 
     def _report(self, run: Run) -> None:
