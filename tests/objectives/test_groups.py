@@ -9,7 +9,7 @@ import torch
 
 from tests.objectives.policies import normal
 from workbench.errors import BadInput
-from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo, with_variance
+from workbench.objectives.groups import group_mean, grpo, grpo_batch_std, off_policy_baseline, rloo, with_variance
 
 
 class TestGroups:
@@ -22,6 +22,12 @@ class TestGroups:
         torch.testing.assert_close(grpo(self.scores, self.group, eps=0.0)[[0, 1, 2, 3, 7]], expected[[0, 1, 2, 3, 7]])
         torch.testing.assert_close(grpo(self.scores, self.group), expected, rtol=2e-6, atol=0)
         assert grpo(self.scores, self.group, scale_by_std=False)[:4].tolist() == [-1.0, -1.0, 1.0, 1.0]
+
+    def test_the_batch_std_by_hand(self) -> None:
+        scores, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 5.0]), torch.tensor([4, 4, 7, 7, 9])
+        centred = torch.tensor([0.5, -0.5, 0.0, 0.0, 0.0])
+        torch.testing.assert_close(grpo_batch_std(scores, groups), centred / (scores.std() + 1e-6))
+        assert grpo_batch_std(torch.tensor([2.0]), torch.tensor([1])).tolist() == [0.0]
 
     def test_rloo_by_hand(self) -> None:
         assert rloo(self.scores, self.group).tolist() == [-1.5, -2.0, 1.5, 2.0, 0.0, 0.0, 0.0, 0.0]

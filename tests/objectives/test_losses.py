@@ -10,7 +10,15 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator
-from workbench.objectives.losses import PolicyLoss, cispo_loss, gspo_loss, policy_loss, ppo_loss, value_loss
+from workbench.objectives.losses import (
+    PolicyLoss,
+    cispo_loss,
+    gspo_loss,
+    policy_loss,
+    ppo_loss,
+    sapo_loss,
+    value_loss,
+)
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -177,8 +185,33 @@ class TestCISPO:
         assert not wide[0][1].clipped_BT.any()
 
 
+class TestSAPO:
+    def test_by_hand(self) -> None:
+        ratio, advantages = torch.tensor([[0.5, 1.0, 2.0, 2.0]]), torch.tensor([[1.0, 1.0, 2.0, -2.0]])
+        log_prob = (ratio.log() - 1).double().requires_grad_()
+        loss, stats = sapo_loss(log_prob, torch.full((1, 4), -1.0).double(), advantages.double())
+        taus = (1.0, 1.0, 1.0, 1.05)
+        expected = [
+            -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
+            for tau, r, a in zip(taus, ratio[0].tolist(), advantages[0].tolist(), strict=True)
+        ]
+        torch.testing.assert_close(loss[0].detach(), torch.tensor(expected).double())
+        (slope,) = torch.autograd.grad(loss.sum(), log_prob)
+        gates = [1 / (1 + math.exp(-tau * (r - 1))) for tau, r in zip(taus, ratio[0].tolist(), strict=True)]
+        by_hand = -4 * torch.tensor(gates) * (1 - torch.tensor(gates)) * ratio[0] * advantages[0]
+        torch.testing.assert_close(slope[0], by_hand.double())
+        assert not stats.clipped_BT.any() and torch.allclose(stats.ratio_BT[0].float(), ratio[0])
+
+    def test_it_has_no_clip(self) -> None:
+        x = torch.zeros(2, 3)
+        with pytest.raises(BadInput, match=r"clip_low=0\.2 with loss='sapo'"):
+            policy_loss("sapo", x, x, x, x, clip_low=0.2)
+        with pytest.raises(BadInput, match="temperature_positive=0"):
+            sapo_loss(x, x, x, 0.0)
+
+
 class TestPolicyLoss:
-    @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+    @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "sapo"])
     def test_first_step_is_reinforce(self, kind: PolicyLoss) -> None:
         """At pi = pi_old every one has the gradient of -A log pi, with one advantage a sequence."""
         log_prob, advantages = normal(4, 5, seed=0).requires_grad_(), normal(4, 1, seed=1).expand(4, 5)

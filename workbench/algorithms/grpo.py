@@ -27,6 +27,8 @@ class GRPO(Algorithm):
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
         GSPO        loss="gspo"                                                  arXiv:2507.18071
         CISPO       loss="cispo", aggregation="token-mean"                       arXiv:2506.13585
+        SAPO        loss="sapo"                                                  arXiv:2511.20347
+        batch std   estimator="grpo_batch_std"                                   arXiv:2508.08221
         VCPO        estimator="off_policy_baseline", clip=1.0, clip_high=1e9, correction=Correction(level="sequence",
                     high=8.0, reference_size=1.0)                                arXiv:2602.17616
 

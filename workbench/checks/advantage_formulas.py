@@ -108,6 +108,9 @@ def _over_group(rows: ByToken, totals: Numbers, arguments: Mapping[str, Any]) ->
             deviation = (sum((other - mean) ** 2 for other in group) / len(group)) ** 0.5
             baseline = weighed / sum(shares) if sum(shares) else mean
             found.append((total - baseline) / (deviation if deviation > 1e-8 else 1.0))
+        elif estimator == "grpo_batch_std":
+            middle = sum(totals) / len(totals)
+            found.append((total - mean) / ((sum((x - middle) ** 2 for x in totals) / (len(totals) - 1)) ** 0.5 + 1e-6))
         elif estimator == "dr_grpo":
             found.append(total - mean)
         else:

@@ -25,6 +25,7 @@ ESTIMATES: tuple[dict[str, Any], ...] = (
     {"estimator": "grpo"},
     {"estimator": "grpo", "overlong_buffer": 4, "max_response_tokens": NEW_TOKENS - 1},
     {"estimator": "dr_grpo"},
+    {"estimator": "grpo_batch_std"},
     {"estimator": "rloo", "kl_coefficient": 0.1},
     {"estimator": "off_policy_baseline", "correction": Correction(level="sequence")},
 )

@@ -44,6 +44,7 @@ LOSSES: dict[str, tuple[dict[str, Any], ...]] = {
             "loss": "cispo", "aggregation": "fixed-length", "max_response_tokens": 16, "clip": 0.3, "clip_high": 0.4,
             "kl_coefficient": 0.1, "kl": "k3",
         },
+        {"loss": "sapo", "aggregation": "sequence-mean-token-mean"},
     ),
     "critic": REGRESSION,
     "cost_critic": REGRESSION,

@@ -27,6 +27,9 @@ def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str
         ratio = of_sequence if arguments["loss"] == "gspo" else math.exp(now - old)
         if arguments["loss"] == "cispo":
             return -clipped(ratio) * advantage * now
+        if arguments["loss"] == "sapo":
+            tau = 1.0 if advantage > 0 else 1.05
+            return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
         objective = min(ratio * advantage, clipped(ratio) * advantage)
         if arguments["dual_clip"] is not None and advantage < 0:
             objective = max(objective, arguments["dual_clip"] * advantage)

@@ -36,6 +36,24 @@ def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: floa
 
 @checked_call()
 @torch.no_grad()
+def grpo_batch_std(scores_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
+    """GRPO's advantages with the standard deviation of all scores, [N].
+
+        A_i = (R_i - mean_group) / (std_batch + eps)
+
+    Source: Liu et al. 2025, https://arxiv.org/abs/2508.08221; TRL's `scale_rewards="batch"`. The standard deviation is
+    the unbiased one of the whole batch: a prompt on which the samples hardly differ does not weigh more for that.
+    Groups of equal scores, and groups of one, get exactly 0.
+
+    Raises `BadInput` as `grpo` does.
+    """
+    centred_N, _, _ = _centre(scores_N, group_N)
+    deviation = scores_N.double().std() if len(scores_N) > 1 else 0.0
+    return (centred_N / (deviation + eps)).to(full(scores_N).dtype)
+
+
+@checked_call()
+@torch.no_grad()
 def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """Leave-one-out advantages, one a sample, [N]: A_i = R_i - mean of the other scores of the group.
 

@@ -12,7 +12,7 @@ from workbench.objectives.arguments import full, same_shape, tokenwise, within
 from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
 from workbench.support.checked_calls import checked_call
 
-PolicyLoss = Literal["ppo", "gspo", "cispo"]
+PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 # (clip_low, clip_high) of each loss where none is given: those of its paper
 CLIPS: dict[PolicyLoss, tuple[float, float]] = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 2.0)}
 
@@ -41,9 +41,16 @@ def policy_loss(
 ) -> tuple[Tensor, PolicyStats]:
     """The loss of that name, [B, T]. dual_clip is for "ppo" alone, the mask is read by "gspo" alone.
 
-    clip_low, clip_high: see `clips`. Raises `BadInput` as the loss does, on an unknown name, and on a dual clip for
-    another loss than "ppo".
+    clip_low, clip_high: see `clips`. Raises `BadInput` as the loss does, on an unknown name, on a dual clip for another
+    loss than "ppo", and on a clip for "sapo".
     """
+    if kind == "sapo":
+        for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("dual_clip", dual_clip)):
+            if value is not None:
+                raise BadInput(
+                    f"{name}={value} with loss='sapo'", "SAPO has no clip: its gate is smooth", "leave it out"
+                )
+        return sapo_loss(log_prob_BT, old_log_prob_BT, advantages_BT)
     clip_low, clip_high = clips(kind, clip_low, clip_high)
     if kind == "ppo":
         return ppo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high, dual_clip)
@@ -53,7 +60,7 @@ def policy_loss(
         return gspo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, mask_BT, clip_low, clip_high)
     if kind == "cispo":
         return cispo_loss(log_prob_BT, old_log_prob_BT, advantages_BT, clip_low, clip_high)
-    raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo'")
+    raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo', 'sapo'")
 
 
 @checked_call()
@@ -159,6 +166,34 @@ def cispo_loss(
     ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT).detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return -weight_BT * advantages_BT * full(log_prob_BT), PolicyStats(ratio_BT, weight_BT != ratio_BT)
+
+
+@checked_call()
+def sapo_loss(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> tuple[Tensor, PolicyStats]:
+    """SAPO: a smooth gate in place of PPO's clip, [B, T]. Gradients flow into `log_prob_BT` only.
+
+        loss = -4 / tau sigmoid(tau (rho - 1)) A        tau: of positive advantages, or of the others
+
+    Source: Soft Adaptive Policy Optimization, https://arxiv.org/abs/2511.20347, in the form that TRL has it
+    (`loss_type="sapo"`). At pi = pi_old its gradient is that of -A log pi; away from there it falls smoothly, faster
+    where A <= 0. Nothing is clipped.
+
+    Raises `BadInput` on unequal shapes, and on temperatures that are not above 0.
+    """
+    advantages_BT = _checked(log_prob_BT, old_log_prob_BT, advantages_BT, 0.0, 0.0)
+    for name, value in (("temperature_positive", temperature_positive), ("temperature_negative", temperature_negative)):
+        if not value > 0:
+            raise BadInput(f"{name}={value}", "must be above 0")
+    ratio_BT = ratio_of(log_prob_BT, old_log_prob_BT)
+    tau_BT = torch.where(advantages_BT > 0, temperature_positive, temperature_negative).to(ratio_BT)
+    gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (ratio_BT - 1))
+    return -gate_BT * advantages_BT, PolicyStats(ratio_BT.detach(), torch.zeros_like(ratio_BT, dtype=torch.bool))
 
 
 def _checked(

@@ -124,6 +124,9 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
                     "a clip is for the losses that have a name here: a function has options of its own",
                     f"give it to the function: functools.partial({name_of(loss)}, {name}={arguments[name]})",
                 )
+    if loss == "sapo" and (arguments["clip"] is not None or arguments["clip_high"] is not None):
+        given = {name: arguments[name] for name in ("clip", "clip_high") if arguments[name] is not None}
+        raise BadInput(f"{given} with loss='sapo'", "SAPO has no clip: its gate is smooth", "leave it out")
     if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
         raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
     correction = arguments["correction"]
@@ -245,12 +248,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     ) -> Output:
         """A policy update, one optimizer step a minibatch and epoch.
 
-        loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight), or a
-        function that gives the loss of each token [rows, tokens], or (that, metrics), each [rows, tokens] or [rows]. It
-        is called for a micro-batch, with what it asks for by the names of its parameters: `log_prob` and `entropy`
-        (with gradient), `mask` (bool), and columns of the batch: of tokens [rows, tokens], 0 outside the mask, or
-        [rows]. A parameter with a default keeps it where there is no such column. No row is skipped for a function.
-        `lab.check(loss=, batch=)` looks for mistakes in it before a step.
+        loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight),
+        "sapo" (a smooth gate in place of the clip), or a function that gives the loss of each token [rows, tokens], or
+        (that, metrics), each [rows, tokens] or [rows]. It is called for a micro-batch, with what it asks for by the
+        names of its parameters: `log_prob` and `entropy` (with gradient), `mask` (bool), and columns of the batch: of
+        tokens [rows, tokens], 0 outside the mask, or [rows]. A parameter with a default keeps it where there is no such
+        column. No row is skipped for a function. `lab.check(loss=, batch=)` looks for mistakes in it before a step.
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
         both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
         epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.

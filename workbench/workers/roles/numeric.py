@@ -30,7 +30,15 @@ from workbench.objectives.estimators import (
     token_rewards,
     whiten,
 )
-from workbench.objectives.groups import group_deviation, group_mean, grpo, off_policy_baseline, rloo, with_variance
+from workbench.objectives.groups import (
+    group_deviation,
+    group_mean,
+    grpo,
+    grpo_batch_std,
+    off_policy_baseline,
+    rloo,
+    with_variance,
+)
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
 from workbench.objectives.macro_actions import macro_gae
@@ -48,10 +56,18 @@ from workbench.workers.user_loss import UserFunction
 from workbench.workers.worker import Worker
 
 Estimator = Literal[
-    "gae", "grpo", "dr_grpo", "rloo", "off_policy_baseline", "remax", "reinforce_pp", "reinforce_pp_baseline"
+    "gae",
+    "grpo",
+    "grpo_batch_std",
+    "dr_grpo",
+    "rloo",
+    "off_policy_baseline",
+    "remax",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
 ]
 # the samples of a prompt are each other's baseline: one response a prompt teaches nothing
-GROUPED = ("grpo", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline")
+GROUPED = ("grpo", "grpo_batch_std", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline")
 WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 
 
@@ -170,11 +186,12 @@ class NumericWorker(Worker):
         """Advantages and returns from rewards, a number a response token.
 
         estimator: "gae" (PPO; reads `values`); "remax" (reads `baseline_rewards`, scores of greedy responses) and
-        "reinforce_pp": reward to go; over the samples of one prompt "grpo", "dr_grpo" (no standard deviation), "rloo",
-        "off_policy_baseline" (VCPO), "reinforce_pp_baseline" (reward to go less their mean). Or a function of the whole
-        batch, the rows of all ranks in their order, which gives advantages [rows] or [rows, tokens], or (advantages,
-        returns). It asks by the names of its parameters for `rewards` [rows], `token_rewards` (after the penalties),
-        `mask` (bool), `group` (of a prompt) and any column; numbers of tokens are [rows, tokens], 0 outside the mask.
+        "reinforce_pp": reward to go; over the samples of one prompt "grpo", "dr_grpo" (no standard deviation),
+        "grpo_batch_std" (that of all scores), "rloo", "off_policy_baseline" (VCPO), "reinforce_pp_baseline" (reward to
+        go less their mean). Or a function of the whole batch, the rows of all ranks in their order, which gives
+        advantages [rows] or [rows, tokens], or (advantages, returns). It asks by the names of its parameters for
+        `rewards` [rows], `token_rewards` (after the penalties), `mask` (bool), `group` (of a prompt) and any column;
+        numbers of tokens are [rows, tokens], 0 outside the mask. Rows that are not `valid` are not among its rows.
         bootstrap: GAE continues responses that were cut (not `finished`) with `final_values`, see `compute_values`;
         False: after the last token nothing more is to come, cut or not. macro_tokens: tokens that GAE takes as one
         action (MA-PPO).
@@ -358,6 +375,8 @@ class NumericWorker(Worker):
             advantages_N = centred_N / group_deviation(scores_N, groups_N)
         elif estimator == "reinforce_pp_baseline":
             advantages_N = scores_N - group_mean(scores_N, groups_N)
+        elif estimator == "grpo_batch_std":
+            advantages_N = grpo_batch_std(scores_N, groups_N)
         else:
             advantages_N = grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
         before = sum(map(len, shards[: communicator.rank]))
