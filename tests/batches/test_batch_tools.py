@@ -440,8 +440,9 @@ def test_columns_that_are_not_there(lab: wb.Workbench) -> None:
             use("reward")
     with pytest.raises(UnknownColumn, match="rename reads column 'reward'"):
         batch.rename(reward="score")
-    with pytest.raises(BadInput, match=r"temperatures 0.5, 1.0"):
-        wb.Batch.concat([lab.put(table_of(1), meta={"temperature": t}) for t in (0.5, 1.0)])
+    for name, said in (("temperature", "sampled"), ("teacher_temperature", "scored by a teacher")):
+        with pytest.raises(BadInput, match=rf"rows {said} at temperatures 0.5, 1.0"):
+            wb.Batch.concat([lab.put(table_of(1), meta={name: t}) for t in (0.5, 1.0)])
 
 
 def test_files_that_hold_no_batch(lab: wb.Workbench, tmp_path: Path) -> None:

@@ -104,6 +104,13 @@ def test_the_same_numbers_on_two_ranks_and_none_where_a_model_is_cut(
             two.mismatch(table)
 
 
+def test_rollouts_of_some_tokens_only_are_held_against_a_precision(lab: wb.Workbench) -> None:
+    """The engine's numbers are of the distribution that it sampled from, whatever the precision."""
+    batch = lab.actor.generate_sequences(lab.prompts.next(3), max_new_tokens=5, seed=3, top_p=0.3)
+    found = lab.mismatch(batch, {"float32": wb.Precision(), "bfloat16": wb.Precision(dtype="bfloat16")})
+    assert found.base == "float32" and list(found.df.index) == ["bfloat16"]
+
+
 def test_the_figures_by_hand() -> None:
     tokens = pd.DataFrame(
         {"row": [0, 0, 1], "token": [0, 1, 0], "token_id": [5, 6, 7], "rollout": [-1.0, -2.0, -3.0],

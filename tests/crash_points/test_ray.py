@@ -157,6 +157,14 @@ def test_some_points(on_ray: OnRay) -> None:
 
 
 @pytest.mark.slow
+def test_the_kernel_ends_as_a_generation_does(on_ray: OnRay) -> None:
+    """Before and after each entry of the journal from the drawing of prompts to the stage after the generation: the
+    next kernel has its samples, or draws the same."""
+    entries = [number for number, call in enumerate(on_ray.points, 1) if call.endswith("journal.pkl")]
+    assert not failures(on_ray.ended, entries[:4])
+
+
+@pytest.mark.slow
 def test_the_kernel_ends_at_every_point_of_a_recovery(on_ray: OnRay) -> None:
     points = on_ray.driver.count(f"lab.recover({on_ray.one!r})")
     assert len(points) > 1

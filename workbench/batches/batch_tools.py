@@ -311,7 +311,10 @@ class BatchTools(ABC):
 
 def _check_temperatures(batches: Sequence[Batch]) -> None:
     """Raise `BadInput` where rows were sampled, or scored, at several temperatures."""
-    for travelling, what in (("temperature", "sampled"), ("log_prob_temperature", "scored")):
+    kinds = {
+        "temperature": "sampled", "log_prob_temperature": "scored", "teacher_temperature": "scored by a teacher"
+    }  # fmt: skip
+    for travelling, what in kinds.items():
         temperatures = {batch.meta[travelling] for batch in batches if travelling in batch.meta}
         if len(temperatures) > 1:
             raise BadInput(

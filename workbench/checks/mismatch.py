@@ -15,6 +15,7 @@ from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.settings.precision import MERGED, PRECISIONS, Precision
 from workbench.stages.isolated import isolated
+from workbench.workers.inference import TRUNCATION
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +32,8 @@ class Mismatch:
 
     tokens: a frame with one row for each token of the policy's: its `row`, its place `token`, `token_id`, and a column
         of log-probabilities, nats, for each precision; "rollout" are those of the engine that sampled it.
-    base: the column that the others are held against: "rollout" where the batch has it, else the first precision.
+    base: the column that the others are held against: "rollout" where the batch has it, else the first precision. The
+        engine's numbers of rollouts with top-p, top-k or min-p are of another distribution, and left out.
     """
 
     tokens: pd.DataFrame
@@ -102,7 +104,8 @@ def mismatch(lab: Lab, batch: Batch, precisions: Mapping[str, Precision] | None)
     with isolated(lab.runner, "mismatch"):
         scored = lab.actor.compute_precisions(batch, precisions=precisions)
         names = ["response_ids", *(f"log_prob_{name}" for name in precisions)]
-        names += [name for name in ("response_mask", "rollout_log_prob") if name in scored.names]
+        wanted = ("response_mask", *(() if batch.meta.get(TRUNCATION) else ("rollout_log_prob",)))
+        names += [name for name in wanted if name in scored.names]
         found = scored.fetch(names)
     ids = found["response_ids"]
     assert isinstance(ids, Ragged)
