@@ -91,7 +91,7 @@ def outcomes() -> dict[str, Any]:
     again = replace(given, columns={**given.columns, **done["one"].columns})
     done["again"] = reward.compute_reward(again, function=place, only=[6])
     again = replace(given, columns={**given.columns, **done["mixed"].columns})
-    functions = {"a": place, "b": against_group, "steps": steps}
+    functions: dict[str, Any] = {"a": place, "b": against_group, "steps": steps}
     done["mixed again"] = reward.compute_reward(again, function=functions, only=[6], most_failed=1.0)
     valid = shard(rank, size, valid=torch.tensor(VALID))
     for estimator in (*GROUPED, "gae"):
