@@ -226,6 +226,10 @@ def tidy(prompt: str, response: str, number: str) -> float:
     return float(number)
 
 
+def number_of(prompt: str, response: str, number: str) -> float:
+    return float(number)
+
+
 def test_components_are_columns_with_weights(lab: wb.Workbench, rollouts: wb.Batch) -> None:
     both = {"right": right, "format": (tidy, 0.25)}
     scored = lab.reward.compute_reward(rollouts, function=both)
@@ -239,13 +243,123 @@ def test_components_are_columns_with_weights(lab: wb.Workbench, rollouts: wb.Bat
     again = lab.reward.reweigh(scored, {"right": 2.0, "format": 0.0})
     assert column(again, "rewards").tolist() == [2.0 * (row % 2) for row in range(32)]
     assert not column(again, "valid")[4] and lab.last_metrics["reweigh"]["rewards/mean"] == pytest.approx(32 / 31)
-    mended = lab.reward.compute_reward(scored, function={**both, "format": (right, 0.25)}, only=scored.failed())
-    assert column(mended, "rewards")[4] == 0 and column(mended, "rewards")[5] == 1 + 5 / 4
+    mended = lab.reward.compute_reward(scored, function={**both, "format": (number_of, 0.25)}, only=scored.failed())
+    assert column(mended, "rewards").tolist() == [row % 2 + 0.25 * row for row in range(32)]
     assert mended.failed().empty
     frame = scored.df(["rewards/right", "rewards/format"])  # where two verifiers disagree
     assert len(frame[(frame["rewards/right"] > 0) != (frame["rewards/format"] > 0)]) == 14
     with pytest.raises(UnknownColumn):
         lab.reward.reweigh(rollouts, {"right": 1.0})
+
+
+def test_rows_that_are_asked_again_have_the_components_of_the_others(
+    lab: wb.Workbench, rollouts: wb.Batch, tmp_path: Path
+) -> None:
+    scored = lab.reward.compute_reward(rollouts, function={"right": right, "format": (tidy, 0.2)})
+    noted = counting(tmp_path)
+    for function, said in (
+        ({"format": (noted, 0.2)}, "components format"), (noted, "no components"),
+        ({"right": noted, "format": noted, "style": noted}, "components format, right, style"),
+    ):  # fmt: skip
+        with pytest.raises(BadInput, match=f"only= with {said}, of a batch with components format, right"):
+            lab.reward.compute_reward(scored, function=function, only=scored.failed())
+    with pytest.raises(BadInput, match=r"only= with components right, of a batch with no components"):
+        lab.reward.compute_reward(lab.reward.compute_reward(rollouts), function={"right": noted}, only=[4])
+    costs = lab.reward.compute_reward(rollouts, function={"right": right})
+    again = lab.reward.compute_reward(costs, function=number_of)
+    with pytest.raises(BadInput, match=r'batch\.drop\("rewards/right"\)'):
+        lab.reward.compute_reward(again, function=noted, only=[4])
+    assert not calls_in(tmp_path)
+    mended = lab.reward.compute_reward(again.drop("rewards/right"), function=lambda prompt, response: 7.0, only=[4])
+    assert column(mended, "rewards").tolist() == [7.0 if row == 4 else float(row) for row in range(32)]
+
+
+def test_all_rows_have_the_weights_of_the_last_call(lab: wb.Workbench, rollouts: wb.Batch) -> None:
+    def worse(prompt: str, response: str, number: str) -> float:
+        if number == "6":
+            raise LookupError("no format")
+        return tidy(prompt, response, number)
+
+    scored = lab.reward.compute_reward(rollouts, function={"right": right, "format": (worse, 0.5)})
+    other = lab.reward.reweigh(scored, {"right": 3.0, "format": 0.125})
+    mended = lab.reward.compute_reward(other, function={"right": right, "format": (number_of, 0.25)}, only=[4])
+    # row 6 failed and was not asked: its reward is 0, though a component of it has a number
+    expected = [0.0 if row == 6 else row % 2 + 0.25 * row for row in range(32)]
+    assert column(mended, "rewards").tolist() == expected and mended.failed().row.tolist() == [6]
+
+
+def test_a_row_is_mended_after_advantages(lab: wb.Workbench, rollouts: wb.Batch) -> None:
+    scored = lab.reward.compute_reward(rollouts, function={"right": right, "format": (tidy, 0.25)})
+    late = lab.compute_advantages(scored, estimator="grpo")
+    mended = lab.reward.compute_reward(late, function={"right": right, "format": (number_of, 0.25)}, only=late.failed())
+    assert column(mended, "rewards").tolist() == [row % 2 + 0.25 * row for row in range(32)]
+    assert column(mended, "valid").all()
+
+
+# --- components of one number a row, and of one a token ---------------------------------------------------------------
+
+
+def process(prompt: str, response: str, response_ids: list[int], number: str) -> list[float]:
+    if number == "4":
+        raise LookupError("no steps")
+    return [0.5] * len(response_ids)
+
+
+def test_an_outcome_and_a_process_reward_are_added_at_the_last_token_of_the_policy(
+    lab: wb.Workbench, rollouts: wb.Batch
+) -> None:
+    lengths = column(rollouts, "response_ids").lengths.tolist()
+    # the policy chose not the last token of row 1, and none of row 2
+    masks = [torch.ones(n) for n in lengths]
+    masks[1][-1], masks[2][:] = 0, 0
+    batch = lab.put({**rollouts.fetch(), "response_mask": Ragged.of(masks, torch.int64)}, meta=dict(rollouts.meta))
+    scored = lab.reward.compute_reward(batch, function={"outcome": (number_of, 2.0), "process": process})
+
+    def expected(weight: float, failed: int | None) -> list[list[float]]:
+        rows = []
+        for row, mask in enumerate(masks):
+            rewards = (0.5 * mask).tolist() if row != failed else [0.0] * len(mask)
+            if row != failed and mask.any():
+                rewards[int(mask.nonzero()[-1])] += weight * row
+            rows.append(rewards)
+        return rows
+
+    def found(batch: wb.Batch) -> list[list[float]]:
+        return [row.tolist() for row in column(batch, "rewards").rows()]
+
+    assert found(scored) == expected(2.0, 4)
+    assert column(scored, "rewards/outcome").tolist() == list(map(float, range(32)))  # each keeps its form
+    assert [len(row) for row in column(scored, "rewards/process").rows()] == lengths
+    assert found(lab.reward.reweigh(scored, {"outcome": 4.0, "process": 1.0})) == expected(4.0, 4)
+    assert column(lab.reward.reweigh(scored, {"outcome": 4.0}), "rewards").tolist() == [
+        0.0 if row == 4 else 4.0 * row for row in range(32)
+    ]
+
+    def steps(prompt: str, response: str, response_ids: list[int]) -> list[float]:
+        return [0.5] * len(response_ids)
+
+    mended = lab.reward.compute_reward(scored, function={"outcome": number_of, "process": steps}, only=scored.failed())
+    assert found(mended) == expected(1.0, None) and mended.failed().empty
+    advantages = lab.compute_advantages(mended, estimator="reinforce_pp", gamma=1.0)
+    sums = [float(row.sum()) for row in column(advantages, "token_rewards").rows()]
+    assert sums == pytest.approx([sum(row) for row in expected(1.0, None)])
+    # a row that is asked again gives what the rows that stay have
+    with pytest.raises(
+        RewardError, match=r"number_of returned 4.0 for row 4 .* several a row are in .*'rewards/process'"
+    ):
+        lab.reward.compute_reward(scored, function={"outcome": number_of, "process": number_of}, only=[4])
+
+
+def test_the_form_of_rows_that_all_failed_is_that_of_the_function_that_scores_them(
+    lab: wb.Workbench, rollouts: wb.Batch
+) -> None:
+    few = rollouts.take([4, 4])
+    failed = lab.reward.compute_reward(few, function={"process": process, "outcome": right}, most_failed=1.0)
+    assert column(failed, "rewards").tolist() == [0.0, 0.0]
+    both = {"process": lambda prompt, response, response_ids: [1.0] * len(response_ids), "outcome": right}
+    mended = lab.reward.compute_reward(failed, function=both, only=failed.failed())
+    lengths = column(few, "response_ids").lengths.tolist()
+    assert [row.tolist() for row in column(mended, "rewards").rows()] == [[1.0] * n for n in lengths]
 
 
 def test_arms_are_compared_on_stored_components_without_a_call(

@@ -28,6 +28,12 @@ def picky(prompt: str, response: str, number: str) -> float:
     return float(number)
 
 
+def steps(prompt: str, response: str, response_ids: list[int], number: str) -> list[float]:
+    if number == "3":
+        raise ConnectionError("HTTP 503")
+    return [float(number)] * len(response_ids)
+
+
 @wb.batched(over="group")
 def against_group(prompt: list[str], response: list[str], number: list[str]) -> list[float]:
     return [float(one) - sum(map(float, number)) / len(number) for one in number]
@@ -75,12 +81,18 @@ def outcomes() -> dict[str, Any]:
         "many": reward.compute_reward(
             given, most_failed=1.0, function={"a": picky, "b": (against_group, 0.5), "c": place}
         ),
+        "mixed": reward.compute_reward(
+            given, most_failed=1.0, function={"a": picky, "b": (against_group, 0.5), "steps": steps}
+        ),
         "all failed": reward.compute_reward(
             shard(rank, size, **{**texts, "number": ["x"] * ROWS}), function=place, most_failed=1.0
         ),
     }
     again = replace(given, columns={**given.columns, **done["one"].columns})
     done["again"] = reward.compute_reward(again, function=place, only=[6])
+    again = replace(given, columns={**given.columns, **done["mixed"].columns})
+    functions: dict[str, Any] = {"a": place, "b": against_group, "steps": steps}
+    done["mixed again"] = reward.compute_reward(again, function=functions, only=[6], most_failed=1.0)
     valid = shard(rank, size, valid=torch.tensor(VALID))
     for estimator in (*GROUPED, "gae"):
         correction = wb.Correction() if estimator == "off_policy_baseline" else None

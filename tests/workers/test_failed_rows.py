@@ -170,4 +170,7 @@ def test_two_ranks_score_and_estimate_as_one_does() -> None:
     assert alone["columns"]["one"]["failure"][6] == "compute_reward picky: raised ConnectionError: HTTP 503"
     assert not any(alone["columns"]["all failed"]["valid"].values())
     assert alone["columns"]["again"]["valid"][6] and not alone["columns"]["again"]["valid"][1]
+    assert alone["columns"]["mixed"]["rewards"][3] == [0.0] * 3 and alone["columns"]["mixed"]["rewards"][1] == [0.0] * 4
+    # its place is 6 of 8, the mean of its prompt is that of 2, 3, 6 and 7, its steps are 6 a token: 6/8 + 6 - 4.5 + 6
+    assert alone["columns"]["mixed again"]["rewards"][6] == pytest.approx([6.0, 6.0, 8.25])
     assert alone["metrics"]["grpo"]["dropped_groups"].value == 1

@@ -42,6 +42,26 @@ def component_columns(column: str, function: Any) -> tuple[str, ...]:
     return tuple(f"{column}/{name}" for name in components_of(function) if name)
 
 
+def check_same_components(column: str, function: Any, columns: Collection[str]) -> None:
+    """Raise `BadInput` where functions for some rows, of a batch with such columns, are not those of its other rows."""
+    given = {name for name in components_of(function) if name}
+    there = {name.removeprefix(f"{column}/") for name in columns if name.startswith(f"{column}/")}
+    if given == there:
+        return
+
+    def said(names: set[str]) -> str:
+        return f"components {', '.join(sorted(names))}" if names else "no components"
+
+    remedy = "give only= functions of the same names, or leave only= out"
+    if there - given:
+        drop = ", ".join(f'"{column}/{name}"' for name in sorted(there - given))
+        remedy += f"; where those are of an earlier call, batch.drop({drop})"
+    raise BadInput(
+        f"only= with {said(given)}, of a batch with {said(there)}",
+        f"the {column} of all rows are the sum of the same components", remedy,
+    )  # fmt: skip
+
+
 def row_numbers(only: Any) -> list[int] | None:
     """The row numbers that a user gives as `only`: a frame of `batch.failed()`, or numbers; None: all rows."""
     if only is None:
@@ -90,14 +110,18 @@ class Scoring:
         without = status.failed_in(GENERATED)  # there is no whole response to score
         wanted = [only is None or number in only for number in numbers]
         asked = [i for i in range(len(batch)) if wanted[i] and not without[i]]
-        scores, errors, several = self._ask_all(asked, [i for i, failed in enumerate(without) if not failed], total)
+        failed_before = status.failed_in(self.stage)
+        stay = only is not None and any(not (w or f) for w, f in zip(wanted, failed_before, strict=True))
+        whole = [i for i, failed in enumerate(without) if not failed]
+        scores, errors, several = self._ask_all(asked, whole, total, stay)
         told: dict[int, dict[str, RewardError]] = {i: {} for i in asked}
         for name, failed in errors.items():
             for i, error in failed.items():
                 told[i][name or name_of(self.components[name][0])] = error
         for i, of_row in told.items():
             status.note(self.stage, i, {name: error.what for name, error in of_row.items()})
-        columns = self._columns(asked, scores, several, [not (without[i] or told.get(i)) for i in range(len(batch))])
+        right = [not (w or f) for w, f in zip(without, status.failed_in(self.stage), strict=True)]
+        columns = self._columns(asked, scores, several, right)
         columns |= status.columns()
         metrics, report = failed_rows(
             {i: next(iter(found.values())) for i, found in told.items() if found}, numbers, self.most_failed
@@ -112,11 +136,11 @@ class Scoring:
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def _ask_all(
-        self, asked: Sequence[int], whole: Sequence[int], total: int
-    ) -> tuple[dict[str, dict[int, Score]], dict[str, dict[int, RewardError]], bool]:
-        """Of each component the scores, and the errors, of the rows that are asked; and whether rows have several
-        numbers, on any rank. whole: rows with a response. All ranks meet before the first call and after the last one:
-        also a rank that was stopped."""
+        self, asked: Sequence[int], whole: Sequence[int], total: int, stay: bool
+    ) -> tuple[dict[str, dict[int, Score]], dict[str, dict[int, RewardError]], dict[str, bool]]:
+        """Of each component the scores, and the errors, of the rows that are asked; and whether it gives a row several
+        numbers. whole: rows with a response. stay: whether scores of an earlier call stay. All ranks meet before the
+        first call and after the last one: also a rank that was stopped."""
         context = self.context
         rows, tokens = self._rows()
         everywhere = self._everywhere(rows, tokens, asked, whole)
@@ -150,15 +174,15 @@ class Scoring:
                         if len(failures) > asking.most:  # the stage fails: no call is paid for in vain
                             break
         finally:
-            several_one = self._share(shared, scores, errors, asked, where)
-        self._require_alike(several_one, scores, where)
+            kinds = self._share(shared, scores, errors, asked, where, stay)
+        several = self._require_alike(kinds, scores, where)
         for name in self.components:
             for i in asked:
                 if i not in scores[name] and i not in errors[name]:
                     error = RewardError(f"reward function {name} {NOT_ASKED} for row {numbers[i]} on {where}")
                     error.what = NOT_ASKED
                     errors[name][i] = error
-        return scores, errors, bool(several_one[:, 0].any())
+        return scores, errors, several
 
     def _rows(self) -> tuple[list[dict[str, Any]], list[int]]:
         """What a function may be given of each row, and the tokens of its response."""
@@ -221,10 +245,10 @@ class Scoring:
 
     def _share(
         self, shared: list[Any], scores: dict[str, dict[int, Score]], errors: dict[str, dict[int, RewardError]],
-        asked: Sequence[int], where: str,
+        asked: Sequence[int], where: str, stay: bool,
     ) -> Tensor:  # fmt: skip
         """Take in what other ranks were told for rows of this one; of each component whether any rank has several
-        numbers a row, and whether any has one, [components, 2]."""
+        numbers a row, and whether any has one, [components, 2]: from this call, or of rows that stay."""
         communicator = self.context.communicator
         if any(over_of(function) for function, _ in self.components.values()):
             place = {int(self.batch.rows[i]): i for i in asked}
@@ -237,55 +261,66 @@ class Scoring:
                     error = RewardError(f"reward function {function} {what} for row {number} on {where}", rule, remedy)
                     error.what = what
                     errors[name][place[number]] = error
-        kinds = [[isinstance(one, list) for one in found.values()] for found in scores.values()]
-        several_one = torch.tensor([[any(several), not all(several)] for several in kinds]).float()
-        return communicator.all_reduce_max(several_one)
+        kinds = [
+            [*(isinstance(one, list) for one in found.values()), *([isinstance(self._before(name), Ragged)] * stay)]
+            for name, found in scores.items()
+        ]
+        return communicator.all_reduce_max(torch.tensor([[any(kind), not all(kind)] for kind in kinds]).float())
 
-    def _require_alike(self, several_one: Tensor, scores: Mapping[str, Mapping[int, Score]], where: str) -> None:
-        """Raise `RewardError`, on all ranks, where some rows have a number and others several."""
-        for name, kind in zip(self.components, several_one.bool().tolist(), strict=True):
-            if all(kind):
-                i, found = next(iter(scores[name].items()), (0, None))
+    def _require_alike(
+        self, kinds: Tensor, scores: Mapping[str, Mapping[int, Score]], where: str
+    ) -> dict[str, bool]:  # fmt: skip
+        """Of each component whether it gives a row several numbers. Raise `RewardError`, on all ranks, where it gives
+        some rows one number and others several."""
+        found: dict[str, bool] = {}
+        for name, (several, one) in zip(self.components, kinds.bool().tolist(), strict=True):
+            if several and one:
+                i, score = next(iter(scores[name].items()), (0, None))
+                function = name_of(self.components[name][0])
                 raise RewardError(
-                    f"the reward function returned {found!r:.60} for row {self.batch.rows[i]} on {where}, "
-                    f"but {'one number' if isinstance(found, list) else 'several'} a row on another rank",
+                    f"reward function {function} returned {score!r:.60} for row {self.batch.rows[i]} on {where}, "
+                    f"but {'one number' if isinstance(score, list) else 'several'} a row "
+                    f"{'on another rank' if self.only is None else f'are in column {self._name(name)!r}'}"
+                    if scores[name] else f"reward function {function} returned one number a row, and several",
                     ALIKE,
-                )
-        if several_one[:, 0].any() and several_one[:, 1].any():
-            raise RewardError("the components do not give a number each, or one a token each", ALIKE)
+                    "" if self.only is None else "leave only= out, so that all rows are asked",
+                )  # fmt: skip
+            found[name] = several or (not one and isinstance(self._before(name), Ragged))
+        return found
 
     # --- columns ------------------------------------------------------------------------------------------------------
 
+    def _name(self, component: str) -> str:
+        return f"{self.column}/{component}" if component else self.column
+
+    def _before(self, component: str) -> ColumnValues | None:
+        """The column of a component from an earlier call, where rows of it stay."""
+        return self.batch.columns.get(self._name(component)) if self.only is not None else None
+
     def _columns(
-        self, asked: Sequence[int], scores: Mapping[str, Mapping[int, Score]], several: bool, right: Sequence[bool]
-    ) -> Table:
+        self, asked: Sequence[int], scores: Mapping[str, Mapping[int, Score]], several: Mapping[str, bool],
+        right: Sequence[bool],
+    ) -> Table:  # fmt: skip
         """The column of each component, and that of their weighted sum, which is 0 for rows that failed."""
-        columns: Table = {}
-        parts = {
-            name: self._column(f"{self.column}/{name}" if name else self.column, asked, found, several)
-            for name, found in scores.items()
-        }
+        parts = {name: self._column(name, asked, found, several[name]) for name, found in scores.items()}
         if "" in parts:
             return {self.column: _zero(parts[""], right)}
-        columns = {f"{self.column}/{name}": part for name, part in parts.items()}
-        before = self.batch.columns.get(self.column)
-        whole = weighted(list(parts.values()), [weight for _, weight in self.components.values()])
-        if self.only is not None and before is not None:
-            whole = _rows_from(before, whole, asked)
-        return {self.column: _zero(whole, right), **columns}
+        weights = [weight for _, weight in self.components.values()]
+        whole = weighted(list(parts.values()), weights, self.batch.columns.get("response_mask"))
+        return {self.column: _zero(whole, right), **{self._name(name): part for name, part in parts.items()}}
 
     def _column(self, name: str, asked: Sequence[int], found: Mapping[int, Score], several: bool) -> ColumnValues:
-        batch = self.batch
-        before = batch.columns.get(name) if self.only is not None else None
-        lengths = batch.ragged("response_ids").lengths.tolist()
-        if before is not None and found and isinstance(before, Ragged) != several:
-            raise RewardError(f"column {name!r} of rows that are asked again", ALIKE, "leave only= out")
-        if not several and not isinstance(before, Ragged):
-            column = torch.zeros(len(batch)) if before is None else torch.as_tensor(before).float().clone()
+        batch, before = self.batch, self._before(name)
+        if not several:
+            column = (
+                torch.zeros(len(batch)) if before is None or isinstance(before, Ragged) else torch.as_tensor(before)
+            )
+            column = column.float().clone()
             for i in asked:
                 column[i] = found.get(i, 0.0)  # type: ignore[assignment]
             return column
-        rows: list[Any] = [[0.0] * n for n in lengths] if before is None else [r.tolist() for r in before.rows()]  # type: ignore[union-attr]
+        lengths = batch.ragged("response_ids").lengths.tolist()
+        rows: list[Any] = before.rows() if isinstance(before, Ragged) else [[0.0] * n for n in lengths]
         for i in asked:
             rows[i] = found.get(i, [0.0] * lengths[i])
         column_BT = Ragged.of(rows, torch.float32)
@@ -305,18 +340,34 @@ class Scoring:
         }
 
 
-def weighted(parts: Sequence[ColumnValues], weights: Sequence[float]) -> ColumnValues:
-    """The weighted sum of columns of scores, which are all numbers a row, or all numbers a token."""
-    first = parts[0]
+def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: ColumnValues | None) -> ColumnValues:
+    """The weighted sum of columns of scores. Where some have a number a token, so has the sum, and a number a row
+    stands on the row's last token of the policy. mask: `response_mask`; None: all tokens are the policy's."""
+    first = next((part for part in parts if isinstance(part, Ragged)), None)
+    if first is not None:
+        parts = [part if isinstance(part, Ragged) else _at_last_token(part, first, mask) for part in parts]
     values = [part.values if isinstance(part, Ragged) else part for part in parts]
     total = torch.stack([weight * torch.as_tensor(part).double() for part, weight in zip(values, weights, strict=True)])
     whole = total.sum(0).float()
-    return first.like(whole) if isinstance(first, Ragged) else whole
+    return whole if first is None else first.like(whole)
 
 
-def total_of(column: str, parts: Sequence[ColumnValues], weights: Sequence[float], valid: Tensor) -> dict[str, Any]:
-    """The columns and metrics of a weighted sum."""
-    whole = _zero(weighted(parts, weights), valid.tolist())
+def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None) -> Ragged:
+    """One number a row as numbers a token, 0 but at the last token of the policy. A row without such a token has no
+    place for its number, as in `workbench.objectives.estimators.token_rewards`."""
+    chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
+    row_of_token = torch.repeat_interleave(torch.arange(len(like)), like.lengths)[chosen]
+    last = torch.full((len(like),), -1).scatter_reduce(0, row_of_token, chosen.nonzero()[:, 0], "amax")
+    values, placed = torch.zeros(len(like.values)), last >= 0
+    values[last[placed]] = torch.as_tensor(scores).float()[placed]
+    return like.like(values)
+
+
+def total_of(
+    column: str, parts: Sequence[ColumnValues], weights: Sequence[float], mask: ColumnValues | None, valid: Tensor
+) -> dict[str, Any]:
+    """The columns and metrics of a weighted sum, see `weighted`."""
+    whole = _zero(weighted(parts, weights, mask), valid.tolist())
     return {
         "columns": {column: whole},
         "metrics": {f"{column}/mean": Mean(total=_total(whole, valid), count=int(valid.sum()))},
@@ -328,15 +379,6 @@ def _zero(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
     if isinstance(column, Ragged):
         return column.like(torch.where(torch.repeat_interleave(keep, column.lengths), column.values, 0.0))
     return torch.where(keep, torch.as_tensor(column), 0.0)
-
-
-def _rows_from(before: ColumnValues, after: ColumnValues, rows: Sequence[int]) -> ColumnValues:
-    """A column with some of its rows from another."""
-    new = torch.zeros(len(before), dtype=torch.bool)
-    new[list(rows)] = True
-    if isinstance(before, Ragged) and isinstance(after, Ragged):
-        return before.like(torch.where(torch.repeat_interleave(new, before.lengths), after.values, before.values))
-    return torch.where(new, torch.as_tensor(after), torch.as_tensor(before))
 
 
 def _total(column: ColumnValues, valid: Tensor) -> float:

@@ -246,9 +246,9 @@ class _Isolated:
         *,
         alone: bool = True,
     ) -> None:
-        """Say which call ended the process: the only one under way, where it is not known otherwise. Of several all are
-        suspects; so is one that was not alone, because others before it have left something behind. Where none was, the
-        first that is left is blamed, so that each process ends a call."""
+        """Say which call ended the process: `culprit`, or else the only call under way. Where several calls were under
+        way, or calls that ended may have left something behind (`alone` is False), all under way are suspects, and none
+        fails yet. Where no call was under way, the first of those that wait fails, so that each process ends a call."""
         under_way = list(self._open)
         if culprit is None and (len(under_way) > 1 or not alone):
             self._why = what, rule, remedy

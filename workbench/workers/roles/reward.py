@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from workbench.batches.columns import Ragged
 from workbench.batches.schema import SCHEMA, STATUS
 from workbench.data.batched import over_of
 from workbench.data.reward_function import RewardFunction, check_function, check_parameters
@@ -38,13 +37,20 @@ from workbench.workers.model_worker import ModelWorker
 from workbench.workers.readings import LAST_TOKEN_SCORES
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.saving import save_model
-from workbench.workers.scoring import Scoring, component_columns, components_of, row_numbers, total_of
+from workbench.workers.scoring import (
+    Scoring,
+    check_same_components,
+    component_columns,
+    components_of,
+    row_numbers,
+    total_of,
+)
 from workbench.workers.worker import Context
 
 F = TypeVar("F", bound=Callable[..., Any])
 TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
-_NUMBERS = set(SCHEMA) - set(OF_ROW)  # which it never is
+_NUMBERS = set(SCHEMA) - set(OF_ROW)  # columns that no function is given
 # a function, or components: functions by name, each alone or with its weight
 RewardFunctions = (
     RewardFunction
@@ -67,11 +73,13 @@ def _check(arguments: Mapping[str, Any]) -> None:
             check_function(function)
 
 
-def _check_row(arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
+def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
     if arguments["function"] is None:
         if arguments["only"] is not None:
             raise BadInput("only= without a function", "a model scores all rows, and fails for none", "leave it out")
         return
+    if arguments["only"] is not None:
+        check_same_components(column, arguments["function"], columns)
     given = {
         "prompt",
         "response",
@@ -105,7 +113,7 @@ def _stage(column: str) -> Callable[[F], F]:
 
     return register(
         THREE_D_PROTO, reads=reads, optional=_optional, writes=writes, minibatched=True, check=_check,
-        check_columns=_check_row, by_hand=lambda arguments: arguments["only"] is not None,
+        check_columns=partial(_check_row, column), by_hand=lambda arguments: arguments["only"] is not None,
     )  # fmt: skip
 
 
@@ -266,15 +274,17 @@ class RewardWorker(ModelWorker):
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
         Several functions by name, `{"right": right, "format": (tidy, 0.2)}`, each alone (weight 1) or with its weight,
-        are components: each writes a column, `rewards/right`, and `rewards` is their weighted sum; see `reweigh`. A
-        function over many rows at once: `wb.batched`.
+        are components: each writes a column, `rewards/right`, and `rewards` is their weighted sum; see `reweigh`. Where
+        a component returns lists, `rewards` has one number a token, and a component of one number a row counts on the
+        row's last token in `response_mask`. A function over many rows at once: `wb.batched`.
         concurrency, call_timeout_s: calls of a function under way at once, and the time limit of one. A call past it
         ends the process in which the function runs; other limits: `wb.limits`.
-        retries: how often a call that failed is made again, after all others. A row whose call failed at last, for
+        retries: how often a call that failed is made again, after all others. A row whose call still fails, for
         whatever reason, is not `valid`, has reward 0, and `failure` says why: `batch.failed()` lists them.
         most_failed: the share of the batch's rows that may fail. Where more do, no further call is made, and the stage
         raises `RewardError`, whose `.batch` has the rows that were finished; 0: any failure fails the stage.
-        only: `batch.failed()`, or row numbers: only these rows are asked, and the others stay as they are.
+        only: `batch.failed()`, or row numbers: only these rows are asked, and the others keep their scores. Components
+        are those of the batch, by name; `rewards` of all rows is made from them with the weights given now.
         Metrics: `rewards/mean`, of the valid rows, and of each component; `failed/fraction`.
         """
         return self._score(batch, "rewards", function, concurrency, call_timeout_s, retries, most_failed, only)
@@ -282,7 +292,7 @@ class RewardWorker(ModelWorker):
     @register(
         THREE_D_PROTO,
         reads=lambda arguments: tuple(f"rewards/{name}" for name in arguments["weights"]),
-        optional=("valid",),
+        optional=("valid", "response_mask"),
         writes=("rewards",),
         check=lambda arguments: _check_weights(arguments["weights"]),
         by_hand=lambda arguments: True,
@@ -291,12 +301,12 @@ class RewardWorker(ModelWorker):
         """Column `rewards` anew, from the columns of components that `compute_reward` wrote: no function is called.
 
         weights: by name of the component; one that is not named has none. Rows that are not valid have reward 0.
+        Components of one number a row and of one a token are added as `compute_reward` adds them.
         `lab.compare` takes these rewards as they are, so that arms differ in nothing else.
         """
         parts = [batch.columns[f"rewards/{name}"] for name in weights]
-        if len({isinstance(part, Ragged) for part in parts}) > 1:
-            raise BadInput(f"reweigh of {', '.join(weights)}", "all are one number a row, or all one a token")
-        return Output(**total_of("rewards", parts, list(weights.values()), batch.valid))
+        mask = batch.columns.get("response_mask")
+        return Output(**total_of("rewards", parts, list(weights.values()), mask, batch.valid))
 
     def _score(
         self, batch: Shard, column: str, function: Any, concurrency: int, call_timeout_s: float, retries: int,
