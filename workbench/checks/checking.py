@@ -70,7 +70,8 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
                 findings += [Finding(check=other, **left) for other in chosen[1:]]  # type: ignore[arg-type]
                 return CheckReport(tuple(findings))
         added = contributions(subject)
-    return CheckReport(tuple(findings), batch.join(lab.put(added)))
+    earlier = [name for name in added if name in batch.names]  # of a check before this one
+    return CheckReport(tuple(findings), (batch.drop(*earlier) if earlier else batch).join(lab.put(added)))
 
 
 def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str) -> Finding:
