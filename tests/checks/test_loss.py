@@ -106,6 +106,15 @@ def not_finite(log_prob: Tensor, advantages: Tensor) -> Tensor:
     return log_prob * (advantages - advantages).log()
 
 
+def of_sequences(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    mean = ((log_prob - old_log_prob) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    return -mean.exp() * advantages
+
+
+def dropping_tokens(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages) * torch.bernoulli(torch.full_like(log_prob, 0.5))
+
+
 def raises(log_prob: Tensor) -> Tensor:
     raise RuntimeError("nothing to see")
 
@@ -129,6 +138,7 @@ def test_a_loss_that_is_right_passes(lab: wb.Workbench, batch: wb.Batch, loss: A
         (raises, {"returns"}, "RuntimeError: nothing to see"),
         (through_a_list, {"gradient"}, "the gradient of log_prob is not that of the loss"),
         (mean_without_mask, {"mask", "micro_batches"}, "changes with numbers outside the mask"),
+        (of_sequences, {"mask"}, r"a token inside the mask: the gradient of log_prob is not finite there; divide by"),
         (spread_mean, {"rows"}, "the loss changes with other rows"),
         (whitened, {"rows", "micro_batches"}, "changes with other rows. What a group"),
         (gradient_of_others, {"rows", "micro_batches"}, "row "),
@@ -160,6 +170,8 @@ def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> 
         lab.check(loss=lambda log_prob, advantage: log_prob, batch=batch)
     with pytest.raises(UnknownColumn, match="ref_log_prob"):
         lab.check(loss=lambda log_prob, ref_log_prob: log_prob, batch=batch)
+    finding = lab.check("gradient", loss=dropping_tokens, batch=batch)["gradient"]
+    assert finding.verdict == "not applicable" and finding.about.startswith("two calls with the same numbers")
     report = lab.check("ratio_1", "direction", loss=lambda log_prob: -log_prob, batch=batch)
     assert report["ratio_1"].verdict == "not applicable" and report["direction"].verdict != "not applicable"
 

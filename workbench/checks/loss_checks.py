@@ -139,7 +139,7 @@ def check_returns(subject: LossSubject) -> Finding:
 def check_gradient(subject: LossSubject) -> Finding:
     """Its gradient is that of its value, by central differences. What is detached on purpose is held fixed; a gradient
     that gets lost otherwise, as in `.item()`, or a wrong one of an autograd function, shows."""
-    found = [(0.0, "")]
+    found, positions = [], 0
     for point in subject.points:
         weights_BT, held = _weights(point.inside_BT), Held()
         loss_BT, gradients = point.gradients(weights_BT, held)
@@ -156,14 +156,28 @@ def check_gradient(subject: LossSubject) -> Finding:
         for name in point.leaves:
             scale = max(float(gradients[name].abs().max()), 1e-6)
             for row, token in _places(point.inside_BT):
+                positions += 1
                 up, down = (change(name, row, token, step) for step in (STEP, -STEP))
-                if abs(up - down) > 0.1 * scale:
+                if abs(up - down) > 2 * FINITE_DIFFERENCES * scale:
                     continue  # at a kink, such as a clip, there are two gradients
                 gap = abs((up + down) / 2 - float(gradients[name][row, token])) / scale
                 culprit = f"row {point.numbers[row]}, token {token}: the gradient of {name} is not that of the loss"
                 found.append((math.inf if math.isnan(gap) else gap, culprit))
+    if not found:
+        raise NotApplicable(_why_not_compared(subject.point, positions))
     figure, culprit = max(found)
-    return subject.finding(figure, FINITE_DIFFERENCES, culprit, "relative gap between gradient and central differences")
+    about = "relative gap between gradient and central differences"
+    about += f", at {len(found)} of {positions} positions" if len(found) < positions else ""
+    return subject.finding(figure, FINITE_DIFFERENCES, culprit, about)
+
+
+def _why_not_compared(point: Point, positions: int) -> str:
+    """Why no gradient could be compared with differences of the loss."""
+    if not positions:
+        return "no token is inside the mask"
+    if not torch.equal(point.gradients()[0], point.gradients()[0]):
+        return "two calls with the same numbers give two losses, as with random numbers: there are no differences"
+    return f"the loss has a kink, or bends, at all of the {positions} positions: differences do not give its gradient"
 
 
 def check_mask(subject: LossSubject) -> Finding:
@@ -178,6 +192,9 @@ def check_mask(subject: LossSubject) -> Finding:
         for mask_BT in (point.inside_BT, holes_BT):
             base = point.masked(mask_BT)
             clean = base.gradients()
+            if without := _without_token(base, clean):
+                found.append((math.inf, without))
+                continue
             for what, other in (("numbers outside the mask", base.spoilt()), ("padding", base.padded())):
                 changed = [x[:, : mask_BT.shape[1]] for x in _all(other.gradients())]
                 for name, one_BT, two_BT in zip(_names(point), _all(clean), changed, strict=True):
@@ -185,6 +202,19 @@ def check_mask(subject: LossSubject) -> Finding:
                     found.append((_relative(gap_BT, one_BT), f"{_where(point, gap_BT)}: {name} changes with {what}"))
     figure, culprit = max(found)
     return subject.finding(figure, ROUNDING[0], culprit, "relative change by what is outside the mask")
+
+
+def _without_token(point: Point, clean: tuple[Tensor, dict[str, Tensor]]) -> str:
+    """In words, a gradient that is not finite in a row without a token inside the mask; empty where there is none."""
+    empty_B = ~point.inside_BT.any(-1, keepdim=True)
+    for name, x_BT in zip(_names(point), _all(clean), strict=True):
+        if (bad_BT := ~torch.isfinite(x_BT) & empty_B).any():
+            row = int(bad_BT.any(-1).nonzero()[0])
+            return (
+                f"row {point.numbers[row]} without a token inside the mask: {name} is not finite there; divide by "
+                "mask.sum(-1).clamp(min=1), not by mask.sum(-1)"
+            )
+    return ""
 
 
 def check_rows(subject: LossSubject) -> Finding:
