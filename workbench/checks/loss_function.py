@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from workbench.batches.columns import Ragged, Table
-from workbench.workers.roles.actor import GRADIENTS
-from workbench.workers.user_loss import Asked, UserFunction, call, checked_loss, selected
+from workbench.workers.roles.actor import GRADIENTS, OF_TOKENS, OWN_METRICS
+from workbench.workers.user_loss import Asked, UserFunction, called, checked_loss, selected
 
 LOG_PROBS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")  # of other policies than the one that is trained
 PADDING = 3  # tokens
@@ -123,8 +123,9 @@ class Point:
         leaves = {name: self.values[name].detach().clone().requires_grad_() for name in self.leaves}
         with torch.enable_grad():
             with held or nullcontext():
-                returned = call(self.function, {**self.values, "mask": self.inside_BT, **leaves})
-            loss_BT, _ = checked_loss("loss", self.function, returned, self.inside_BT.shape)
+                returned = called(self.function, {**self.values, "mask": self.inside_BT, **leaves})
+            shape = self.inside_BT.shape
+            loss_BT, _ = checked_loss("loss", self.function, returned, shape, OWN_METRICS, OF_TOKENS)
         return loss_BT, leaves
 
     def gradients(self, weights_BT: Tensor | None = None, held: Held | None = None) -> tuple[Tensor, dict[str, Tensor]]:
