@@ -226,7 +226,8 @@ def test_it_checks_the_batch_of_an_earlier_report(lab: wb.Workbench, batch: wb.B
     first = lab.check("returns", loss=surrogate, batch=batch)
     second = lab.check("returns", loss=lambda log_prob, advantages: -2 * log_prob * advantages, batch=first.batch)
     assert first.batch is not None and second.batch is not None and second.batch.names == first.batch.names
-    one, two = (report.batch.fetch(["gradient_contribution"])["gradient_contribution"] for report in (first, second))
+    name = "gradient_contribution"
+    one, two = (found.fetch([name])[name] for found in (first.batch, second.batch))
     assert isinstance(one, Ragged) and isinstance(two, Ragged)
     torch.testing.assert_close(two.values, 2 * one.values)
 
