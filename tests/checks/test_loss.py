@@ -14,6 +14,7 @@ import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.loss_checks import LOSS_CHECKS
+from workbench.checks.report import CheckReport
 from workbench.errors import BadInput, UnknownColumn
 from workbench.workers.gradients import GradientReport, Minibatch, Sketch, cosine
 
@@ -105,6 +106,15 @@ def not_finite(log_prob: Tensor, advantages: Tensor) -> Tensor:
     return log_prob * (advantages - advantages).log()
 
 
+def of_sequences(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    mean = ((log_prob - old_log_prob) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    return -mean.exp() * advantages
+
+
+def dropping_tokens(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages) * torch.bernoulli(torch.full_like(log_prob, 0.5))
+
+
 def raises(log_prob: Tensor) -> Tensor:
     raise RuntimeError("nothing to see")
 
@@ -128,6 +138,7 @@ def test_a_loss_that_is_right_passes(lab: wb.Workbench, batch: wb.Batch, loss: A
         (raises, {"returns"}, "RuntimeError: nothing to see"),
         (through_a_list, {"gradient"}, "the gradient of log_prob is not that of the loss"),
         (mean_without_mask, {"mask", "micro_batches"}, "changes with numbers outside the mask"),
+        (of_sequences, {"mask"}, r"a token inside the mask: the gradient of log_prob is not finite there; divide by"),
         (spread_mean, {"rows"}, "the loss changes with other rows"),
         (whitened, {"rows", "micro_batches"}, "changes with other rows. What a group"),
         (gradient_of_others, {"rows", "micro_batches"}, "row "),
@@ -159,6 +170,8 @@ def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> 
         lab.check(loss=lambda log_prob, advantage: log_prob, batch=batch)
     with pytest.raises(UnknownColumn, match="ref_log_prob"):
         lab.check(loss=lambda log_prob, ref_log_prob: log_prob, batch=batch)
+    finding = lab.check("gradient", loss=dropping_tokens, batch=batch)["gradient"]
+    assert finding.verdict == "not applicable" and finding.about.startswith("two calls with the same numbers")
     report = lab.check("ratio_1", "direction", loss=lambda log_prob: -log_prob, batch=batch)
     assert report["ratio_1"].verdict == "not applicable" and report["direction"].verdict != "not applicable"
 
@@ -172,6 +185,51 @@ def test_what_each_token_adds(lab: wb.Workbench, batch: wb.Batch) -> None:
     expected = torch.where(mask.values.bool(), -advantages.values, 0.0) / mask.values.sum()
     torch.testing.assert_close(loss.values, expected)
     torch.testing.assert_close(gradient.values, expected)
+
+
+def test_rows_that_are_not_valid_have_no_part_in_it(lab: wb.Workbench, batch: wb.Batch) -> None:
+    table = batch.fetch()
+    valid = torch.tensor([row not in (0, 6, 7) for row in range(16)])
+    rewards, old = 10 + torch.arange(16.0) % 3, table["advantages"]
+    assert isinstance(old, Ragged)
+
+    def report_of(of_failed: float) -> CheckReport:
+        spoilt = {"rewards": torch.where(valid, rewards, of_failed), "valid": valid}
+        of_row = torch.where(valid, 0.0, of_failed).repeat_interleave(old.lengths)
+        return lab.check(
+            loss=surrogate, batch=lab.put({**table, **spoilt, "advantages": old.like(old.values + of_row)})
+        )
+
+    report, other = report_of(0.0), report_of(1000.0)
+    assert report.ok and repr(report) == repr(other)
+    assert other.batch is not None
+    columns = other.batch.fetch(["loss_contribution", "gradient_contribution", "response_mask"])
+    loss, gradient, mask = (column for column in columns.values() if isinstance(column, Ragged))
+    counts = torch.repeat_interleave(valid, mask.lengths) & mask.values.bool()
+    expected = torch.where(counts, -old.values, 0.0) / counts.sum()
+    torch.testing.assert_close(loss.values, expected)
+    torch.testing.assert_close(gradient.values, expected)
+    of_grpo = lab.compute_advantages(lab.put({**table, "rewards": rewards * valid, "valid": valid}), estimator="grpo")
+    about = lab.check("direction", loss=surrogate, batch=of_grpo)["direction"].about
+    assert float(about.rpartition(" ")[2]) > 0.9  # it is GRPO's, but for the mean over responses in place of tokens
+
+    def bad(log_prob: Tensor, advantages: Tensor) -> Tensor:
+        return log_prob * torch.where(advantages == advantages[4, 1], -1.0, 1.0).log()
+
+    first = lab.check("returns", loss=bad, batch=report.batch)  # rows have their numbers in the batch
+    assert first["returns"].culprit.startswith("row 5, token 1: the loss is not finite")
+    with pytest.raises(BadInput, match="rows are all not valid"):
+        lab.check(loss=surrogate, batch=lab.put({**table, "valid": valid & ~valid}))
+
+
+def test_it_checks_the_batch_of_an_earlier_report(lab: wb.Workbench, batch: wb.Batch) -> None:
+    first = lab.check("returns", loss=surrogate, batch=batch)
+    second = lab.check("returns", loss=lambda log_prob, advantages: -2 * log_prob * advantages, batch=first.batch)
+    assert first.batch is not None and second.batch is not None and second.batch.names == first.batch.names
+    name = "gradient_contribution"
+    one, two = (found.fetch([name])[name] for found in (first.batch, second.batch))
+    assert isinstance(one, Ragged) and isinstance(two, Ragged)
+    torch.testing.assert_close(two.values, 2 * one.values)
 
 
 def test_the_cosine_is_that_of_the_gradients() -> None:

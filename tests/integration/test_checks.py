@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab
+from tests.cases import TINY, stored, tiny_lab
 from workbench.messages.metrics import as_metrics
 from workbench.messages.replies import Output
 from workbench.objectives.aggregation import denominator
@@ -23,6 +24,15 @@ SHORT = wb.Sampling(max_new_tokens=6)
 
 def length(prompt: str, response: str, **row: Any) -> float:
     return len(response) / 10
+
+
+def surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return -(log_prob - old_log_prob).exp() * advantages
+
+
+def of_rank(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    """A loss that differs between ranks, whatever the micro-batches are."""
+    return surrogate(log_prob, old_log_prob, advantages) * (1 + dist.get_rank() if dist.is_initialized() else 1)
 
 
 MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": length}
@@ -59,6 +69,10 @@ class Lazy(ActorWorker):
 def test_a_rank_that_skips_its_update(tmp_path: Path) -> None:
     models = {**MODELS, "actor": wb.Model(TINY, worker=Lazy)}
     with tiny_lab("lazy", tmp_path, placement=wb.Placement.colocate(2), devices=2, models=models) as lab:
+        loss_batch = lab.put(stored(8), meta={"temperature": 1.0})
+        assert lab.check("micro_batches", loss=surrogate, batch=loss_batch).ok
+        culprit = lab.check("micro_batches", loss=of_rank, batch=loss_batch)["micro_batches"].culprit
+        assert culprit.endswith("between two ways to deal rows to ranks")
         report = lab.check("ratio", "rollout", "replicas", "gradients")
         assert [finding.check for finding in report.failed] == ["replicas"]
         assert report["replicas"].culprit.startswith("actor, rank 1: model.")

@@ -132,6 +132,10 @@ def test_two_ranks_give_the_bits_of_one() -> None:
         (lambda rewards: rewards.tolist(), r"returned list"),
         (lambda rewards: rewards / 0, r"not finite in row 0"),
         (lambda rewards: rewards > 0, r"torch.bool"),
+        (
+            lambda rewards: 1 / 0,
+            r"estimator=<lambda> raised ZeroDivisionError: division by zero, in line \d+ of .*fetch",
+        ),
     ],
 )
 def test_what_it_may_not_return(lab: wb.Workbench, function: Any, said: str) -> None:

@@ -7,8 +7,9 @@ import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from tests.engines.training_ranks import run_ranks
 from tests.workers.update_ranks import Case, ppo_by_hand, run_cases, squared_by_hand
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, StageError, UnknownColumn
+from workbench.messages.metrics import Mean
+from workbench.messages.shards import Shard
+from workbench.telemetry import Recorder
+from workbench.workers.communicator import Communicator
+from workbench.workers.device_metrics import on_host
+from workbench.workers.micro_batches import micro_batches
+from workbench.workers.user_loss import reported
 
 ENGINES = ("torch", "zero1", "zero2")
 
@@ -165,6 +173,10 @@ def test_a_parameter_that_nothing_has(lab: wb.Workbench) -> None:
         (lambda x: (x, 3), r"int 3 as its metrics"),
         (lambda x: (x, {"far": x.mean()}), r"shape \[\] as metric 'far'"),
         (lambda x: (x, {"loss": x}), r"a metric 'loss'"),
+        (lambda x: (x, {"entropy": x}), r"a metric 'entropy'\. .*none of the update's own metrics: .*approximate_kl"),
+        (lambda x: (x, {"rollout_gap/mean": x}), r"a metric 'rollout_gap/mean'"),
+        (lambda x: (x, {"ratio": x.mean(-1)}), r"shape \[2\] as metric 'ratio'.*of shape \[2, 6\].*another name"),
+        (lambda x: 1 / 0, r"loss=loss raised ZeroDivisionError: division by zero, in line \d+ of <lambda>.*lab.check"),
     ],
 )
 def test_what_it_may_not_return(lab: wb.Workbench, value: Any, said: str) -> None:
@@ -172,6 +184,33 @@ def test_what_it_may_not_return(lab: wb.Workbench, value: Any, said: str) -> Non
     with pytest.raises((StageError, BadInput), match=said):
         lab.actor.update_actor(lab.put(table(), meta={"temperature": 1.0}), loss=returning(value))
     assert lab.actor.weight_digests() == weights
+
+
+def test_the_rehearsal_takes_rows_with_a_token(lab: wb.Workbench) -> None:
+    found, lengths = table(), [len(row) for row in cast(Ragged, table()["response_mask"]).rows()]
+    valid = torch.tensor([False, True, False, True, True, True, False, True])
+    mask = Ragged.of([torch.full((n,), row != 1) for row, n in enumerate(lengths)], torch.bool)
+    seen: list[Tensor] = []
+
+    def loss(log_prob: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
+        seen.append(rewards)
+        return -log_prob / mask.sum(-1, keepdim=True).clamp(min=1)
+
+    batch = lab.put({**found, "response_mask": mask, "valid": valid}, meta={"temperature": 1.0})
+    with lab.kept("actor"):
+        lab.actor.update_actor(batch, loss=loss)
+        assert seen[0].tolist() == [3, 4]
+        seen.clear()
+        lab.actor.update_actor(lab.put({**batch.fetch(), "valid": valid & ~valid}, meta=batch.meta), loss=loss)
+    assert all(len(rewards) == 1 for rewards in seen)  # the passes of empty minibatches, and no rehearsal
+
+
+def test_a_metric_of_rows_in_a_pass_that_only_keeps_in_step() -> None:
+    values = torch.tensor([float("nan")])
+    shard = Shard(columns=table(), rows=np.arange(8), minibatch_sizes=(8,), meta={})
+    (micro,) = micro_batches(shard, [0, 1], 100, Communicator(0, 1, Recorder()), torch.device("cpu"), skip={0, 1})
+    read = on_host([{"length": reported(micro, values, micro.mask_BR(shard.valid_mask))}])
+    assert read[0]["length"] == Mean(total=0.0, count=0.0)
 
 
 def test_a_loss_that_is_not_finite_takes_no_step(lab: wb.Workbench) -> None:

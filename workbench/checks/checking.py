@@ -14,9 +14,9 @@ from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
-from workbench.errors.plain_text import plain_text
 from workbench.stages.isolated import isolated
 from workbench.support.calls.pickling import name_of
+from workbench.workers.user_loss import told
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
@@ -70,7 +70,8 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
                 findings += [Finding(check=other, **left) for other in chosen[1:]]  # type: ignore[arg-type]
                 return CheckReport(tuple(findings))
         added = contributions(subject)
-    return CheckReport(tuple(findings), batch.join(lab.put(added)))
+    earlier = [name for name in added if name in batch.names]  # of a check before this one
+    return CheckReport(tuple(findings), (batch.drop(*earlier) if earlier else batch).join(lab.put(added)))
 
 
 def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str) -> Finding:
@@ -86,8 +87,7 @@ def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str
     except Exception as error:
         if not isinstance(subject, LossSubject):
             raise
-        said = plain_text(f"{type(error).__name__}: {error}", 200)
-        return Finding(check=name, verdict="failed", culprit=said, about="the loss raised")
+        return Finding(check=name, verdict="failed", culprit=told(error), about="the loss raised")
 
 
 def _sync(lab: Lab) -> None:

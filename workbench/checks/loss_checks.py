@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from workbench.batches.balance import minibatch_rows
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.checks.gradients import ROUNDING, relative_difference
 from workbench.checks.loss_function import Held, Point
 from workbench.checks.report import Finding, NotApplicable, finding
+from workbench.errors import BadInput
 from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import grpo
 from workbench.workers.gradients import GradientReport, cosine
@@ -41,7 +42,7 @@ class LossSubject:
     def __init__(self, lab: Lab, loss: str | UserFunction, batch: Batch) -> None:
         self.lab, self.loss, self.batch, self.check = lab, loss, batch, ""
         self.function = token_function(loss, None, None, None)  # type: ignore[arg-type]
-        self._measured: dict[str, list[GradientReport]] = {}
+        self.valid = self._valid()
 
     def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:
         """The finding of the check under way."""
@@ -49,17 +50,37 @@ class LossSubject:
 
     @cached_property
     def log_prob(self) -> Ragged:
-        """The policy's log-probabilities as they are now."""
+        """The policy's log-probabilities as they are now, of all rows."""
         return _ragged(self.lab.actor.compute_log_prob(self.batch).fetch(["old_log_prob"]), "old_log_prob")
 
     @cached_property
-    def table(self) -> Table:
+    def whole(self) -> Table:
         """What the loss and its checks read; `old_log_prob` is the present one where there is none."""
         wanted = (*Asked.by(self.function).names, "response_mask", "advantages", "rewards", "prompt_uid")
         table = self.batch.fetch([name for name in dict.fromkeys(wanted) if name in self.batch.names])
         if "old_log_prob" not in self.batch.names:
             table["old_log_prob"] = self.log_prob
         return table
+
+    def _valid(self) -> list[int]:
+        """The rows that an update learns from: those that are `valid`."""
+        if "valid" not in self.batch.names:
+            return list(range(self.batch.rows))
+        valid = self.batch.fetch(["valid"])["valid"]
+        assert isinstance(valid, Tensor)  # the schema has numbers
+        rows: list[int] = valid.bool().nonzero()[:, 0].tolist()
+        if not rows:
+            raise BadInput(
+                "a batch whose rows are all not valid",
+                "a loss is checked on the rows that an update learns from",
+                "give it a batch with a valid row; batch.failed() says why each row is not valid",
+            )
+        return rows
+
+    @cached_property
+    def table(self) -> Table:
+        """Of the valid rows, what the loss and its checks read."""
+        return {name: _rows(column, self.valid) for name, column in self.whole.items()}
 
     @cached_property
     def rollouts(self) -> Batch:
@@ -70,8 +91,9 @@ class LossSubject:
 
     @cached_property
     def point(self) -> Point:
-        """The loss on these rollouts."""
-        return Point.of(self.function, self.table, _ragged(self.table, "response_mask"), self.log_prob)
+        """The loss on the valid rows of these rollouts."""
+        log_prob = self.log_prob.take(self.valid)
+        return Point.of(self.function, self.table, _ragged(self.table, "response_mask"), log_prob, self.valid)
 
     @cached_property
     def points(self) -> list[Point]:
@@ -106,10 +128,10 @@ def check_returns(subject: LossSubject) -> Finding:
     point = subject.point
     loss_BT, gradients = point.gradients()
     bad_BT = ~torch.isfinite(loss_BT) & point.inside_BT
-    where = _place(bad_BT, "the loss")
+    where = _place(point, bad_BT, "the loss")
     for name, gradient_BT in gradients.items():
         bad_BT = ~torch.isfinite(gradient_BT)
-        where = where or _place(bad_BT, f"the gradient of {name}")
+        where = where or _place(point, bad_BT, f"the gradient of {name}")
     count = int((~torch.isfinite(loss_BT)).sum()) + sum(int((~torch.isfinite(g)).sum()) for g in gradients.values())
     return subject.finding(count, 0, where, "numbers that are not finite among losses and gradients of tokens")
 
@@ -117,7 +139,7 @@ def check_returns(subject: LossSubject) -> Finding:
 def check_gradient(subject: LossSubject) -> Finding:
     """Its gradient is that of its value, by central differences. What is detached on purpose is held fixed; a gradient
     that gets lost otherwise, as in `.item()`, or a wrong one of an autograd function, shows."""
-    found = [(0.0, "")]
+    found, positions = [], 0
     for point in subject.points:
         weights_BT, held = _weights(point.inside_BT), Held()
         loss_BT, gradients = point.gradients(weights_BT, held)
@@ -134,14 +156,28 @@ def check_gradient(subject: LossSubject) -> Finding:
         for name in point.leaves:
             scale = max(float(gradients[name].abs().max()), 1e-6)
             for row, token in _places(point.inside_BT):
+                positions += 1
                 up, down = (change(name, row, token, step) for step in (STEP, -STEP))
-                if abs(up - down) > 0.1 * scale:
+                if abs(up - down) > 2 * FINITE_DIFFERENCES * scale:
                     continue  # at a kink, such as a clip, there are two gradients
                 gap = abs((up + down) / 2 - float(gradients[name][row, token])) / scale
-                culprit = f"row {row}, token {token}: the gradient of {name} is not that of the loss"
+                culprit = f"row {point.numbers[row]}, token {token}: the gradient of {name} is not that of the loss"
                 found.append((math.inf if math.isnan(gap) else gap, culprit))
+    if not found:
+        raise NotApplicable(_why_not_compared(subject.point, positions))
     figure, culprit = max(found)
-    return subject.finding(figure, FINITE_DIFFERENCES, culprit, "relative gap between gradient and central differences")
+    about = "relative gap between gradient and central differences"
+    about += f", at {len(found)} of {positions} positions" if len(found) < positions else ""
+    return subject.finding(figure, FINITE_DIFFERENCES, culprit, about)
+
+
+def _why_not_compared(point: Point, positions: int) -> str:
+    """Why no gradient could be compared with differences of the loss."""
+    if not positions:
+        return "no token is inside the mask"
+    if not torch.equal(point.gradients()[0], point.gradients()[0]):
+        return "two calls with the same numbers give two losses, as with random numbers: there are no differences"
+    return f"the loss has a kink, or bends, at all of the {positions} positions: differences do not give its gradient"
 
 
 def check_mask(subject: LossSubject) -> Finding:
@@ -156,13 +192,29 @@ def check_mask(subject: LossSubject) -> Finding:
         for mask_BT in (point.inside_BT, holes_BT):
             base = point.masked(mask_BT)
             clean = base.gradients()
+            if without := _without_token(base, clean):
+                found.append((math.inf, without))
+                continue
             for what, other in (("numbers outside the mask", base.spoilt()), ("padding", base.padded())):
                 changed = [x[:, : mask_BT.shape[1]] for x in _all(other.gradients())]
                 for name, one_BT, two_BT in zip(_names(point), _all(clean), changed, strict=True):
                     gap_BT = torch.where(mask_BT, one_BT - two_BT, 0.0 if name == "the loss" else two_BT)
-                    found.append((_relative(gap_BT, one_BT), f"{_where(gap_BT)}: {name} changes with {what}"))
+                    found.append((_relative(gap_BT, one_BT), f"{_where(point, gap_BT)}: {name} changes with {what}"))
     figure, culprit = max(found)
     return subject.finding(figure, ROUNDING[0], culprit, "relative change by what is outside the mask")
+
+
+def _without_token(point: Point, clean: tuple[Tensor, dict[str, Tensor]]) -> str:
+    """In words, a gradient that is not finite in a row without a token inside the mask; empty where there is none."""
+    empty_B = ~point.inside_BT.any(-1, keepdim=True)
+    for name, x_BT in zip(_names(point), _all(clean), strict=True):
+        if (bad_BT := ~torch.isfinite(x_BT) & empty_B).any():
+            row = int(bad_BT.any(-1).nonzero()[0])
+            return (
+                f"row {point.numbers[row]} without a token inside the mask: {name} is not finite there; divide by "
+                "mask.sum(-1).clamp(min=1), not by mask.sum(-1)"
+            )
+    return ""
 
 
 def check_rows(subject: LossSubject) -> Finding:
@@ -174,12 +226,12 @@ def check_rows(subject: LossSubject) -> Finding:
             alone = _all(point.rows([row]).gradients())
             for name, one_BT, two_BT in zip(_names(point), company, alone, strict=True):
                 gap_BT = one_BT[row : row + 1] - two_BT
-                found.append((_relative(gap_BT, one_BT), f"row {row}: {name} changes with other rows"))
+                found.append((_relative(gap_BT, one_BT), f"row {point.numbers[row]}: {name} changes with other rows"))
             for name, gradient_BT in point.row_gradients(row).items():
                 others_BT = gradient_BT.clone()
                 others_BT[row] = 0
                 other = int(others_BT.abs().nan_to_num(nan=math.inf).amax(-1).argmax())
-                culprit = f"row {row}: its loss has a gradient in {name} of row {other}"
+                culprit = f"row {point.numbers[row]}: its loss has a gradient in {name} of row {point.numbers[other]}"
                 found.append((_relative(others_BT, gradient_BT), culprit))
     figure, culprit = max(found)
     culprit += ". What a group or a batch decides belongs into a column, as compute_advantages(estimator=fn) makes one"
@@ -232,7 +284,7 @@ def check_direction(subject: LossSubject) -> Finding:
         raise NotApplicable("the batch has no advantages")
     ppo = cosine(subject.measured, subject.measure(subject.rollouts, loss="ppo"))
     about = f"1 - cosine to PPO's gradient; the cosine is {ppo:.3f}"
-    if (advantages := _grpo_advantages(subject.table)) is not None:
+    if (advantages := _grpo_advantages(subject)) is not None:
         batch = subject.rollouts.join(subject.lab.put({"grpo_advantages": advantages}))
         batch = batch.drop("advantages").rename(grpo_advantages="advantages")
         of_grpo = subject.measure(batch, loss="ppo", aggregation="sequence-mean-token-mean")
@@ -252,15 +304,21 @@ LOSS_CHECKS: dict[str, Callable[[LossSubject], Finding]] = {
 
 
 def contributions(subject: LossSubject) -> Table:
-    """What each token adds to the loss of the batch, aggregated as token-mean, and to its gradient in log_prob."""
-    point, lengths = subject.point, _ragged(subject.table, "response_mask").lengths
+    """What each token adds to the loss of the batch, aggregated as token-mean, and to its gradient in log_prob; 0 in
+    rows that are not valid."""
+    point, lengths = subject.point, _ragged(subject.whole, "response_mask").lengths
     loss_BT, gradients = point.gradients()
     tokens = max(1, int(point.inside_BT.sum()))
-    columns = {
+    found = {
         "loss_contribution": loss_BT,
         "gradient_contribution": gradients.get("log_prob", torch.zeros_like(loss_BT)),
     }
-    return {name: Ragged.unpad((x_BT / tokens).float(), lengths) for name, x_BT in columns.items()}
+    columns: Table = {}
+    for name, x_BT in found.items():
+        whole_NT = torch.zeros(len(lengths), int(lengths.max()))
+        whole_NT[subject.valid, : x_BT.shape[1]] = (x_BT / tokens).float()
+        columns[name] = Ragged.unpad(whole_NT, lengths)
+    return columns
 
 
 def _places(inside_BT: Tensor) -> list[tuple[int, int]]:
@@ -293,13 +351,19 @@ def _relative(gap_BT: Tensor, of_BT: Tensor) -> float:
     return float(gap_BT.abs().nan_to_num(nan=math.inf).max()) / scale if gap_BT.numel() else 0.0
 
 
-def _where(gap_BT: Tensor) -> str:
+def _where(point: Point, gap_BT: Tensor) -> str:
     at = int(gap_BT.abs().nan_to_num(nan=math.inf).argmax())
-    return f"row {at // gap_BT.shape[1]}, token {at % gap_BT.shape[1]}"
+    return f"row {point.numbers[at // gap_BT.shape[1]]}, token {at % gap_BT.shape[1]}"
 
 
-def _place(bad_BT: Tensor, what: str) -> str:
-    return f"{_where(bad_BT.double())}: {what} is not finite" if bad_BT.any() else ""
+def _place(point: Point, bad_BT: Tensor, what: str) -> str:
+    return f"{_where(point, bad_BT.double())}: {what} is not finite" if bad_BT.any() else ""
+
+
+def _rows(column: ColumnValues, index: list[int]) -> ColumnValues:
+    if isinstance(column, Ragged):
+        return column.take(index)
+    return [column[row] for row in index] if isinstance(column, list) else column[index]
 
 
 def _ragged(table: Table, name: str) -> Ragged:
@@ -308,13 +372,15 @@ def _ragged(table: Table, name: str) -> Ragged:
     return column
 
 
-def _grpo_advantages(table: Table) -> Ragged | None:
-    """GRPO's, of the rewards; None where the batch has no rewards of several responses to a prompt."""
+def _grpo_advantages(subject: LossSubject) -> Ragged | None:
+    """GRPO's, of the rewards of valid rows, and 0 in the others; None where no prompt has several such rows."""
+    table, lengths = subject.table, _ragged(subject.whole, "response_mask").lengths
     rewards, groups = table.get("rewards"), table.get("prompt_uid")
     if rewards is None or not isinstance(groups, Tensor) or len(torch.unique(groups)) == len(groups):
         return None
-    mask = _ragged(table, "response_mask")
     scores = rewards.pad() if isinstance(rewards, Ragged) else rewards
     assert isinstance(scores, Tensor)
-    advantages_B = grpo(response_scores(scores, mask.pad().bool()), groups)
-    return mask.like(torch.repeat_interleave(advantages_B.float(), mask.lengths))
+    advantages_N = torch.zeros(len(lengths))
+    inside_BT = _ragged(table, "response_mask").pad().bool()
+    advantages_N[subject.valid] = grpo(response_scores(scores, inside_BT), groups).float()
+    return Ragged(torch.repeat_interleave(advantages_N, lengths), lengths)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from workbench.batches.columns import Ragged, Table
-from workbench.workers.roles.actor import GRADIENTS
-from workbench.workers.user_loss import Asked, UserFunction, call, checked_loss, selected
+from workbench.workers.roles.actor import GRADIENTS, OF_TOKENS, OWN_METRICS
+from workbench.workers.user_loss import Asked, UserFunction, called, checked_loss, selected
 
 LOG_PROBS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")  # of other policies than the one that is trained
 PADDING = 3  # tokens
@@ -24,15 +24,19 @@ PADDING = 3  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Values for what a loss asks for. of_tokens: the names of those that are [B, T] for the tokens of the mask."""
+    """Values for what a loss asks for. of_tokens: the names of those that are [B, T] for the tokens of the mask.
+
+    numbers: of the rows in the batch.
+    """
 
     function: UserFunction
+    numbers: tuple[int, ...]
     inside_BT: Tensor
     values: Mapping[str, Any]
     of_tokens: frozenset[str]
 
     @classmethod
-    def of(cls, function: UserFunction, table: Table, mask: Ragged, log_prob: Ragged) -> Point:
+    def of(cls, function: UserFunction, table: Table, mask: Ragged, log_prob: Ragged, numbers: Sequence[int]) -> Point:
         """Of the rows of a table, where the policy gives these log-probabilities; entropies are made up."""
         inside_BT = mask.pad().bool()
         draws = torch.Generator().manual_seed(0)
@@ -51,7 +55,13 @@ class Point:
                     values[name] = selected(values[name], inside_BT)
             elif column is not None:
                 values[name] = _double(column) if isinstance(column, Tensor) else column
-        return cls(function=function, inside_BT=inside_BT, values=values, of_tokens=frozenset(of_tokens))
+        return cls(
+            function=function,
+            numbers=tuple(numbers),
+            inside_BT=inside_BT,
+            values=values,
+            of_tokens=frozenset(of_tokens),
+        )
 
     @property
     def leaves(self) -> list[str]:
@@ -68,7 +78,8 @@ class Point:
             name: [value[i] for i in index] if isinstance(value, list) else value[list(index)]
             for name, value in self.values.items()
         }
-        return replace(self, inside_BT=self.inside_BT[list(index)], values=taken)
+        numbers = tuple(self.numbers[i] for i in index)
+        return replace(self, numbers=numbers, inside_BT=self.inside_BT[list(index)], values=taken)
 
     def moved(self, distance: float) -> Point:
         """Of a policy that has taken steps: log-probabilities inside the mask differ by so much."""
@@ -112,8 +123,9 @@ class Point:
         leaves = {name: self.values[name].detach().clone().requires_grad_() for name in self.leaves}
         with torch.enable_grad():
             with held or nullcontext():
-                returned = call(self.function, {**self.values, "mask": self.inside_BT, **leaves})
-            loss_BT, _ = checked_loss("loss", self.function, returned, self.inside_BT.shape)
+                returned = called(self.function, {**self.values, "mask": self.inside_BT, **leaves})
+            shape = self.inside_BT.shape
+            loss_BT, _ = checked_loss("loss", self.function, returned, shape, OWN_METRICS, OF_TOKENS)
         return loss_BT, leaves
 
     def gradients(self, weights_BT: Tensor | None = None, held: Held | None = None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -100,7 +100,7 @@ def estimated(
             found = selected(found.pad(), inside_NT) if along else found.pad()
         values[name] = found
     with torch.no_grad():
-        returned = call(function, values)
+        returned = call("estimator", function, values)
     mine_V = torch.searchsorted(rows_N[order], torch.as_tensor(batch.rows)[valid_B])
 
     def own(numbers_NT: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +23,8 @@ from torch import Tensor
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import SCHEMA
 from workbench.data.user_functions import parameters_of
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
+from workbench.errors.frames import is_users
 from workbench.errors.plain_text import plain_text
 from workbench.messages.metrics import Mean
 from workbench.models.packing import to_device
@@ -32,8 +34,9 @@ from workbench.workers.device_metrics import OnDevice
 from workbench.workers.micro_batches import MicroBatch
 
 UserFunction = Callable[..., Any]
-# metrics of an update, which a loss does not report
-OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/fraction", "skipped_rows/fraction")
+# names of an update's own metrics, which a loss does not report; one that ends in "/" stands for all that begin with it
+OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/", "skipped_rows/", "first_minibatch/")
+TRY_IT = "call it in the notebook, with columns of batch.fetch()"
 SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
 
 
@@ -100,7 +103,7 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
         near = meant(name, known, str)
         raise BadInput(
             f"{argument}={name_of(function)} takes {name!r}",
-            f"it is called by name, with what there is: {', '.join(known)}",
+            f"its parameters must be among: {', '.join(known)}",
             f"{near + ', or ' if near else ''}give it a default",
         )
 
@@ -110,13 +113,17 @@ class TokenFunction:
     """A loss of a role's update, called for one micro-batch at a time.
 
     argument: as in `check_function`. columns, mask: of the shard. Outside the mask the numbers of response columns are
-    0 for the function, so that what it makes of them there is finite.
+    0 for the function, so that what it makes of them there is finite. own, of_tokens: as in `checked_loss`.
+    remedy: for the message of the error where it raises.
     """
 
     argument: str
     function: UserFunction
     columns: Table
     mask: Ragged
+    own: tuple[str, ...] = ()
+    of_tokens: tuple[str, ...] = ()
+    remedy: str = TRY_IT
 
     def of(self, micro: MicroBatch, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token [B, R], and metrics. given: what it may ask for beside columns, response numbers
@@ -124,12 +131,15 @@ class TokenFunction:
         return self._called(micro.index, micro.targets.device, micro.column_BR, given)
 
     def rehearse(self, gradients: Collection[str], given: Mapping[str, Ragged] = MappingProxyType({})) -> None:
-        """Call it once with the first rows, before any pass, so that a mistake in it is an error on every rank at once.
+        """Call it once with the first two rows that have a token inside the mask, before any pass, so that a mistake in
+        it is an error on every rank at once. Without such a row it is not called.
 
         gradients: the names of what has a gradient; it gets numbers near those of the update, or zeros. given: columns
         that have another name for it.
         """
-        index = list(range(min(2, len(self.mask))))
+        index = self.mask.pad().bool().any(-1).nonzero()[:2, 0].tolist()
+        if not index:
+            return
         values = {name: column.take(index).pad() for name, column in given.items()}
         zeros = self.mask.take(index).pad().float() * 0
         near = self.columns.get("old_log_prob")
@@ -164,7 +174,8 @@ class TokenFunction:
                 asked[name] = selected(padded(column), inside_BR)
             else:  # of other tokens, such as the prompt's
                 asked[name] = to_device(column.take(index).pad(), device)
-        return checked_loss(self.argument, self.function, call(self.function, asked), inside_BR.shape)
+        returned = call(self.argument, self.function, asked, self.remedy)
+        return checked_loss(self.argument, self.function, returned, inside_BR.shape, self.own, self.of_tokens)
 
 
 def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
@@ -172,16 +183,46 @@ def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
     return torch.where(inside_BR, x_BR, 0.0) if x_BR.is_floating_point() else x_BR
 
 
-def call(function: UserFunction, values: Mapping[str, Any]) -> Any:
-    """Call a function with those of the values that it asks for."""
+def call(argument: str, function: UserFunction, values: Mapping[str, Any], remedy: str = TRY_IT) -> Any:
+    """Call a function with those of the values that it asks for. Where it raises, a `StageError` names it. An error for
+    want of memory is not replaced: the update then goes on with smaller micro-batches."""
+    try:
+        return called(function, values)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", remedy) from error
+
+
+def called(function: UserFunction, values: Mapping[str, Any]) -> Any:
+    """What a function returns for those of the values that it asks for."""
     return function(**{name: values[name] for name in Asked.by(function).names if name in values})
 
 
+def told(error: Exception) -> str:
+    """An exception of a user's function in words, with its last line of the user's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    said = plain_text(f"{type(error).__name__}: {error}", 400)
+    if not frames:
+        return said
+    last = frames[-1]
+    return f"{said}, in line {last.lineno} of {last.name}" + (f": {last.line}" if last.line else "")
+
+
 def checked_loss(
-    argument: str, function: UserFunction, returned: Any, shape: tuple[int, ...]
+    argument: str,
+    function: UserFunction,
+    returned: Any,
+    shape: tuple[int, ...],
+    own: Collection[str] = (),
+    of_tokens: Collection[str] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token [rows, tokens], and metrics, of what a function has returned. `BadInput` for what is
-    another thing: another shape or dtype, or a loss without a gradient."""
+    another thing: another shape or dtype, or a loss without a gradient.
+
+    own: names of metrics that the role's update reports itself, beside OF_UPDATES. of_tokens: names of metrics that
+    have to be [rows, tokens].
+    """
     what = f"{argument}={name_of(function)} returned"
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     rule = f"it returns the loss of each token, a tensor of shape {list(shape)} [rows, tokens], or (loss, metrics)"
@@ -198,17 +239,24 @@ def checked_loss(
             "it has to depend on the parameter that has one",
             "leave out .detach(), .data, .item() and torch.no_grad() on the way to the loss",
         )
-    return loss, _checked_metrics(what, metrics, shape)
+    return loss, _checked_metrics(what, metrics, shape, (*OF_UPDATES, *own), of_tokens)
 
 
-def _checked_metrics(what: str, metrics: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _checked_metrics(
+    what: str, metrics: Any, shape: tuple[int, ...], own: Collection[str], of_tokens: Collection[str]
+) -> dict[str, Tensor]:
     if not isinstance(metrics, Mapping):
         raise BadInput(f"{what} {kind_of(metrics)} as its metrics", "they are a dict from a name to a tensor")
     found = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or name in OF_UPDATES:
-            rule = f"a name is a text, and none of {', '.join(OF_UPDATES)}, which every update reports"
+        if not isinstance(name, str) or any(name.startswith(n) if n.endswith("/") else name == n for n in own):
+            listed = ", ".join(f"{n}..." if n.endswith("/") else n for n in own)
+            rule = f"a name is a text, and none of the update's own metrics: {listed}"
             raise BadInput(f"{what} a metric {name!r}", rule, "give it another name")
+        if name in of_tokens and isinstance(value, Tensor) and value.shape != shape:
+            rule = f"it is a tensor [rows, tokens] of shape {list(shape)}: ratio/max_deviation is over its tokens"
+            remedy = "return the ratio of each token, or give a ratio of rows another name"
+            raise BadInput(f"{what} {kind_of(value)} as metric {name!r}", rule, remedy)
         if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]) or value.is_complex():
             raise BadInput(
                 f"{what} {kind_of(value)} as metric {name!r}",
@@ -230,4 +278,6 @@ def reported(micro: MicroBatch, values: Tensor, mask_BR: Tensor) -> OnDevice:
     """The mean of a metric [B, R] over the mask, or of one [B] over the rows of a micro-batch."""
     if values.ndim == 2:
         return micro.mean_over(mask_BR)(values)
-    return OnDevice(Mean, {"total": values.sum() * micro.weight, "count": len(values) * micro.weight})
+    # a selection, not a product: in a pass that only keeps in step a number may be infinite
+    total = values.sum() if micro.weight else values.new_zeros(())
+    return OnDevice(Mean, {"total": total, "count": len(values) * micro.weight})

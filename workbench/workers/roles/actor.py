@@ -62,6 +62,12 @@ from workbench.workers.worker import Context
 
 GRADIENTS = ("log_prob", "entropy")  # what a loss may ask for that has a gradient
 GIVEN = (*GRADIENTS, "mask")  # beside columns
+# of metrics, as in `checked_loss`; on_policy=True, a correction and further terms report some of them
+OWN_METRICS = (
+    "entropy", "approximate_kl", "kl_loss", "pretrain_loss", "ratio/", "rollout_ratio/", "rollout_gap/",
+    "old_log_prob/", "correction/",
+)  # fmt: skip
+OF_TOKENS = ("ratio",)
 A_LOSS = "def loss(log_prob, old_log_prob, advantages, mask), which returns the loss of each token [rows, tokens]"
 
 
@@ -281,7 +287,13 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         scale = old_log_prob_temperature(batch, temperature)
         mask, with_old = batch.valid_mask, on_policy or "old_log_prob" in batch.columns
         function = TokenFunction(
-            argument="loss", function=token_function(loss, clip, clip_high, dual_clip), columns=batch.columns, mask=mask
+            argument="loss",
+            function=token_function(loss, clip, clip_high, dual_clip),
+            columns=batch.columns,
+            mask=mask,
+            own=OWN_METRICS,
+            of_tokens=OF_TOKENS,
+            remedy="lab.check(loss=, batch=) tries it on a batch before an update",
         )
         if callable(loss):
             function.rehearse(GRADIENTS)
@@ -306,7 +318,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             if with_old:
                 ratio_BR = told.pop("ratio") if "ratio" in told else ratio_of(now_BR, old_BR)
                 metrics["ratio/mean"] = mean(ratio_BR)
-                metrics["ratio/max_deviation"] = largest((ratio_BR - 1).abs() * mask_BR)
+                metrics["ratio/max_deviation"] = largest(torch.where(mask_BR > 0, (ratio_BR - 1).abs(), 0.0))
             metrics |= {name: reported(micro, values, mask_BR) for name, values in told.items()}
             if with_old:
                 metrics["approximate_kl"] = mean(kl_estimate(old_BR, now_BR, "k3"))
@@ -330,7 +342,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
                 metrics["kl_loss"] = mean(kl_BR)
             return loss_BR, metrics
 
-        # these pull on every row, an advantage only where there is one; what a user's function does nobody knows
+        # bonus and penalty have a gradient in every row, a built-in loss only in rows with an advantage; a user's
+        # function may have one in any row
         every_row = bool(entropy_coefficient or kl_coefficient or callable(loss))
         skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), mask)
         main = Term(

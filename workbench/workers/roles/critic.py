@@ -153,7 +153,8 @@ class CriticWorker(TrainedWorker):
             return loss_BR, {"value_clip_fraction": stats.clipped_BT.float()}
 
         used = squared_error if loss is None else loss
-        function = TokenFunction(argument="loss", function=used, columns=batch.columns, mask=mask)
+        own = ("value_error", f"{values_column}/", f"{returns_column}/")
+        function = TokenFunction(argument="loss", function=used, columns=batch.columns, mask=mask, own=own)
         if loss is not None:
             function.rehearse(("values",), {"old_values": old, "returns": returns})
 
