@@ -110,7 +110,7 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     status = () if arguments["count_invalid"] else ("valid", "baseline_valid")
-    return tuple(dict.fromkeys((*optional_columns(arguments), *status)))
+    return tuple(dict.fromkeys((*optional_columns(arguments), *status, "counted")))
 
 
 def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -205,8 +205,9 @@ class NumericWorker(Worker):
         sign, are held against those of the rewards, see `lagrangian`, before whitening.
         count_invalid: rows that are not `valid` are left out of baselines, deviations, whitening and metrics, and their
         advantages are 0. So is a prompt of which fewer than 2 rows are valid, where its rows are each other's baseline
-        (metric `dropped_groups`), and a row whose greedy response failed: the column `valid` says so from here on. True
-        counts the scores of invalid rows too; the updates leave them out all the same, unless the column is dropped.
+        (metric `dropped_groups`), and a row whose greedy response failed. The column `counted`, made anew by each call,
+        tells the updates which rows are left. True counts the scores of invalid rows too; the updates leave them out
+        all the same, unless the column `valid` is dropped.
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
         """
         metrics: Metrics = {}
@@ -295,18 +296,20 @@ class NumericWorker(Worker):
             metrics["reference_kl"] = Mean(total=total_kl, count=tokens)
             metrics["reference_kl_per_response"] = Mean(total=total_kl, count=rows)
         made: Table = {name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()}
-        if "valid" in batch.columns:
-            made["valid"] = valid_B
+        if "counted" in batch.columns:
+            made["counted"] = valid_B
             metrics["valid/fraction"] = Mean(total=rows, count=len(batch))
         return Output(columns=made, metrics=metrics)
 
     def _with_baselines(self, batch: Shard, estimator: Estimator | UserFunction, metrics: Metrics) -> Shard:
-        """The shard, in which rows without a baseline are not valid: rows whose greedy response failed, and the last
-        valid row of a prompt whose rows are each other's baseline."""
+        """The shard with its column `counted` made anew: valid rows with a baseline. Rows whose greedy response failed
+        have none, nor has the only valid row of a prompt whose rows are each other's baseline."""
+        stale = "counted" in batch.columns
+        batch = replace(batch, columns={name: column for name, column in batch.columns.items() if name != "counted"})
         valid_B = batch.valid
         if estimator == "remax" and "baseline_valid" in batch.columns:
             valid_B = valid_B & batch.numbers("baseline_valid").bool()
-        elif "valid" not in batch.columns:
+        elif "valid" not in batch.columns and not stale:
             return batch
         if estimator in GROUPED:
             groups_B = batch.numbers("prompt_uid")
@@ -315,7 +318,7 @@ class NumericWorker(Worker):
             enough_G = enough_G[counts_G > 1]
             valid_B = valid_B & torch.isin(groups_B, enough_G)
             metrics["dropped_groups"] = Max(value=float(len(torch.unique(every_N)) - len(enough_G)))
-        return replace(batch, columns={**batch.columns, "valid": valid_B})
+        return replace(batch, columns={**batch.columns, "counted": valid_B})
 
     @staticmethod
     def _scores(batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:
