@@ -195,8 +195,12 @@ def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str,
 def test_rows_that_are_not_valid_have_no_part_in_it(lab: wb.Workbench, stored: tuple[Table, dict[str, Any]]) -> None:
     table = {**stored[0], "valid": torch.tensor([1, 0, 1, 1, 1, 0])}
     keep = [0, 2, 3, 4]
-    kept = {n: c.take(keep) if isinstance(c, Ragged) else [c[i] for i in keep] for n, c in stored[0].items()}
-    kept = {n: torch.stack(c) if isinstance(c, list) and isinstance(c[0], Tensor) else c for n, c in kept.items()}
+    kept: Table = {}
+    for name, column in stored[0].items():
+        if isinstance(column, Tensor):
+            kept[name] = column[torch.tensor(keep)]
+        else:
+            kept[name] = column.take(keep) if isinstance(column, Ragged) else [column[i] for i in keep]
     found = []
     for given in (table, kept):
         batch = lab.teacher.compute_teacher_log_prob(lab.put(given, meta=stored[1]), top_k=5)

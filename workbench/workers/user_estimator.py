@@ -11,7 +11,7 @@ Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
 from workbench.workers.communicator import Communicator
+from workbench.workers.signals import Signal
 from workbench.workers.user_loss import Asked, UserFunction, call, check_function, check_names, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
@@ -40,29 +41,39 @@ def check_estimator_columns(arguments: Mapping[str, Any], model: object, names: 
         check_names("estimator", arguments["estimator"], GIVEN, names)
 
 
-def estimator_columns(function: UserFunction) -> tuple[str, ...]:
+def estimator_columns(function: UserFunction, signal: Signal) -> tuple[str, ...]:
     """The columns that an estimator needs, beside rewards and mask."""
-    return _columns(Asked.by(function).needed)
+    return _columns(Asked.by(function).needed, signal)
 
 
-def optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """What an estimator asks for with a default, and what metrics are made of."""
-    function = arguments["estimator"]
-    return ("old_log_prob", "ref_log_prob", *(_columns(Asked.by(function).optional) if callable(function) else ()))
+def optional_columns(estimator: UserFunction | str, signals: Sequence[Signal]) -> tuple[str, ...]:
+    """What an estimator asks for with a default, of each signal, and what metrics are made of."""
+    names = Asked.by(estimator).optional if callable(estimator) else ()
+    return ("old_log_prob", "ref_log_prob", *(name for signal in signals for name in _columns(names, signal)))
 
 
-def _columns(names: Collection[str]) -> tuple[str, ...]:
-    return tuple(COLUMN_OF.get(name, name) for name in names if name in COLUMN_OF or name not in GIVEN)
+def _columns(names: Collection[str], signal: Signal) -> tuple[str, ...]:
+    return tuple(_column(name, signal) for name in names if name in COLUMN_OF or name not in GIVEN)
+
+
+def _column(name: str, signal: Signal) -> str:
+    return COLUMN_OF.get(name, signal.column(name))
 
 
 def estimated(
-    function: UserFunction, batch: Shard, scores_B: Tensor, rewards_BT: Tensor, communicator: Communicator
+    function: UserFunction,
+    batch: Shard,
+    scores_B: Tensor,
+    rewards_BT: Tensor,
+    communicator: Communicator,
+    signal: Signal,
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages and returns (None: it gives none) of this rank's rows, [B, T]; every rank calls it.
 
     scores_B: of responses. rewards_BT: of tokens, after penalties. The function sees `rewards`, `token_rewards`,
-    `mask`, `group` (the number of a row's prompt) and columns of all rows, as a single rank would: so every rank makes
-    the same numbers, and keeps its own. Rows that are not valid are not among them, and get 0.
+    `mask`, `group` (the number of a row's prompt) and columns of all rows (those of the signal), as a single rank
+    would: so every rank makes the same numbers, and keeps its own. Rows that are not valid are not among them, and
+    get 0.
     """
     mask, valid_B = batch.ragged("response_mask"), batch.valid
     rows_N = torch.cat(communicator.all_gather(torch.as_tensor(batch.rows)))
@@ -87,7 +98,7 @@ def estimated(
     inside_NT = everywhere.pad().bool()
     values: dict[str, Any] = {"mask": inside_NT}
     for name in Asked.by(function).names:
-        column = batch.columns.get(COLUMN_OF.get(name, name))
+        column = batch.columns.get(_column(name, signal))
         if name == "rewards":
             column = scores_B
         elif name == "token_rewards":
