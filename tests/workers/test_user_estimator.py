@@ -179,3 +179,26 @@ def test_for_costs_it_gets_the_columns_of_costs(lab: wb.Workbench) -> None:
             torch.testing.assert_close(column(mine, found), column(named, found), msg=f"{name} {found}")
     with pytest.raises(UnknownColumn, match="cost_values"):
         lab.compute_advantages(batch.drop("cost_values"), estimator=own_gae, multiplier=0.7)
+
+
+def test_it_is_told_of_rows_that_count(lab: wb.Workbench) -> None:
+    seen = table() | {"baseline_rewards": torch.linspace(0, 1, ROWS), "valid": torch.tensor([1, 0, 1, 1, 1, 1, 1, 1])}
+    batch = lab.put({**seen, "baseline_valid": torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])})
+
+    def own_remax(token_rewards: Tensor, mask: Tensor, baseline_rewards: Tensor) -> Tensor:
+        assert len(mask) == ROWS - 2
+        return (token_rewards.flip(-1).cumsum(-1).flip(-1) - baseline_rewards[:, None]) * mask
+
+    mine, named = (lab.compute_advantages(batch, estimator=e) for e in (own_remax, "remax"))
+    torch.testing.assert_close(column(mine, "advantages"), column(named, "advantages"))
+    assert mine.fetch(["counted"])["counted"].tolist() == [True, False, False] + [True] * 5
+
+    def every(rewards: Tensor, valid: Tensor, baseline_rewards: Tensor) -> Tensor:
+        assert valid.tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
+        return rewards + 1
+
+    lab.compute_advantages(batch, estimator=every, count_invalid=True)
+    with pytest.raises((StageError, BadInput), match="not finite in row 4"):
+        lab.compute_advantages(
+            batch, estimator=lambda rewards, prompt_uid: rewards / (rewards[:1] * 0 + (torch.arange(len(rewards)) != 3))
+        )

@@ -46,6 +46,11 @@ def estimator_columns(function: UserFunction, signal: Signal) -> tuple[str, ...]
     return _columns(Asked.by(function).needed, signal)
 
 
+def reads_greedy(estimator: UserFunction | str) -> bool:
+    """Whether scores of greedy responses are its baseline."""
+    return "baseline_rewards" in Asked.by(estimator).names if callable(estimator) else estimator == "remax"
+
+
 def optional_columns(estimator: UserFunction | str, signals: Sequence[Signal]) -> tuple[str, ...]:
     """What an estimator asks for with a default, of each signal, and what metrics are made of."""
     names = Asked.by(estimator).optional if callable(estimator) else ()
@@ -67,6 +72,7 @@ def estimated(
     rewards_BT: Tensor,
     communicator: Communicator,
     signal: Signal,
+    valid_B: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages and returns (None: it gives none) of this rank's rows, [B, T]; every rank calls it.
 
@@ -75,7 +81,7 @@ def estimated(
     would: so every rank makes the same numbers, and keeps its own. Rows that are not valid are not among them, and
     get 0.
     """
-    mask, valid_B = batch.ragged("response_mask"), batch.valid
+    mask = batch.ragged("response_mask")
     rows_N = torch.cat(communicator.all_gather(torch.as_tensor(batch.rows)))
     order = torch.argsort(rows_N)
     order = order[_gathered(valid_B, communicator)[order]]
@@ -121,7 +127,7 @@ def estimated(
         return numbers_BT
 
     parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned,)
-    found = [own(_checked(function, part, inside_NT)) for part in parts]
+    found = [own(_checked(function, part, inside_NT, rows_N[order])) for part in parts]
     return found[0], found[1] if len(found) > 1 else None
 
 
@@ -131,8 +137,8 @@ def _gathered(values: Tensor, communicator: Communicator) -> Tensor:
     return torch.cat(communicator.all_gather(sent)).to(values.dtype)
 
 
-def _checked(function: UserFunction, returned: Any, inside_NT: Tensor) -> Tensor:
-    """What it has returned as numbers of tokens [N, T], 0 outside the mask."""
+def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: Tensor) -> Tensor:
+    """What it has returned as numbers of tokens [N, T], 0 outside the mask. rows_N: their numbers in the batch."""
     shape, what = list(inside_NT.shape), f"estimator={name_of(function)} returned"
     rule = (
         f"it returns an advantage a response, a tensor [rows] of shape {shape[:1]}, or one a token, [rows, tokens] of "
@@ -148,6 +154,6 @@ def _checked(function: UserFunction, returned: Any, inside_NT: Tensor) -> Tensor
     numbers = returned.detach().float()
     numbers_NT = torch.where(inside_NT, numbers[:, None] if numbers.ndim == 1 else numbers, 0.0)
     if not torch.isfinite(numbers_NT).all():
-        row = int((~torch.isfinite(numbers_NT)).any(-1).nonzero()[0])
+        row = int(rows_N[(~torch.isfinite(numbers_NT)).any(-1)][0])
         raise BadInput(f"{what} a number that is not finite in row {row}", "advantages and returns are finite")
     return numbers_NT

@@ -52,6 +52,7 @@ from workbench.workers.user_estimator import (
     estimated,
     estimator_columns,
     optional_columns,
+    reads_greedy,
 )
 from workbench.workers.user_loss import UserFunction
 from workbench.workers.worker import Worker
@@ -202,7 +203,7 @@ class NumericWorker(Worker):
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
         """
         metrics: Metrics = {}
-        batch = self._with_baselines(batch, estimator, metrics)
+        given, batch = batch, self._with_baselines(batch, estimator, count_invalid, metrics)
         mask, valid_B = batch.valid_mask, batch.valid
         mask_BT, rows = mask.pad().bool(), int(valid_B.sum())
         tokens = float(mask_BT.sum())
@@ -230,7 +231,7 @@ class NumericWorker(Worker):
                 rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
             if callable(estimator):
                 of_tokens_BT, returns = estimated(
-                    estimator, batch, scores_B, rewards_BT, self.context.communicator, signal
+                    estimator, given, scores_B, rewards_BT, self.context.communicator, signal, valid_B
                 )
                 return (
                     rewards_BT,
@@ -292,13 +293,16 @@ class NumericWorker(Worker):
             metrics["valid/fraction"] = Mean(total=rows, count=len(batch))
         return Output(columns=made, metrics=metrics)
 
-    def _with_baselines(self, batch: Shard, estimator: Estimator | UserFunction, metrics: Metrics) -> Shard:
+    def _with_baselines(
+        self, batch: Shard, estimator: Estimator | UserFunction, count_invalid: bool, metrics: Metrics
+    ) -> Shard:
         """The shard with its column `counted` made anew: valid rows with a baseline. Rows whose greedy response failed
         have none, nor has the only valid row of a prompt whose rows are each other's baseline."""
         stale = "counted" in batch.columns
-        batch = replace(batch, columns={name: column for name, column in batch.columns.items() if name != "counted"})
+        unread = {"counted", *(("valid", "baseline_valid") if count_invalid else ())}
+        batch = replace(batch, columns={name: column for name, column in batch.columns.items() if name not in unread})
         valid_B = batch.valid
-        if estimator == "remax" and "baseline_valid" in batch.columns:
+        if "baseline_valid" in batch.columns and reads_greedy(estimator):
             valid_B = valid_B & batch.numbers("baseline_valid").bool()
         elif "valid" not in batch.columns and not stale:
             return batch
