@@ -217,3 +217,16 @@ def test_remax_leaves_out_rows_whose_greedy_response_failed(lab: wb.Workbench) -
     assert "valid" not in batch.names and batch.fetch(["counted"])["counted"].tolist() == [True, False, True, True]
     other = lab.compute_advantages(batch, estimator="reinforce_pp")
     assert other.fetch(["counted"])["counted"].all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_new_responses_have_not_failed(lab: wb.Workbench, temperature: float) -> None:
+    status = {
+        "valid": torch.tensor([0, 1]),
+        "counted": torch.tensor([1, 0]),
+        "failure": ["compute_reward f: raised X", ""],
+    }
+    prompts = lab.put({**lab.prompts.next(2).fetch(), **status})
+    drawn = lab.actor.generate_sequences(prompts, max_new_tokens=2, temperature=temperature)
+    found = drawn.fetch(["valid", "counted"])
+    assert found["valid"].all() and found["counted"].all() and drawn.failed().empty
