@@ -221,7 +221,7 @@ def test_remax_leaves_out_rows_whose_greedy_response_failed(lab: wb.Workbench) -
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_new_responses_have_not_failed(lab: wb.Workbench, temperature: float) -> None:
-    status = {
+    status: Table = {
         "valid": torch.tensor([0, 1]),
         "counted": torch.tensor([1, 0]),
         "failure": ["compute_reward f: raised X", ""],
