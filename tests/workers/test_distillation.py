@@ -190,3 +190,23 @@ def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str,
     short = Ragged.of([row[1:] for row in chosen.rows()], torch.float32)
     with pytest.raises(BadInput, match="equally many numbers"):
         lab.actor.update_distill(lab.put({**table, "teacher_log_prob": short}))
+
+
+def test_rows_that_are_not_valid_have_no_part_in_it(lab: wb.Workbench, stored: tuple[Table, dict[str, Any]]) -> None:
+    table = {**stored[0], "valid": torch.tensor([1, 0, 1, 1, 1, 0])}
+    keep = [0, 2, 3, 4]
+    kept: Table = {}
+    for name, column in stored[0].items():
+        if isinstance(column, Tensor):
+            kept[name] = column[torch.tensor(keep)]
+        else:
+            kept[name] = column.take(keep) if isinstance(column, Ragged) else [column[i] for i in keep]
+    found = []
+    for given in (table, kept):
+        batch = lab.teacher.compute_teacher_log_prob(lab.put(given, meta=stored[1]), top_k=5)
+        mass = lab.last_metrics["compute_teacher_log_prob"]["teacher_tokens/mass"]
+        with lab.kept("actor"):
+            metrics = lab.actor.update_distill(batch)
+        names = ("loss", "grad_norm", "divergence", "teacher_tokens/student_mass")
+        found.append([mass, *(metrics[name] for name in names)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

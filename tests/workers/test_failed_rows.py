@@ -99,10 +99,10 @@ def test_a_prompt_with_fewer_than_two_valid_rows_is_dropped_with_a_count(lab: wb
     whole = table([1, 0, 1, 1], REWARDS, [0, 0, 1, 1])
     for estimator in ("grpo", "rloo", "reinforce_pp_baseline"):
         batch = lab.compute_advantages(lab.put(whole), estimator=estimator)
-        assert batch.fetch(["valid"])["valid"].tolist() == [False, False, True, True]
+        assert batch.fetch(["counted"])["counted"].tolist() == [False, False, True, True]
         assert lab.last_metrics["compute_advantages"]["dropped_groups"] == 1
     none = lab.compute_advantages(lab.put(table([0, 0, 1, 0], REWARDS, [0, 0, 1, 1])), estimator="rloo")
-    assert not none.fetch(["valid"])["valid"].any()
+    assert not none.fetch(["counted"])["counted"].any()
     assert lab.last_metrics["compute_advantages"]["dropped_groups"] == 2
     assert lab.actor.update_actor(none)["loss"] == 0
 
@@ -174,3 +174,62 @@ def test_two_ranks_score_and_estimate_as_one_does() -> None:
     # its place is 6 of 8, the mean of its prompt is that of 2, 3, 6 and 7, its steps are 6 a token: 6/8 + 6 - 4.5 + 6
     assert alone["columns"]["mixed again"]["rewards"][6] == pytest.approx([6.0, 6.0, 8.25])
     assert alone["metrics"]["grpo"]["dropped_groups"].value == 1
+
+
+def test_a_row_that_lost_its_baseline_is_back_when_it_is_asked_again(lab: wb.Workbench) -> None:
+    def half(prompt: str, response: str, number: str) -> float:
+        if number == "1":
+            raise ValueError("no number")
+        return float(number)
+
+    def mended(prompt: str, response: str, number: str) -> float:
+        return float(number)
+
+    given = {**table(None, REWARDS, [0, 0, 1, 1]), "number": list("0123"), "prompt": ["a"] * 4}
+    batch = lab.put({name: column for name, column in given.items() if name != "rewards"})
+    scored = lab.reward.compute_reward(batch, function={"half": half}, most_failed=0.5)
+    dropped = lab.compute_advantages(scored, estimator="grpo")
+    assert dropped.fetch(["valid"])["valid"].tolist() == [True, False, True, True]
+    assert dropped.fetch(["counted"])["counted"].tolist() == [False, False, True, True]
+    assert dropped.failed()["row"].tolist() == [1]
+    # the reward of a row without a baseline stays what it is
+    assert lab.reward.reweigh(dropped, {"half": 2.0}).fetch(["rewards"])["rewards"].tolist() == [0, 0, 4, 6]
+    # another estimator, which needs no such baseline, counts it
+    other = lab.compute_advantages(dropped, estimator="reinforce_pp")
+    assert other.fetch(["counted"])["counted"].tolist() == [True, False, True, True]
+    again = lab.reward.compute_reward(dropped, function={"half": mended}, only=dropped.failed())
+    again = lab.compute_advantages(again, estimator="grpo")
+    assert again.fetch(["counted"])["counted"].all() and lab.last_metrics["compute_advantages"]["dropped_groups"] == 0
+    assert all(row.any() for row in again.fetch(["advantages"])["advantages"].rows())
+    every = lab.compute_advantages(dropped.drop("valid"), estimator="grpo")
+    assert every.fetch(["counted"])["counted"].all()
+
+
+def test_updates_leave_out_rows_without_a_baseline(lab: wb.Workbench) -> None:
+    whole = table([1, 0, 1, 1], REWARDS, [0, 0, 1, 1]) | {"rewards": torch.tensor([1.0, 0.5, 1.0, 0.0])}
+    made = lab.compute_advantages(lab.put(whole), estimator="rloo").fetch()
+    for role, update in (("actor", "update_actor"), ("critic", "update_critic")):
+        found, _ = gradient(lab, role, dict(made), update, clip=0.2)
+        right, _ = gradient(lab, role, without(dict(made), [0, 1]), update, clip=0.2)
+        np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-7)
+
+
+def test_remax_leaves_out_rows_whose_greedy_response_failed(lab: wb.Workbench) -> None:
+    whole = {**table(), "baseline_valid": torch.tensor([1, 0, 1, 1])}
+    batch = lab.compute_advantages(lab.put(whole), estimator="remax")
+    assert "valid" not in batch.names and batch.fetch(["counted"])["counted"].tolist() == [True, False, True, True]
+    other = lab.compute_advantages(batch, estimator="reinforce_pp")
+    assert other.fetch(["counted"])["counted"].all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_new_responses_have_not_failed(lab: wb.Workbench, temperature: float) -> None:
+    status: Table = {
+        "valid": torch.tensor([0, 1]),
+        "counted": torch.tensor([1, 0]),
+        "failure": ["compute_reward f: raised X", ""],
+    }
+    prompts = lab.put({**lab.prompts.next(2).fetch(), **status})
+    drawn = lab.actor.generate_sequences(prompts, max_new_tokens=2, temperature=temperature)
+    found = drawn.fetch(["valid", "counted"])
+    assert found["valid"].all() and found["counted"].all() and drawn.failed().empty

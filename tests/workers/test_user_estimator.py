@@ -151,3 +151,58 @@ def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
         lab.compute_advantages(batch, estimator=of_group)
     with pytest.raises(BadInput, match="bootstrap"):
         lab.compute_advantages(lab.put(table()), estimator=of_group, bootstrap=True)
+
+
+def test_for_costs_it_gets_the_columns_of_costs(lab: wb.Workbench) -> None:
+    def own_gae(token_rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        assert mask.all()
+        out, advantage = torch.zeros_like(values), torch.zeros(len(values))
+        for t in reversed(range(values.shape[1])):
+            after = values[:, t + 1] if t + 1 < values.shape[1] else torch.zeros(len(values))
+            advantage = token_rewards[:, t] + 0.9 * after - values[:, t] + 0.9 * 0.8 * advantage
+            out[:, t] = advantage
+        return out, out + values
+
+    def own_remax(token_rewards: Tensor, mask: Tensor, baseline_rewards: Tensor | None = None) -> Tensor:
+        assert baseline_rewards is not None
+        return (token_rewards.sum(-1) - baseline_rewards)[:, None] * mask
+
+    flat = Ragged.of([torch.linspace(row, 1, 4) for row in range(ROWS)], torch.float32)
+    more: Table = {
+        "prompt_ids": flat.like(torch.ones(4 * ROWS).long()), "response_ids": flat.like(torch.ones(4 * ROWS).long()),
+        "response_mask": flat.like(torch.ones(4 * ROWS).bool()), "rewards": table()["rewards"],
+        "values": flat, "cost_values": flat.like(5 - flat.values), "costs": torch.arange(ROWS).float(),
+        "baseline_rewards": torch.linspace(0, 1, ROWS), "baseline_costs": torch.linspace(3, 0, ROWS),
+        "prompt_uid": torch.arange(ROWS),
+    }  # fmt: skip
+    batch = lab.put(more)
+    for function, name in ((own_gae, "gae"), (own_remax, "remax")):
+        options = {"gamma": 0.9 if name == "gae" else 1.0, "lam": 0.8, "multiplier": 0.7, "whiten_advantages": False}
+        mine, named = (lab.compute_advantages(batch, estimator=e, **options) for e in (function, name))
+        for found in ("advantages", "returns", "cost_returns"):
+            torch.testing.assert_close(column(mine, found), column(named, found), msg=f"{name} {found}")
+    with pytest.raises(UnknownColumn, match="cost_values"):
+        lab.compute_advantages(batch.drop("cost_values"), estimator=own_gae, multiplier=0.7)
+
+
+def test_it_is_told_of_rows_that_count(lab: wb.Workbench) -> None:
+    seen = table() | {"baseline_rewards": torch.linspace(0, 1, ROWS), "valid": torch.tensor([1, 0, 1, 1, 1, 1, 1, 1])}
+    batch = lab.put({**seen, "baseline_valid": torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])})
+
+    def own_remax(token_rewards: Tensor, mask: Tensor, baseline_rewards: Tensor) -> Tensor:
+        assert len(mask) == ROWS - 2
+        return (token_rewards.flip(-1).cumsum(-1).flip(-1) - baseline_rewards[:, None]) * mask
+
+    mine, named = (lab.compute_advantages(batch, estimator=e) for e in (own_remax, "remax"))
+    torch.testing.assert_close(column(mine, "advantages"), column(named, "advantages"))
+    assert mine.fetch(["counted"])["counted"].tolist() == [True, False, False] + [True] * 5
+
+    def every(rewards: Tensor, valid: Tensor, baseline_rewards: Tensor) -> Tensor:
+        assert valid.tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
+        return rewards + 1
+
+    lab.compute_advantages(batch, estimator=every, count_invalid=True)
+    with pytest.raises((StageError, BadInput), match="not finite in row 4"):
+        lab.compute_advantages(
+            batch, estimator=lambda rewards, prompt_uid: rewards / (rewards[:1] * 0 + (torch.arange(len(rewards)) != 3))
+        )

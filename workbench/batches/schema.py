@@ -53,6 +53,7 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "response_mask": _per_token(holds="zeros and ones", least=0, most=1),
         "finished": _FLAG,
         "valid": _FLAG,
+        "counted": _FLAG,
         "failure": ColumnSchema(holds="text"),
         "turns": ColumnSchema(holds="whole numbers", least=0),
         "environment_rewards": _TOKEN_NUMBER,
@@ -99,5 +100,8 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
 # `valid` is 0 where a function of the user's failed for a row, and `failure` says with what. Several stages write both,
 # and keep what those before them wrote.
 STATUS = ("valid", "failure")
+# What decides which rows an update counts. Each `compute_advantages` makes `counted` anew: 0 for rows that were not
+# valid, or had no baseline.
+COUNTING = ("valid", "counted")
 # columns of token ids, which are shown as text
 TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table, kind_of
+from workbench.batches.schema import COUNTING
 from workbench.errors import BadInput
 
 
@@ -34,17 +35,19 @@ class Shard:
 
     @property
     def valid(self) -> Tensor:
-        """Which rows count, [rows]: not those that failed, see `valid` in `workbench.batches.schema`. A shard without
-        that column has no such row."""
-        if "valid" not in self.columns:
-            return torch.ones(len(self), dtype=torch.bool)
-        return self.numbers("valid").bool()
+        """Which rows count, [rows]: not those that failed or have no baseline, see `COUNTING` in
+        `workbench.batches.schema`. A shard without these columns has no such row."""
+        found = torch.ones(len(self), dtype=torch.bool)
+        for name in COUNTING:
+            if name in self.columns:
+                found &= self.numbers(name).bool()
+        return found
 
     @property
     def valid_mask(self) -> Ragged:
         """The response mask without the tokens of rows that do not count: what advantages and losses are over."""
         mask = self.ragged("response_mask")
-        if "valid" not in self.columns:
+        if not set(COUNTING) & self.columns.keys():
             return mask
         return mask.like(mask.values.bool() & torch.repeat_interleave(self.valid, mask.lengths))
 

@@ -84,10 +84,11 @@ def _passes(
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:
-    """The numbers of a response column on the tokens that the policy chose: all of them, without a `response_mask`."""
-    if "response_mask" not in shard.columns:
-        return column.values
-    return column.values[shard.ragged("response_mask").values.bool()]
+    """The numbers of a response column on the tokens that the policy chose, all of them without a `response_mask`, in
+    the rows that count."""
+    if "response_mask" in shard.columns:
+        return column.values[shard.valid_mask.values.bool()]
+    return column.values[torch.repeat_interleave(shard.valid, column.lengths)]
 
 
 def mean_of(column: Ragged, shard: Shard) -> Mean:

@@ -11,7 +11,7 @@ Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
 from workbench.workers.communicator import Communicator
+from workbench.workers.signals import Signal
 from workbench.workers.user_loss import Asked, UserFunction, call, check_function, check_names, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
@@ -40,31 +41,47 @@ def check_estimator_columns(arguments: Mapping[str, Any], model: object, names: 
         check_names("estimator", arguments["estimator"], GIVEN, names)
 
 
-def estimator_columns(function: UserFunction) -> tuple[str, ...]:
+def estimator_columns(function: UserFunction, signal: Signal) -> tuple[str, ...]:
     """The columns that an estimator needs, beside rewards and mask."""
-    return _columns(Asked.by(function).needed)
+    return _columns(Asked.by(function).needed, signal)
 
 
-def optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """What an estimator asks for with a default, and what metrics are made of."""
-    function = arguments["estimator"]
-    return ("old_log_prob", "ref_log_prob", *(_columns(Asked.by(function).optional) if callable(function) else ()))
+def reads_greedy(estimator: UserFunction | str) -> bool:
+    """Whether scores of greedy responses are its baseline."""
+    return "baseline_rewards" in Asked.by(estimator).names if callable(estimator) else estimator == "remax"
 
 
-def _columns(names: Collection[str]) -> tuple[str, ...]:
-    return tuple(COLUMN_OF.get(name, name) for name in names if name in COLUMN_OF or name not in GIVEN)
+def optional_columns(estimator: UserFunction | str, signals: Sequence[Signal]) -> tuple[str, ...]:
+    """What an estimator asks for with a default, of each signal, and what metrics are made of."""
+    names = Asked.by(estimator).optional if callable(estimator) else ()
+    return ("old_log_prob", "ref_log_prob", *(name for signal in signals for name in _columns(names, signal)))
+
+
+def _columns(names: Collection[str], signal: Signal) -> tuple[str, ...]:
+    return tuple(_column(name, signal) for name in names if name in COLUMN_OF or name not in GIVEN)
+
+
+def _column(name: str, signal: Signal) -> str:
+    return COLUMN_OF.get(name, signal.column(name))
 
 
 def estimated(
-    function: UserFunction, batch: Shard, scores_B: Tensor, rewards_BT: Tensor, communicator: Communicator
+    function: UserFunction,
+    batch: Shard,
+    scores_B: Tensor,
+    rewards_BT: Tensor,
+    communicator: Communicator,
+    signal: Signal,
+    valid_B: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages and returns (None: it gives none) of this rank's rows, [B, T]; every rank calls it.
 
     scores_B: of responses. rewards_BT: of tokens, after penalties. The function sees `rewards`, `token_rewards`,
-    `mask`, `group` (the number of a row's prompt) and columns of all rows, as a single rank would: so every rank makes
-    the same numbers, and keeps its own. Rows that are not valid are not among them, and get 0.
+    `mask`, `group` (the number of a row's prompt) and columns of all rows (those of the signal), as a single rank
+    would: so every rank makes the same numbers, and keeps its own. Rows that are not valid are not among them, and
+    get 0.
     """
-    mask, valid_B = batch.ragged("response_mask"), batch.valid
+    mask = batch.ragged("response_mask")
     rows_N = torch.cat(communicator.all_gather(torch.as_tensor(batch.rows)))
     order = torch.argsort(rows_N)
     order = order[_gathered(valid_B, communicator)[order]]
@@ -87,7 +104,7 @@ def estimated(
     inside_NT = everywhere.pad().bool()
     values: dict[str, Any] = {"mask": inside_NT}
     for name in Asked.by(function).names:
-        column = batch.columns.get(COLUMN_OF.get(name, name))
+        column = batch.columns.get(_column(name, signal))
         if name == "rewards":
             column = scores_B
         elif name == "token_rewards":
@@ -110,7 +127,7 @@ def estimated(
         return numbers_BT
 
     parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned,)
-    found = [own(_checked(function, part, inside_NT)) for part in parts]
+    found = [own(_checked(function, part, inside_NT, rows_N[order])) for part in parts]
     return found[0], found[1] if len(found) > 1 else None
 
 
@@ -120,8 +137,8 @@ def _gathered(values: Tensor, communicator: Communicator) -> Tensor:
     return torch.cat(communicator.all_gather(sent)).to(values.dtype)
 
 
-def _checked(function: UserFunction, returned: Any, inside_NT: Tensor) -> Tensor:
-    """What it has returned as numbers of tokens [N, T], 0 outside the mask."""
+def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: Tensor) -> Tensor:
+    """What it has returned as numbers of tokens [N, T], 0 outside the mask. rows_N: their numbers in the batch."""
     shape, what = list(inside_NT.shape), f"estimator={name_of(function)} returned"
     rule = (
         f"it returns an advantage a response, a tensor [rows] of shape {shape[:1]}, or one a token, [rows, tokens] of "
@@ -137,6 +154,6 @@ def _checked(function: UserFunction, returned: Any, inside_NT: Tensor) -> Tensor
     numbers = returned.detach().float()
     numbers_NT = torch.where(inside_NT, numbers[:, None] if numbers.ndim == 1 else numbers, 0.0)
     if not torch.isfinite(numbers_NT).all():
-        row = int((~torch.isfinite(numbers_NT)).any(-1).nonzero()[0])
+        row = int(rows_N[(~torch.isfinite(numbers_NT)).any(-1)][0])
         raise BadInput(f"{what} a number that is not finite in row {row}", "advantages and returns are finite")
     return numbers_NT

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
+from workbench.batches.schema import COUNTING
 from workbench.errors import BadInput
 from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.operation import register
@@ -102,7 +103,7 @@ def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """What a loss asks for with a default, and what metrics are made of."""
     columns = [name for name in _asked(arguments).optional if name not in GIVEN]
-    columns += ["rollout_log_prob", "valid", *([] if arguments["on_policy"] else ["old_log_prob"])]
+    columns += ["rollout_log_prob", *COUNTING, *([] if arguments["on_policy"] else ["old_log_prob"])]
     return tuple(dict.fromkeys(columns))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Table
+from workbench.batches.schema import COUNTING
 from workbench.errors import BadInput
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
@@ -66,7 +67,7 @@ def _reads(values: str, returns: str) -> Callable[[Mapping[str, Any]], tuple[str
 
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).optional
-    return tuple(dict.fromkeys(("valid", *(name for name in asked if name not in GIVEN))))
+    return tuple(dict.fromkeys((*COUNTING, *(name for name in asked if name not in GIVEN))))
 
 
 _estimates = partial(

@@ -127,6 +127,7 @@ class DistilledWorker(TrainedWorker):
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "response_mask", *TEACHER_COLUMNS),
+        optional=("valid",),
         minibatched=True,
         updates=True,
         check=check_distillation,
@@ -146,13 +147,13 @@ class DistilledWorker(TrainedWorker):
         reverse KL, between them the generalised Jensen-Shannon divergence, see
         `workbench.objectives.distillation.divergence`. aggregation, max_response_tokens: as in `update_actor`.
         Where responses are the student's own there is no gradient through their sampling, as in GKD (Agarwal et al.
-        2023, https://arxiv.org/abs/2306.13649, section 3.1).
+        2023, https://arxiv.org/abs/2306.13649, section 3.1). A row that is not `valid` has no part in it.
         Metrics: `divergence` a token; `teacher_tokens/student_mass`, the student's probability of the teacher's tokens.
         """
         columns = {name: batch.ragged(name) for name in TEACHER_COLUMNS}
         k = self._teacher_k(batch, columns["teacher_ids"])
         scale = sampling_temperature(batch, batch.meta.get(TEACHER_TEMPERATURE))
-        mask = batch.ragged("response_mask")
+        mask = batch.valid_mask
 
         def inputs(micro: MicroBatch) -> dict[str, Any]:
             return {**micro.scored(scale), "reader": Divergence(columns, micro.index, k, beta)}

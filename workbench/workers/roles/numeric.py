@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -45,12 +45,14 @@ from workbench.objectives.macro_actions import macro_gae
 from workbench.settings.engines import check_untruncated
 from workbench.support.validation import whole
 from workbench.workers.inference import TRUNCATION
+from workbench.workers.signals import COST, REWARD, Signal
 from workbench.workers.user_estimator import (
     check_estimator,
     check_estimator_columns,
     estimated,
     estimator_columns,
     optional_columns,
+    reads_greedy,
 )
 from workbench.workers.user_loss import UserFunction
 from workbench.workers.worker import Worker
@@ -71,34 +73,22 @@ GROUPED = ("grpo", "grpo_batch_std", "dr_grpo", "rloo", "off_policy_baseline", "
 WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signal:
-    """A signal to raise or lower, by its columns: scores, a critic's values of them, scores of greedy responses.
-
-    sign: 1 for rewards; -1 for costs, to which the KL penalty is added.
-    """
-
-    scores: str
-    values: str
-    baseline: str
-    sign: int
-
-    def columns(self, estimator: Estimator | UserFunction) -> tuple[str, ...]:
-        more = () if callable(estimator) else {"gae": (self.values,), "remax": (self.baseline,)}.get(estimator, ())
-        return self.scores, *more
+def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
+    """The columns of a signal that an estimator needs."""
+    if callable(estimator):
+        return signal.scores, *estimator_columns(estimator, signal)
+    return signal.scores, *{"gae": (signal.values,), "remax": (signal.baseline,)}.get(estimator, ())
 
 
-REWARD = Signal(scores="rewards", values="values", baseline="baseline_rewards", sign=1)
-COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", sign=-1)
+def _signals(arguments: Mapping[str, Any]) -> tuple[Signal, ...]:
+    return (REWARD,) if arguments["multiplier"] is None else (REWARD, COST)
 
 
 def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    signals = (REWARD,) if arguments["multiplier"] is None else (REWARD, COST)
-    columns = [name for signal in signals for name in signal.columns(arguments["estimator"])]
-    if callable(arguments["estimator"]):
-        columns += estimator_columns(arguments["estimator"])
+    signals = _signals(arguments)
+    columns = [name for signal in signals for name in _scored(signal, arguments["estimator"])]
     if arguments["bootstrap"]:
-        columns += ["finished", *(f"final_{signal.values}" for signal in signals)]
+        columns += ["finished", *(signal.final_values for signal in signals)]
     if arguments["estimator"] in GROUPED:
         columns += ["prompt_uid"]
     if arguments["estimator"] == "off_policy_baseline":
@@ -110,7 +100,8 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     status = () if arguments["count_invalid"] else ("valid", "baseline_valid")
-    return tuple(dict.fromkeys((*optional_columns(arguments), *status)))
+    of_estimator = optional_columns(arguments["estimator"], _signals(arguments))
+    return tuple(dict.fromkeys((*of_estimator, *status, "counted")))
 
 
 def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -201,16 +192,18 @@ class NumericWorker(Worker):
         whiten_advantages: to mean 0 and variance 1 over the tokens of the whole batch; None: for gae and reinforce_pp.
         correction: that of the update, `update_actor(correction=...)`: "off_policy_baseline" takes the weights of its
         level, before they are bounded; the other estimators do not look at it.
-        multiplier: Safe-RLHF's; the advantages of `costs` (for gae with `cost_values`), whose penalty has the other
-        sign, are held against those of the rewards, see `lagrangian`, before whitening.
+        multiplier: Safe-RLHF's; the advantages of `costs`, whose penalty has the other sign, are held against those of
+        the rewards, see `lagrangian`, before whitening. For them `values`, `final_values` and `baseline_rewards` are
+        the columns `cost_values`, `final_cost_values` and `baseline_costs`, in a function of yours too.
         count_invalid: rows that are not `valid` are left out of baselines, deviations, whitening and metrics, and their
         advantages are 0. So is a prompt of which fewer than 2 rows are valid, where its rows are each other's baseline
-        (metric `dropped_groups`), and a row whose greedy response failed: the column `valid` says so from here on. True
-        counts the scores of invalid rows too; the updates leave them out all the same, unless the column is dropped.
+        (metric `dropped_groups`), and a row whose greedy response failed. The column `counted`, made anew by each call,
+        tells the updates which rows are left. True counts the scores of invalid rows too; the updates leave them out
+        all the same, unless the column `valid` is dropped.
         Columns: `token_rewards` (after the penalties), `advantages`, `returns`; with a multiplier `cost_returns`.
         """
         metrics: Metrics = {}
-        batch = self._with_baselines(batch, estimator, metrics)
+        given, batch = batch, self._with_baselines(batch, estimator, count_invalid, metrics)
         mask, valid_B = batch.valid_mask, batch.valid
         mask_BT, rows = mask.pad().bool(), int(valid_B.sum())
         tokens = float(mask_BT.sum())
@@ -237,7 +230,9 @@ class NumericWorker(Worker):
                 mean("overlong_penalty", penalty_B, rows)
                 rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, mask_BT, 0.0)
             if callable(estimator):
-                of_tokens_BT, returns = estimated(estimator, batch, scores_B, rewards_BT, self.context.communicator)
+                of_tokens_BT, returns = estimated(
+                    estimator, given, scores_B, rewards_BT, self.context.communicator, signal, valid_B
+                )
                 return (
                     rewards_BT,
                     of_tokens_BT,
@@ -248,9 +243,7 @@ class NumericWorker(Worker):
                 if macro_tokens > 1:
                     return rewards_BT, *macro_gae(rewards_BT, values_BT, mask_BT, gamma, lam, macro_tokens)
                 if bootstrap:
-                    after_B = torch.where(
-                        batch.numbers("finished").bool(), 0.0, batch.numbers(f"final_{signal.values}")
-                    )
+                    after_B = torch.where(batch.numbers("finished").bool(), 0.0, batch.numbers(signal.final_values))
                 advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, lam, after_B)
                 both = all_reduce(torch.stack([moments(x, mask_BT) for x in (returns_BT, returns_BT - values_BT)]))
                 explained = explained_variance(*both)
@@ -295,18 +288,23 @@ class NumericWorker(Worker):
             metrics["reference_kl"] = Mean(total=total_kl, count=tokens)
             metrics["reference_kl_per_response"] = Mean(total=total_kl, count=rows)
         made: Table = {name: Ragged.unpad(values_BT.float(), mask.lengths) for name, values_BT in columns.items()}
-        if "valid" in batch.columns:
-            made["valid"] = valid_B
+        if "counted" in batch.columns:
+            made["counted"] = valid_B
             metrics["valid/fraction"] = Mean(total=rows, count=len(batch))
         return Output(columns=made, metrics=metrics)
 
-    def _with_baselines(self, batch: Shard, estimator: Estimator | UserFunction, metrics: Metrics) -> Shard:
-        """The shard, in which rows without a baseline are not valid: rows whose greedy response failed, and the last
-        valid row of a prompt whose rows are each other's baseline."""
+    def _with_baselines(
+        self, batch: Shard, estimator: Estimator | UserFunction, count_invalid: bool, metrics: Metrics
+    ) -> Shard:
+        """The shard with its column `counted` made anew: valid rows with a baseline. Rows whose greedy response failed
+        have none, nor has the only valid row of a prompt whose rows are each other's baseline."""
+        stale = "counted" in batch.columns
+        unread = {"counted", *(("valid", "baseline_valid") if count_invalid else ())}
+        batch = replace(batch, columns={name: column for name, column in batch.columns.items() if name not in unread})
         valid_B = batch.valid
-        if estimator == "remax" and "baseline_valid" in batch.columns:
+        if "baseline_valid" in batch.columns and reads_greedy(estimator):
             valid_B = valid_B & batch.numbers("baseline_valid").bool()
-        elif "valid" not in batch.columns:
+        elif "valid" not in batch.columns and not stale:
             return batch
         if estimator in GROUPED:
             groups_B = batch.numbers("prompt_uid")
@@ -315,7 +313,7 @@ class NumericWorker(Worker):
             enough_G = enough_G[counts_G > 1]
             valid_B = valid_B & torch.isin(groups_B, enough_G)
             metrics["dropped_groups"] = Max(value=float(len(torch.unique(every_N)) - len(enough_G)))
-        return replace(batch, columns={**batch.columns, "valid": valid_B})
+        return replace(batch, columns={**batch.columns, "counted": valid_B})
 
     @staticmethod
     def _scores(batch: Shard, name: str, mask_BT: Tensor | None = None) -> Tensor:

@@ -149,7 +149,7 @@ class ReferencePolicy(Worker):
     @register(
         THREE_D_PROTO,
         reads=lambda arguments: (arguments["prompt"], "response_ids"),
-        optional=("response_mask",),
+        optional=("response_mask", "valid"),
         writes=TEACHER_COLUMNS,
         minibatched=True,
         check=check_teacher,
@@ -173,7 +173,7 @@ class ReferencePolicy(Worker):
         temperature: None takes the one that the responses were sampled with; it is kept in the batch's meta as
         `teacher_temperature`. prompt: "teacher_prompt_ids" reads other prompts than the student did, such as ones that
         hold a solution: self-distillation.
-        Metric: `teacher_tokens/mass`, this model's probability of the top_k tokens.
+        Metric: `teacher_tokens/mass`, this model's probability of the top_k tokens, in valid rows.
         """
         scale = sampling_temperature(batch, temperature)
         rows = replace(batch, columns={**batch.columns, "prompt_ids": batch.ragged(prompt)})

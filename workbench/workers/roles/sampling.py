@@ -180,7 +180,7 @@ class SamplingWorker(Worker):
     @register(
         THREE_D_ALL_MICRO_DP,
         reads=_rollout_reads,
-        optional=lambda arguments: (ALL_TEXT,) if arguments["environment"] else (),
+        optional=lambda arguments: (*STATUS, "counted", *((ALL_TEXT,) if arguments["environment"] else ())),
         writes=_rollout_writes,
         minibatched=True,
         samples=True,
@@ -272,14 +272,17 @@ class SamplingWorker(Worker):
             if self._counts_rows():
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         metrics, failed = rollout_metrics(columns), None
+        status = Status(replace(batch, columns={}))
         if environment is not None:
             errors = {i: c.failure for i, c in enumerate(conversations) if c.failure is not None}
-            status = Status(replace(batch, columns={}))
             for row, error in errors.items():
                 status.note("generate_sequences", row, {name_of(environment): error.what})
-            columns |= status.columns()
             told, failed = failed_rows(errors, batch.rows.tolist(), most_failed)
             metrics |= told
+        if environment is not None or set(STATUS) & batch.columns.keys():
+            columns |= status.columns()  # what failed for earlier responses is not known of these
+        if "counted" in batch.columns:
+            columns["counted"] = torch.ones(len(batch), dtype=torch.bool)
         return Output(
             columns=columns,
             metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), metrics),
