@@ -193,17 +193,23 @@ class CallProcess:
         return f"its process may take {self.limits.most_bytes:,} bytes (wb.limits(memory_bytes=...))"
 
     def computing(self, threads: Mapping[int, int]) -> dict[int, int]:
-        """Those of some calls that compute, by their threads: {call: thread}."""
-        used: list[dict[int, float]] = []
-        for pause_s in (0.1, 0.0):
+        """Those of some calls that compute, by their threads: {call: thread}. Looks for longer where other processes
+        leave them little of the processor."""
+        began: dict[int, float] | None = None
+        for look in range(11):
+            now: dict[int, float] = {}
             with contextlib.suppress(psutil.Error):
-                used.append({t.id: t.user_time + t.system_time for t in psutil.Process(self._popen.pid).threads()})
-            time.sleep(pause_s)
-        if len(used) < 2:
-            return {}
-        took_s = {i: used[1].get(thread, 0.0) - used[0].get(thread, 0.0) for i, thread in threads.items()}
-        most_s = max(took_s.values())
-        return {i: threads[i] for i, s in took_s.items() if s >= max(most_s / 2, COMPUTES_S)}
+                now = {t.id: t.user_time + t.system_time for t in psutil.Process(self._popen.pid).threads()}
+            if began is None:
+                began = now
+            took_s = {i: now.get(thread, 0.0) - began.get(thread, 0.0) for i, thread in threads.items()}
+            most_s = max(took_s.values())
+            if most_s >= COMPUTES_S:
+                return {i: threads[i] for i, s in took_s.items() if s >= max(most_s / 2, COMPUTES_S)}
+            if look >= 3 and most_s <= 0:  # none has had the processor at all: they wait
+                break
+            time.sleep(0.1)
+        return {}
 
 
 def tasks_of_machine() -> int:
