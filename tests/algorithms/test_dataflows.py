@@ -295,6 +295,14 @@ def less_the_mean(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return rewards - torch.stack([rewards[group == prompt].mean() for prompt in group])
 
 
+def test_a_run_goes_on_after_a_step_that_was_skipped(lab: wb.Workbench) -> None:
+    """Its metrics are not finite, and no method of an algorithm refuses them."""
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss=lambda log_prob: -log_prob + torch.inf)
+    with lab.kept("actor"):
+        assert len(algorithm.run(2)) == 2
+    assert lab.last_metrics["update_actor"]["skipped/fraction"] == 1.0
+
+
 def test_functions_in_the_fields_of_algorithms(lab: wb.Workbench) -> None:
     """A loss and an estimator of one's own in the arms of a comparison: the numbers of those with a name."""
     ours: dict[str, Any] = {"prompts": 3, "samples": 4, "sampling": SHORT}

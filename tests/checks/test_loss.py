@@ -232,6 +232,19 @@ def test_it_checks_the_batch_of_an_earlier_report(lab: wb.Workbench, batch: wb.B
     torch.testing.assert_close(two.values, 2 * one.values)
 
 
+def test_its_direction_is_that_of_ratio_1_also_on_rollouts_that_were_learned_from(
+    lab: wb.Workbench, batch: wb.Batch
+) -> None:
+    learned = lab.actor.compute_log_prob(batch)
+    with lab.kept("actor"):
+        for _ in range(3):
+            lab.actor.update_actor(learned, epochs=4)
+        unclipped = lab.check("direction", loss=lambda log_prob, old_log_prob, advantages: (
+            -(log_prob - old_log_prob).exp() * advantages), batch=learned)  # fmt: skip
+        assert unclipped.ok and unclipped["direction"].figure < 1e-3
+        assert not lab.check("direction", loss=wrong_sign, batch=learned).ok
+
+
 def test_the_cosine_is_that_of_the_gradients() -> None:
     draws = torch.Generator().manual_seed(0)
 

@@ -213,8 +213,23 @@ def test_a_metric_of_rows_in_a_pass_that_only_keeps_in_step() -> None:
     assert read[0]["length"] == Mean(total=0.0, count=0.0)
 
 
-def test_a_loss_that_is_not_finite_takes_no_step(lab: wb.Workbench) -> None:
+def with_a_nan(log_prob: Tensor) -> Tensor:
+    """Whose gradient is finite: that of the entry that was overwritten is 0."""
+    loss = -log_prob
+    loss[loss.isfinite()] = torch.where(torch.arange(loss.numel()) == 0, torch.nan, loss.flatten())
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda log_prob: (log_prob - log_prob.detach()).log(),
+        lambda log_prob: -log_prob + torch.inf,
+        with_a_nan,
+    ],
+)
+def test_a_loss_that_is_not_finite_takes_no_step(lab: wb.Workbench, loss: Any) -> None:
     weights = lab.actor.weight_digests()
-    metrics, _ = updated(lab, loss=lambda log_prob: (log_prob - log_prob.detach()).log())
+    metrics, _ = updated(lab, loss=loss)
     assert metrics["skipped/fraction"] == 1.0
     assert lab.actor.weight_digests() == weights

@@ -90,6 +90,12 @@ class LossSubject:
         return self.batch.join(self.lab.put({"old_log_prob": self.log_prob}))
 
     @cached_property
+    def at_ratio_1(self) -> Batch:
+        """The same, with `old_log_prob` of the policy as it is now."""
+        others = self.batch.drop("old_log_prob") if "old_log_prob" in self.batch.names else self.batch
+        return others.join(self.lab.put({"old_log_prob": self.log_prob}))
+
+    @cached_property
     def point(self) -> Point:
         """The loss on the valid rows of these rollouts."""
         log_prob = self.log_prob.take(self.valid)
@@ -279,16 +285,18 @@ def check_micro_batches(subject: LossSubject) -> Finding:
 
 
 def check_direction(subject: LossSubject) -> Finding:
-    """A step on it goes down with PPO: the cosine of its gradient to PPO's, and to GRPO's, on the same rollouts."""
+    """A step on it goes down with PPO: the cosine of its gradient to PPO's, and to GRPO's, on the same rollouts, where
+    the policy is that which `old_log_prob` is of: on a batch that was learned from, PPO's clip would leave little."""
     if "advantages" not in subject.table:
         raise NotApplicable("the batch has no advantages")
-    ppo = cosine(subject.measured, subject.measure(subject.rollouts, loss="ppo"))
+    measured = subject.measure(subject.at_ratio_1, loss=subject.loss)
+    ppo = cosine(measured, subject.measure(subject.at_ratio_1, loss="ppo"))
     about = f"1 - cosine to PPO's gradient; the cosine is {ppo:.3f}"
     if (advantages := _grpo_advantages(subject)) is not None:
-        batch = subject.rollouts.join(subject.lab.put({"grpo_advantages": advantages}))
+        batch = subject.at_ratio_1.join(subject.lab.put({"grpo_advantages": advantages}))
         batch = batch.drop("advantages").rename(grpo_advantages="advantages")
         of_grpo = subject.measure(batch, loss="ppo", aggregation="sequence-mean-token-mean")
-        about += f", to GRPO's {cosine(subject.measured, of_grpo):.3f}"
+        about += f", to GRPO's {cosine(measured, of_grpo):.3f}"
     return subject.finding(1 - ppo, 1.0, f"the cosine to PPO's gradient is {ppo:.3f}: a step undoes PPO's", about)
 
 

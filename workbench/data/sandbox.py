@@ -129,8 +129,9 @@ def command(program: int, no_processes: int, memory_bytes: int, network: bool) -
         "--new-session",  # no terminal
         "--clearenv",
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
+        *("--size", str(memory_bytes), "--tmpfs", "/tmp"),  # first: the interpreter may lie below it
         *_seen(network),
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(memory_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"),
         *("--ro-bind-data", str(program), PROGRAM),
         # these lie in memory, without a limit otherwise
         *("--size", str(memory_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"),

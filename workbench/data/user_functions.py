@@ -12,6 +12,7 @@ from workbench.models.tokenizers import is_text
 from workbench.support.calls.server import WrongValue
 
 Score = float | list[float]
+MOST = 3.4e38  # of float32
 # What reward functions and `step` of an environment get where they have a parameter of that name: a response (a turn)
 # with its special tokens, as text and as token ids.
 RAW_RESPONSE = ("raw_response", "response_ids")
@@ -55,6 +56,8 @@ def finite_number(value: Any) -> float:
         raise WrongValue(f"returned {value!r:.60}")
     if not math.isfinite(number):
         raise WrongValue(f"returned {number}")
+    if abs(number) > MOST:
+        raise WrongValue(f"returned {number}, which is more than a column of float32 can hold")
     return number
 
 

@@ -194,6 +194,9 @@ class Update:
             mask_BR = micro.mask_BR(mask)
             scalar = aggregate(loss_BR, mask_BR, term.aggregation, divisor)
             seen.add(term, micro, loss_BR * mask_BR, scalar, metrics)
+            if scalar.requires_grad:  # a loss that is not finite has no gradient to step along, whatever autograd gives
+                finite = torch.isfinite(scalar.detach())
+                scalar.register_hook(lambda gradient: torch.where(finite, gradient, torch.nan))
             return scalar
 
         tokens = tokens_of(micro) * self.context.groups.counts
