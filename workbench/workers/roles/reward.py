@@ -30,7 +30,7 @@ from workbench.models.spec import Model
 from workbench.objectives.arguments import within
 from workbench.objectives.preference import pairwise_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import FINITE, Number, at_least, whole
+from workbench.support.validation import FINITE, Number, Rule, at_least, whole
 from workbench.workers.device_metrics import DeviceMetrics, on_host
 from workbench.workers.inference import each_row
 from workbench.workers.model_worker import ModelWorker
@@ -52,12 +52,16 @@ TOKENS = ("prompt_ids", "response_ids")
 OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
 _NUMBERS = set(SCHEMA) - set(OF_ROW)  # columns that no function is given
 # a function, or components: functions by name, each alone or with its weight
-RewardFunctions = (
+RewardFunctions = Annotated[
     RewardFunction
     | Mapping[
         Annotated[str, Field(pattern=r"^\w+$")], RewardFunction | tuple[RewardFunction, Annotated[Number, FINITE]]
-    ]
-)
+    ],
+    Rule(
+        "must be a function, or functions by name (letters, digits, _), each alone or as (function, weight)",
+        'write {"right": right, "format": (tidy, 0.2)}',
+    ),
+]
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
