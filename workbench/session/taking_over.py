@@ -69,7 +69,10 @@ def _take_counters(values: Mapping[str, Any], runner: StageRunner, prompts: Prom
         counters.weights[role] = Weights.fresh(weights["steps"])
     counters.draws[counters.iteration] = values["draws"]
     counters.iterations_to_skip = values["iterations_to_skip"]
-    hosts.pools_ended, hosts.shard_successors = values["pools_ended"], dict(values["shard_successors"])
+    # a kernel that ended before it recorded its move has noted successors that no placement has
+    successors, there = dict(values["shard_successors"]), {info.name for info in hosts.infos}
+    hosts.pools_ended = values["pools_ended"]
+    hosts.shard_successors = {old: new for old, new in successors.items() if new in there or new in successors}
     prompts.drawn, prompts.state = values["drawn"], values["prompts"]
     if prompts.source and values["prompts"]:
         prompts.source.load_state_dict(values["prompts"])
