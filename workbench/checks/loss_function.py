@@ -116,7 +116,7 @@ class Point:
     def _numbers(self) -> list[str]:
         return [n for n in self.of_tokens if n in self.values and self.values[n].is_floating_point()]
 
-    # --- what comes of it ---------------------------------------------------------------------------------------------
+    # --- its loss and gradients ---------------------------------------------------------------------------------------
 
     def loss(self, held: Held | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token, and what it has a gradient in; `BadInput` where it is not what a loss returns."""

@@ -1,4 +1,4 @@
-"""What comes of calls that do not return a value."""
+"""What is known of calls that returned no value."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Failed(Protocol):
 
 @dataclass(frozen=True)
 class Left:
-    """Calls that have neither ended nor failed, because their process was killed. suspects: those one of which ended
-    it, it is not known which: asked again one at a time, each tells. waiting: the others. why: how the
-    process ended, the rule and the remedy."""
+    """Calls that have neither ended nor failed, because their process was killed. suspects: one of these ended the
+    process. They are made again one at a time, which shows which one it was. waiting: the others. why: how the process
+    ended, the rule and the remedy."""
 
     waiting: tuple[int, ...] = ()
     suspects: tuple[int, ...] = ()
