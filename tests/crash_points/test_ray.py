@@ -132,7 +132,10 @@ class OnRay:
         """The kernel ends there, in the middle of a move: of the processes of both placements those of one go on."""
         self.driver.arm(point, signal.SIGKILL)
         error, _ = self.driver.try_to(MOVE.format(f"killed{point}"))
-        if error == LOST:
+        if error != LOST:  # memory is written at other moments: this move had fewer points
+            assert not error, error
+            assert self.driver.disarm() < point
+        else:
             self.driver = kernel = self.kernels.start(ALGORITHM)
             kernel.run("lab = wb.attach('points')\nppo = algorithm(lab)")
         assert not (others := self.driver.run(OTHERS)), others
